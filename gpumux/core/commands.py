@@ -1,0 +1,125 @@
+"""What the core asks the daemon's loop to do, in order. Frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpumux.model import Fault, JobId, LaunchId, ProgramId, SessionId, StepId, StepTimes, TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptJob:
+    """Tell the session, and the device to make room (unless it already did: idempotent)."""
+
+    session: SessionId
+    job: JobId
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseJob:
+    session: SessionId
+    job: JobId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptProgram:
+    """It fits and is charged: load it."""
+
+    job: JobId
+    program: ProgramId
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseProgram:
+    """It does not fit, or loading failed. The job lives on."""
+
+    job: JobId
+    program: ProgramId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceProgram:
+    """The program is loaded for the first time; tell the client."""
+
+    job: JobId
+    program: ProgramId
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPiece:
+    launch: LaunchId
+    job: JobId
+    step: StepId
+    program: ProgramId
+    cut: int
+    piece: int
+    stream: int  # priority, larger first
+
+
+@dataclass(frozen=True, slots=True)
+class StartTransfer:
+    job: JobId
+    transfer: TransferId
+    into_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FinishTransfer:
+    job: JobId
+    transfer: TransferId
+    fault: Fault | None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStep:
+    """The step is answered, successfully. Exactly one FinishStep or FailStep per submitted step."""
+
+    job: JobId
+    step: StepId
+    times: StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class FailStep:
+    job: JobId
+    step: StepId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadJob:
+    """Make the device let go of the job; it answers with JobReleased."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class CloseJob:
+    """Tell the client the job is over. `fault` None: closed as it asked."""
+
+    job: JobId
+    session: SessionId
+    fault: Fault | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetJob:
+    """Nothing of the job is left anywhere: drop its metrics, segments and owner."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Send a Tick at this time, at the latest."""
+
+    when: float
+
+
+Command = (
+    AcceptJob | RefuseJob | AcceptProgram | RefuseProgram | AnnounceProgram | LaunchPiece | StartTransfer
+    | FinishTransfer | FinishStep | FailStep | UnloadJob | CloseJob | ForgetJob | WakeAt
+)  # fmt: skip

@@ -1,0 +1,170 @@
+"""What can happen to the core. Frozen data; `handle(event, now)` is told the clock separately.
+
+The core never sees bytes, descriptors or programs: the daemon's loop keeps those under the ids
+used here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpumux.model import (
+    DeviceInfo,
+    Fault,
+    Footprint,
+    JobId,
+    JobSpec,
+    LaunchId,
+    Peer,
+    ProgramId,
+    SessionId,
+    StepId,
+    TransferId,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    session: SessionId
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The client left, died or lost its lease. Its jobs go with it."""
+
+    session: SessionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequested:
+    """Idempotent: the same job from the same session again gets the same answer."""
+
+    session: SessionId
+    job: JobId
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOffered:
+    """The device checked this program; the core decides whether it fits."""
+
+    job: JobId
+    program: ProgramId
+    footprint: Footprint
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReady:
+    """First cut (0), or a later one. `pieces` are predicted seconds, at least one piece."""
+
+    job: JobId
+    program: ProgramId
+    cut: int
+    pieces: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramDropped:
+    """Loading failed after admission: give back what was charged."""
+
+    job: JobId
+    program: ProgramId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class StepSubmitted:
+    job: JobId
+    step: StepId
+    program: ProgramId
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRequested:
+    """Move state in or out, in order with the job's steps: after all submitted before it."""
+
+    job: JobId
+    transfer: TransferId
+    into_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PieceDone:
+    launch: LaunchId
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFailed:
+    launch: LaunchId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    job: JobId
+    transfer: TransferId
+    fault: Fault | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobDied:
+    """The device lost the job (executor crash, allocation failure at load)."""
+
+    job: JobId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class JobReleased:
+    """The device has let go of the job's memory."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """By the owner or an operator. A paused job starts no further piece; what is out finishes."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequested:
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRequested:
+    """`drain` answers every submitted step first; otherwise they are answered with a fault."""
+
+    job: JobId
+    drain: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """The daemon is leaving: fail what is queued, close every job."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOpened:
+    info: DeviceInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; policies with timers look at the clock."""
+
+
+Event = (
+    SessionOpened | SessionClosed | JobRequested | ProgramOffered | ProgramReady | ProgramDropped | StepSubmitted
+    | TransferRequested | PieceDone | PieceFailed | TransferEnded | JobDied | JobReleased | PauseRequested
+    | ResumeRequested | CloseRequested | DrainRequested | DeviceOpened | Tick
+)  # fmt: skip

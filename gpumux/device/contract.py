@@ -1,0 +1,196 @@
+"""The contract every device keeps: cpu, cuda, sim (DESIGN 6).
+
+Nothing here blocks and nothing here is a torch object: calls carry plain data, encoded Programs
+and file descriptors, so that a device may live in other processes. What a call leads to comes back
+later as events from `poll`, in the order it happened. `open` and `close` alone may wait.
+
+A *stream* is an in-order queue with a priority. The device runs at most `DeviceInfo.parallel`
+pieces at once and, when it can start one, takes the oldest launch of the highest-priority stream.
+Launches of one job must be handed over in order; they run in order.
+
+Clock: `started` and `ended` are on the clock the device was opened with (CLOCK_MONOTONIC for real
+devices, so that processes agree; the virtual clock for sim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Shared memory by descriptor: a sealed memfd of exactly `nbytes`. The caller owns `fd` and may
+    close it when the call returns; the device duplicates what it keeps."""
+
+    fd: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    total_bytes: int
+    free_bytes: int
+    by_job: dict[JobId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One piece of one step. `slot` is the step's slot in the program's data segment; `scalars` are
+    the step's host scalars (floats and ints as the Program declares), sent with every piece."""
+
+    launch: LaunchId
+    job: JobId
+    step: StepId
+    program: ProgramId
+    cut: int
+    piece: int
+    slot: int
+    scalars: tuple[float | int, ...]
+    stream: int  # priority of the stream, larger runs first
+
+
+# ---- events, from poll() -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramChecked:
+    """`check` passed: what the program would add, and the index inputs' and results' layout bytes."""
+
+    job: JobId
+    program: ProgramId
+    footprint: Footprint
+    content_hash: str
+    op_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLoaded:
+    """The program can be launched. `cut` 0 holds unmeasured guesses; see Recut."""
+
+    job: JobId
+    program: ProgramId
+    pieces: tuple[float, ...]  # predicted seconds of each piece, at least one piece
+
+
+@dataclass(frozen=True, slots=True)
+class Recut:
+    """The device measured the program and cut it anew. Steps that start after this event use cut
+    `cut`; steps already begun finish under the cut they began with."""
+
+    job: JobId
+    program: ProgramId
+    cut: int
+    pieces: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchDone:
+    launch: LaunchId
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchFailed:
+    """This launch failed; the job's state is lost. A JobLost for its job follows."""
+
+    launch: LaunchId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    job: JobId
+    transfer: TransferId
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRefused:
+    """`check` or `load_program` failed; the job lives on and its memory is as it was."""
+
+    job: JobId
+    program: ProgramId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class JobLost:
+    """Whatever ran the job is gone. Nothing of it is left on the device."""
+
+    job: JobId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class JobUnloaded:
+    """`unload` has finished: the job's memory is free."""
+
+    job: JobId
+
+
+DeviceEvent = (
+    ProgramChecked
+    | ProgramLoaded
+    | ProgramRefused
+    | Recut
+    | LaunchDone
+    | LaunchFailed
+    | TransferDone
+    | JobLost
+    | JobUnloaded
+)
+
+
+class Device(Protocol):
+    def open(self) -> DeviceInfo:
+        """Take the device. Raises ConfigError when it can't be had, saying why."""
+
+    def filenos(self) -> Sequence[int]:
+        """Descriptors that turn readable when poll() has something. The set may change after any call."""
+
+    def poll(self) -> list[DeviceEvent]:
+        """All events so far. Never waits."""
+
+    def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
+        """Check an encoded Program away from the hot path -> ProgramChecked or ProgramRefused."""
+
+    def open_job(self, job: JobId, spec: JobSpec) -> None:
+        """Make room for a job with no state yet. Failure comes as JobLost."""
+
+    def load_program(
+        self,
+        job: JobId,
+        program: ProgramId,
+        encoded: bytes,
+        new_buffers: Sequence[int],
+        binding: Sequence[int],
+        data: Segment,
+        slots: int,
+    ) -> None:
+        """Allocate `new_buffers` (bytes each, zeroed, appended to the job's buffer list), bind the
+        program's state slot i to buffer `binding[i]`, map `data` (slots x SlotLayout.nbytes) and
+        make the program ready -> ProgramLoaded or ProgramRefused."""
+
+    def launch(self, launch: Launch) -> None:
+        """-> LaunchDone, or LaunchFailed then JobLost."""
+
+    def transfer(
+        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
+    ) -> None:
+        """Copy the job's buffers to or from `segment`, laid end to end, each on 64 bytes, in order
+        with the job's launches -> TransferDone."""
+
+    def unload(self, job: JobId) -> None:
+        """Drop the job at once, whatever it is doing; idempotent -> JobUnloaded. No LaunchDone or
+        LaunchFailed of the job comes after it."""
+
+    def memory(self) -> MemoryFigures:
+        """What is free now, and what each job holds."""
+
+    def close(self) -> None:
+        """Unload everything and give the device back. Idempotent."""

@@ -1,0 +1,142 @@
+"""Every error gpumux raises, and the stable codes they travel under.
+
+    GpumuxError                 code, sentence, remedy
+    +-- ConfigError             a flag, environment variable or configuration file is wrong
+    +-- CaptureError            the step can't become a Program (the user's line or tensor is named)
+    |   +-- NotRepeatable       two traces of the step differ
+    |   +-- DataDependent       the step reads a tensor's value in Python
+    |   +-- UnknownTensor       the step reaches a tensor that was not given
+    |   +-- UnsupportedOperator an operator outside the allow-list
+    |   +-- TooManyVariants     more shapes, flags or phases than the limit
+    +-- StaleState              the local model was used while the daemon holds newer state
+    +-- LocalWrite              the local model was written while the daemon holds its state
+    +-- ProgramError            a Program is malformed or fails its checks
+    +-- ProtocolError           bytes that are not a valid message
+    |   +-- VersionMismatch     the two ends speak different protocol versions
+    +-- Refused                 the daemon said no
+    |   +-- AdmissionRefused    memory, job count or another limit
+    |   +-- NotOwner            a verb on somebody else's job
+    |   +-- UnknownJob          no such job
+    +-- JobFailed               the job's work failed; its state is lost
+    |   +-- ExecutorCrashed     the process running the job died
+    +-- JobClosed               a verb on a closed job
+    +-- DaemonGone              the daemon left or stopped answering
+    +-- EndpointBusy            another daemon holds the endpoint or device
+
+`wire/` carries an error as (code, message, remedy); `from_code` makes the same class again on the
+other side, so a user catches one type wherever the mistake was noticed.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class GpumuxError(Exception):
+    """Base of all errors. `message` says what is wrong, `remedy` what to do about it."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message if not remedy else f"{message} — {remedy}")
+        self.message = message
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type[GpumuxError], tuple[str, str]]:
+        return (type(self), (self.message, self.remedy))
+
+
+class ConfigError(GpumuxError):
+    code = "config"
+
+
+class CaptureError(GpumuxError):
+    code = "capture"
+
+
+class NotRepeatable(CaptureError):
+    code = "not_repeatable"
+
+
+class DataDependent(CaptureError):
+    code = "data_dependent"
+
+
+class UnknownTensor(CaptureError):
+    code = "unknown_tensor"
+
+
+class UnsupportedOperator(CaptureError):
+    code = "unsupported_operator"
+
+
+class TooManyVariants(CaptureError):
+    code = "too_many_variants"
+
+
+class StaleState(GpumuxError):
+    code = "stale_state"
+
+
+class LocalWrite(GpumuxError):
+    code = "local_write"
+
+
+class ProgramError(GpumuxError):
+    code = "program"
+
+
+class ProtocolError(GpumuxError):
+    code = "protocol"
+
+
+class VersionMismatch(ProtocolError):
+    code = "version_mismatch"
+
+
+class Refused(GpumuxError):
+    code = "refused"
+
+
+class AdmissionRefused(Refused):
+    code = "admission_refused"
+
+
+class NotOwner(Refused):
+    code = "not_owner"
+
+
+class UnknownJob(Refused):
+    code = "unknown_job"
+
+
+class JobFailed(GpumuxError):
+    code = "job_failed"
+
+
+class ExecutorCrashed(JobFailed):
+    code = "executor_crashed"
+
+
+class JobClosed(GpumuxError):
+    code = "job_closed"
+
+
+class DaemonGone(GpumuxError):
+    code = "daemon_gone"
+
+
+class EndpointBusy(GpumuxError):
+    code = "endpoint_busy"
+
+
+def _tree(cls: type[GpumuxError]) -> dict[str, type[GpumuxError]]:
+    found = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        found.update(_tree(sub))
+    return found
+
+
+def from_code(code: str, message: str, remedy: str = "") -> GpumuxError:
+    """The error class registered under `code`, or GpumuxError for a code from a newer peer."""
+    return _tree(GpumuxError).get(code, GpumuxError)(message, remedy)

@@ -1,0 +1,89 @@
+"""The nouns of gpumux (DESIGN: nouns), each with one meaning everywhere. Plain data, no behaviour.
+
+Programs and their operators live in `program/ir.py`; this file holds what the core, the wire and
+the devices say to each other about jobs. Times are seconds, sizes are bytes, everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType
+
+JobId = NewType("JobId", str)  # chosen by the client: 32 hex digits
+SessionId = NewType("SessionId", str)  # chosen by the daemon, one a client connection
+ProgramId = NewType("ProgramId", int)  # chosen by the client, unique within its job
+StepId = NewType("StepId", int)  # chosen by the client, increasing within its job
+LaunchId = NewType("LaunchId", int)  # chosen by the core, unique in the daemon's life
+TransferId = NewType("TransferId", int)  # chosen by the client, unique within its job
+
+
+class Priority(IntEnum):
+    """A job's class. Larger is more important, so comparison reads naturally."""
+
+    LOW = 0
+    HIGH = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end of a connection, as the kernel says (uid -1: unknown, TCP)."""
+
+    uid: int
+    gid: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What a client asks for when it opens a job. `memory_limit` None means no limit of its own."""
+
+    name: str
+    priority: Priority = Priority.LOW
+    weight: float = 1.0
+    max_slowdown: float = 1.10
+    memory_limit: int | None = None
+    max_inflight: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Device memory a program adds. Persistent state and transient bytes are apart because jobs
+    that never run at once could share the transient part (DESIGN 4)."""
+
+    state_bytes: int
+    transient_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error as data: a code from `gpumux.errors`, a sentence and a remedy."""
+
+    code: str
+    message: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where a step's time went: waiting in its queue, running on the device, and in all."""
+
+    queue_s: float
+    device_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a device is. `parallel` is how many pieces it can truly run at once, None when only
+    windows bound it; `threads` is intra-op threads a piece (CPU), 0 where it has no meaning."""
+
+    kind: str
+    name: str
+    memory_bytes: int
+    parallel: int | None
+    threads: int
+    torch_version: str
+    piece_target_s: dict[str, float]  # by priority name, lower case: how long a piece should run
