@@ -75,10 +75,10 @@ class Complex:
     im: float
 
 
-Arg: TypeAlias = "None | bool | int | float | str | TensorRef | ScalarRef | Tag | Complex | tuple[Arg, ...]"
+Arg: TypeAlias = "bool | int | float | str | TensorRef | ScalarRef | Tag | Complex | tuple[Arg, ...] | None"
 # One entry a return of the operator's schema: a view, nothing (None: undefined or unused), or a
 # tuple for a list of tensors.
-Out: TypeAlias = "int | None | tuple[int, ...]"
+Out: TypeAlias = "int | tuple[int, ...] | None"
 
 
 @dataclass(frozen=True, slots=True)
