@@ -1,0 +1,65 @@
+# `make help` says what there is. Set-up happens by itself, in .venv, once; remove it with `make clean`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+# A name on PATH may be a shim for a version that is not there, so each one has to run and to say its version.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3 python; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+
+# A machine without an NVIDIA driver gets one known torch; one with a driver keeps the build that suits it.
+CONSTRAINTS := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; \
+	then echo constraints.txt; else echo constraints-cpu.txt; fi)
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+PIP := $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS)
+RUN := $(VENV)/bin/python -m
+SOURCES := gpumux clients microbench tests
+
+.PHONY: help demo test test-fast lint fmt clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about a minute)
+	@$(RUN) clients.demo
+
+test: lint ## everything CI runs: lint, types, all tests
+	$(RUN) pytest --durations=15
+
+test-fast: $(VENV)/.dev ## the tests that take less than ten seconds each
+	$(RUN) pytest -m "not slow" --durations=5
+
+lint: $(VENV)/.dev ## ruff and mypy --strict, no changes made
+	$(RUN) ruff check $(SOURCES)
+	$(RUN) ruff format --check $(SOURCES)
+	$(RUN) mypy
+
+fmt: $(VENV)/.dev ## format and mend what ruff can
+	$(RUN) ruff check --fix $(SOURCES)
+	$(RUN) ruff format $(SOURCES)
+
+clean: ## remove the virtual environment, caches and builds
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@[ -n "$(PYTHON)" ] || { echo "gpumux needs Python 3.11 or newer with the venv module, and none was found on PATH." \
+	  "Install one (on Debian: python3 and python3-venv) or say where it is: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "setting up $(VENV) with $$($(PYTHON) -V) and $(CONSTRAINTS)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# setuptools first, pinned, and no build isolation: the same build backend for everyone.
+$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt constraints-cpu.txt
+	@echo "installing gpumux and what the demo needs (torch is large: the first time takes minutes)"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable . scikit-learn
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "installing what the tests and linters need"
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
