@@ -1,0 +1,235 @@
+"""What the daemon is told: defaults, then a TOML file, then GPUMUX_* variables, then flags.
+
+A later source wins, setting by setting. Every setting is declared once, on `Config`; its table in the
+file, its variable (`GPUMUX_` and the name in capitals) and its checks follow from that. Nothing is
+guessed: an unknown key, a bad type or a value out of range raises ConfigError, which names where the
+value came from and the nearest name that exists.
+
+    [daemon]
+    gpu = 0
+    policy = "paced"
+    [limits]
+    max_jobs_per_user = 4
+    [access]
+    allow_ops = ["mylib.scale.default"]
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from gpumux.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda", "sim")
+POLICIES = ("fifo", "streams", "paced")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+TABLES = ("daemon", "limits", "access")
+ENV_PREFIX = "GPUMUX_"
+ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def _setting(
+    default: Any,
+    meaning: str,
+    *,
+    table: str = "daemon",
+    low: float | None = None,
+    high: float | None = None,
+    choices: Sequence[str] = (),
+    words: Mapping[str, Any] | None = None,
+) -> Any:
+    """One setting. `words` are spellings that stand for a value (`off`), in the file and outside it."""
+    meta = {"meaning": meaning, "table": table, "low": low, "high": high, "choices": choices, "words": words or {}}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings of a daemon. Sizes are bytes and times are seconds."""
+
+    gpu: int = _setting(0, "index of the GPU this daemon owns", low=0, high=1023)
+    device: str = _setting("auto", "what runs the work; auto takes the GPU where there is one", choices=DEVICES)
+    endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")
+    policy: str = _setting("paced", "who runs next", choices=POLICIES)
+    threads: int = _setting(0, "intra-op threads a piece on the CPU; 0 leaves it to the device", low=0, high=1024)
+    metrics_host: str = _setting("127.0.0.1", "address the metrics are served on")
+    metrics_port: int = _setting(
+        9402, "port of /metrics; 0 picks a free one, off serves none", low=-1, high=65535, words={"off": -1}
+    )
+    state_dir: str = _setting("", "directory for what must outlive the process; empty keeps nothing")
+    log_level: str = _setting("info", "least important line that is logged", choices=LOG_LEVELS)
+    heartbeat_s: float = _setting(2.0, "a side silent for this long sends a heartbeat", low=0.05, high=3600)
+    lease_s: float = _setting(10.0, "a client unheard for this long is gone, and its jobs with it", low=0.1, high=86400)
+    drain_s: float = _setting(5.0, "how long a leaving daemon waits for jobs to be unloaded", low=0.0, high=3600)
+
+    max_sessions: int = _setting(256, "connections at a time", table="limits", low=1, high=1_000_000)
+    max_jobs: int = _setting(1024, "open jobs at a time", table="limits", low=1, high=1_000_000)
+    max_jobs_per_user: int = _setting(64, "open jobs of one user", table="limits", low=1, high=1_000_000)
+    max_bytes_per_user: int = _setting(
+        0, "device bytes one user's jobs may be charged; 0 means all of the device", table="limits", low=0
+    )
+    max_programs_per_job: int = _setting(64, "programs one job may load", table="limits", low=1, high=1_000_000)
+    max_inflight: int = _setting(64, "unanswered steps one job may ask for", table="limits", low=1, high=65536)
+    max_message_bytes: int = _setting(256 * MIB, "one message, all frames", table="limits", low=4096, high=16 * GIB)
+    max_shared_bytes: int = _setting(
+        0, "shared memory for batches, results and transfers; 0 means half of the machine's",
+        table="limits", low=0,
+    )  # fmt: skip
+
+    allow_ops: tuple[str, ...] = _setting((), "operators allowed beside the built-in list", table="access")
+    curve_secret_key: str = _setting("", "file with the daemon's CURVE secret key, for tcp://", table="access")
+    curve_client_keys: str = _setting("", "directory of CURVE public keys that may connect", table="access")
+
+
+def _settings() -> dict[str, Field[Any]]:
+    return {f.name: f for f in fields(Config)}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """A remedy for an unknown name. With nothing near it, all there is."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else "known are: " + ", ".join(names)
+
+
+def _number(kind: type[Any], value: Any, where: str) -> Any:
+    if isinstance(value, str):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    elif isinstance(value, bool):
+        pass
+    elif isinstance(value, int) or (kind is float and isinstance(value, float)):
+        return kind(value)
+    noun = "a whole number" if kind is int else "a number"
+    raise ConfigError(f"{where} must be {noun}, not {value!r}", f"write {where.split()[-1]} as {noun}")
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    """A list of strings; outside the file it is one string with commas."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise ConfigError(f"{where} must be a string or a list of strings, not {value!r}", 'write ["one", "two"]')
+
+
+def _check(spec: Field[Any], value: Any, where: str) -> Any:
+    """The value of one setting, of the right type and within its range."""
+    meta = spec.metadata
+    if isinstance(value, str) and value in meta["words"]:
+        return meta["words"][value]
+    if isinstance(spec.default, tuple):
+        return _texts(value, where)
+    if isinstance(spec.default, str):
+        if not isinstance(value, str):
+            raise ConfigError(f"{where} must be a string, not {value!r}", "put it in quotes")
+        if meta["choices"] and value not in meta["choices"]:
+            raise ConfigError(f"{where} can't be {value!r}", _nearest(value, meta["choices"]))
+        return value
+    kind: type[Any] = type(spec.default)
+    number = _number(kind, value, where)
+    low, high = meta["low"], meta["high"]
+    if number != number or (low is not None and number < low) or (high is not None and number > high):
+        span = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ConfigError(f"{where} is {number}, out of range", f"choose a value {span}")
+    return number
+
+
+def from_file(path: Path) -> dict[str, Any]:
+    """The settings a TOML file gives, checked. Raises ConfigError."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read the configuration file {path}: {error.strerror}", "check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", "mend that line") from error
+    known = _settings()
+    found: dict[str, Any] = {}
+    for table, body in tables.items():
+        if table not in TABLES or not isinstance(body, dict):
+            home = known[table].metadata["table"] if table in known else ""
+            remedy = f"move it into [{home}]" if home else _nearest(table, TABLES)
+            raise ConfigError(f"{path}: no table [{table}] here", remedy)
+        for key, value in body.items():
+            where = f"{path}: [{table}] {key}"
+            if key not in known:
+                raise ConfigError(f"{where} is not a setting", _nearest(key, known))
+            if known[key].metadata["table"] != table:
+                raise ConfigError(f"{where} is in the wrong table", f"move it into [{known[key].metadata['table']}]")
+            found[key] = _check(known[key], value, where)
+    return found
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings GPUMUX_* variables give, checked. Raises ConfigError."""
+    known = {ENV_PREFIX + name.upper(): spec for name, spec in _settings().items()}
+    found: dict[str, Any] = {}
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name == ENV_CONFIG:
+            continue
+        if name not in known:
+            raise ConfigError(f"the environment variable {name} is not a setting", _nearest(name, known))
+        found[known[name].name] = _check(known[name], value, f"the environment variable {name}")
+    return found
+
+
+def from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings flags give (None: not given), checked. Raises ConfigError."""
+    known = _settings()
+    found: dict[str, Any] = {}
+    for name, value in flags.items():
+        if value is None:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name not in known:
+            raise ConfigError(f"{flag} is not a setting", _nearest(name, known))
+        found[name] = _check(known[name], value, flag)
+    return found
+
+
+def _together(config: Config) -> None:
+    """Checks that need more than one setting."""
+    if config.lease_s < 2 * config.heartbeat_s:
+        raise ConfigError(
+            f"lease_s ({config.lease_s}) is shorter than two heartbeats ({config.heartbeat_s} each)",
+            "a lease of at least twice heartbeat_s forgives one lost heartbeat",
+        )
+    for endpoint in config.endpoint:
+        if not endpoint.startswith(("ipc://", "tcp://")):
+            raise ConfigError(
+                f"the endpoint {endpoint!r} names no known transport", "write ipc://PATH or tcp://HOST:PORT"
+            )
+    if any(e.startswith("tcp://") for e in config.endpoint) and not (
+        config.curve_secret_key and config.curve_client_keys
+    ):
+        raise ConfigError(
+            "a tcp:// endpoint needs CURVE keys: without them anyone who reaches the port could run work",
+            "set [access] curve_secret_key and curve_client_keys",
+        )
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Config:
+    """The configuration from all sources. `path` (or GPUMUX_CONFIG) names the file; with neither
+    there is none. Raises ConfigError."""
+    environ = os.environ if environ is None else environ
+    path = path or environ.get(ENV_CONFIG)
+    values: dict[str, Any] = from_file(Path(path)) if path else {}
+    values.update(from_environment(environ))
+    values.update(from_flags(flags or {}))
+    config = Config(**values)
+    _together(config)
+    return config

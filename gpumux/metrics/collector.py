@@ -1,0 +1,169 @@
+"""Gauges, and per-job series, made at scrape time from a snapshot of the daemon.
+
+The loop's thread alone may look at the core, so a scrape asks it for a snapshot and waits a moment;
+a loop that doesn't answer within STALE_S is itself worth seeing: the last snapshot is served again and
+`gpumux_snapshot_timestamp_seconds` stands still. Per-job series exist while the job does, no longer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gpumux.model import DeviceInfo
+
+STALE_S = 1.0  # a scrape waits at most this long for the loop
+FRESH_S = 0.1  # scrapes within this time of each other share a snapshot
+NAME_CHARS = 64  # of a job's name, in gpumux_job_info
+
+
+@dataclass(frozen=True, slots=True)
+class JobFigures:
+    """One job as the metrics show it. `short` is the daemon's own label for it, e.g. "j17"."""
+
+    short: str
+    name: str
+    uid: int
+    priority: str
+    state: str
+    queued: int
+    outstanding: int
+    memory_bytes: int
+    device_busy_s: float
+    steps_done: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the gauges show, at one moment (`when`: Unix time)."""
+
+    when: float
+    device: DeviceInfo
+    jobs: tuple[JobFigures, ...]
+    sessions: int
+    shared_bytes: int
+    device_total_bytes: int
+    device_free_bytes: int
+
+
+def label_text(name: str) -> str:
+    """A user's text as a label value: printable and short."""
+    return "".join(c if c.isprintable() else "?" for c in name[:NAME_CHARS])
+
+
+class SnapshotBox:
+    """Hands a snapshot from the loop's thread to a scrape's. `wake` must make the loop call
+    `publish` soon and be callable from any thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._latest: Figures | None = None
+        self._at = 0.0
+        self._asked = False
+        self._closed = False
+
+    def wanted(self) -> bool:
+        """Whether a scrape waits. Cheap: the loop asks on every wake-up."""
+        return self._asked
+
+    def publish(self, figures: Figures) -> None:
+        """The loop's answer."""
+        with self._changed:
+            self._latest, self._at, self._asked = figures, time.monotonic(), False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """The loop has ended: nobody will answer any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def fetch(self) -> Figures | None:
+        """A snapshot at most FRESH_S old, or the last one there was when the loop is stuck or gone."""
+        with self._changed:
+            if self._closed or (self._latest is not None and time.monotonic() - self._at < FRESH_S):
+                return self._latest
+            self._asked = True
+        self._wake()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._asked or self._closed, timeout=STALE_S)
+            return self._latest
+
+
+class GaugeCollector(Collector):
+    """Turns the latest snapshot into metric families."""
+
+    def __init__(self, fetch: Callable[[], Figures | None], version: str) -> None:
+        self._fetch = fetch
+        self._version = version
+
+    def describe(self) -> Iterable[Metric]:
+        """Names only, so that registering doesn't ask the loop for anything."""
+        return _families().values()
+
+    def collect(self) -> Iterable[Metric]:
+        families = _families()
+        families["build"].add_metric([], {"version": self._version})
+        figures = self._fetch()
+        if figures is not None:
+            _fill(families, figures)
+        return families.values()
+
+
+def _families() -> dict[str, Any]:
+    gauge, per_job = GaugeMetricFamily, ["job"]
+    return {
+        "build": InfoMetricFamily("gpumux_build", "Which gpumux this is."),
+        "device": InfoMetricFamily("gpumux_device", "Which device the daemon owns."),
+        "jobs": gauge("gpumux_jobs", "Open jobs.", labels=["priority", "state"]),
+        "queue": gauge("gpumux_queue_depth", "Steps that wait for their first piece.", labels=["priority"]),
+        "out": gauge("gpumux_outstanding_launches", "Pieces handed over and not completed.", labels=["priority"]),
+        "sessions": gauge("gpumux_sessions", "Open client connections."),
+        "shared": gauge("gpumux_shared_memory_bytes", "Shared memory for batches, results and transfers."),
+        "total": gauge("gpumux_device_memory_bytes", "Memory the device has."),
+        "free": gauge("gpumux_device_memory_free_bytes", "Memory of the device no job holds."),
+        "when": gauge("gpumux_snapshot_timestamp_seconds", "Unix time of the snapshot the gauges come from."),
+        "info": InfoMetricFamily("gpumux_job", "Who a job label stands for.", labels=per_job),
+        "memory": gauge("gpumux_job_memory_bytes", "Device memory charged to a job.", labels=per_job),
+        "busy": CounterMetricFamily("gpumux_job_device_busy_seconds", "Device time of a job's pieces.", labels=per_job),
+        "steps": CounterMetricFamily("gpumux_job_steps", "Steps of a job answered with results.", labels=per_job),
+    }
+
+
+def _fill(families: dict[str, Any], figures: Figures) -> None:
+    device = figures.device
+    families["device"].add_metric(
+        [], {"kind": device.kind, "name": device.name, "threads": str(device.threads), "torch": device.torch_version}
+    )
+    simple = {
+        "sessions": figures.sessions,
+        "shared": figures.shared_bytes,
+        "total": figures.device_total_bytes,
+        "free": figures.device_free_bytes,
+        "when": figures.when,
+    }
+    for key, value in simple.items():
+        families[key].add_metric([], value)
+    counts: dict[tuple[str, str], int] = {}
+    queued, out = {"low": 0, "high": 0}, {"low": 0, "high": 0}
+    for job in figures.jobs:
+        counts[job.priority, job.state] = counts.get((job.priority, job.state), 0) + 1
+        queued[job.priority] += job.queued
+        out[job.priority] += job.outstanding
+        who = {"name": label_text(job.name), "uid": str(job.uid), "priority": job.priority}
+        families["info"].add_metric([job.short], who)
+        families["memory"].add_metric([job.short], job.memory_bytes)
+        families["busy"].add_metric([job.short], job.device_busy_s)
+        families["steps"].add_metric([job.short], job.steps_done)
+    for (priority, state), count in counts.items():
+        families["jobs"].add_metric([priority, state], count)
+    for priority in queued:
+        families["queue"].add_metric([priority], queued[priority])
+        families["out"].add_metric([priority], out[priority])
