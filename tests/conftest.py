@@ -1,0 +1,70 @@
+"""What every test gets: a leak check, an environment of its own, short runtime directories."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.leaks import leaked, snapshot
+
+pytest_plugins = ["pytester"]
+
+SETTLE_S = 5.0  # how long asynchronous teardown may take before it is called a leak
+PREFIX = f"gm{os.getpid()}-"  # names are short: an AF_UNIX path holds 107 bytes
+
+settings.register_profile("dev", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "leaves_runtime_files: kills a daemon, which then can't clean up after itself")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests run last, so that a mistake the quick ones find shows early."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_leaks_in_all() -> Iterator[None]:
+    """What module and session fixtures leave behind, which no single test's check can see."""
+    before = snapshot()
+    yield
+    found = leaked(before, SETTLE_S)
+    found += [f"{path} left behind" for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*")]
+    assert not found, "the test run leaks: " + "; ".join(found)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    before = snapshot()
+    yield
+    found = leaked(before, SETTLE_S)
+    assert not found, "the test leaks: " + "; ".join(found)
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon or a setting of whoever runs the tests has no part in them."""
+    for name in list(os.environ):
+        if name.startswith("GPUMUX_") and name != "GPUMUX_CI_RUN":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def runtime_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory for a daemon's sockets, on a short path. What is in it at the end besides lock
+    files (removing those would be a race) is a leak, unless the test says leaves_runtime_files."""
+    path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    yield path
+    left = sorted(str(p.relative_to(path)) for p in path.rglob("*") if not p.is_dir() and p.suffix != ".lock")
+    shutil.rmtree(path)
+    if not request.node.get_closest_marker("leaves_runtime_files"):
+        assert not left, f"left in the runtime directory: {', '.join(left)}"

@@ -1,0 +1,225 @@
+"""The shape of the package: which way imports point, what the core may know, how large a module is,
+what `import gpumux` costs, and that type information ships."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import gpumux
+
+ROOT = Path(gpumux.__file__).resolve().parent.parent
+PACKAGE = ROOT / "gpumux"
+MAX_LINES = 350
+
+# Parts of gpumux, and the parts each may import. An arrow may skip layers, never turn back.
+BASE = frozenset({"errors", "model", "config", "gpumux"})  # "gpumux": the package itself, for its version
+SHARED = BASE | {"program"}
+ARROWS: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "model": frozenset(),
+    "config": frozenset({"errors", "model", "gpumux"}),
+    "program": BASE,
+    "core": SHARED,
+    "wire": SHARED,
+    "device": SHARED,
+    "metrics": SHARED,
+    "daemon": SHARED | {"core", "wire", "device", "metrics"},
+    "cli": SHARED | {"core", "wire", "device", "metrics", "daemon"},
+    "client": SHARED | {"wire"},
+    "gpumux": frozenset(),
+}
+
+# Imports against the arrows that are meant, each with its reason.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+IMPURE = ("zmq", "torch", "time", "threading", "asyncio", "multiprocessing", "socket", "os", "random", "datetime")
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str  # dotted module
+    imported: str  # dotted module
+    line: int
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(name: str, source: str, *, is_package: bool) -> list[Import]:
+    """Every import of a module, also those inside functions and under TYPE_CHECKING."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [Import(name, alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = name.split(".")[: None if is_package and node.level == 1 else -(node.level - is_package)]
+                base = ".".join([*parents, base] if base else parents)
+            # `from gpumux.wire import codec` reaches gpumux.wire.codec; a class name does no harm here.
+            found += [Import(name, f"{base}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def all_imports() -> list[Import]:
+    return [
+        found
+        for name, path in modules().items()
+        for found in imports_of(name, path.read_text(), is_package=path.name == "__init__.py")
+    ]
+
+
+def part(module: str) -> str:
+    """`gpumux.core.queue` -> core; `gpumux.__version__` -> gpumux."""
+    rest = module.split(".")[1:]
+    return rest[0] if rest and rest[0] in ARROWS else "gpumux"
+
+
+def against_the_arrows(imports: list[Import]) -> list[str]:
+    return [
+        f"{i.importer}:{i.line} imports {i.imported}"
+        for i in imports
+        if i.imported.split(".")[0] == "gpumux"
+        and part(i.imported) != part(i.importer)
+        and part(i.imported) not in ARROWS[part(i.importer)]
+        and (i.importer, i.imported) not in EXCEPTIONS
+    ]
+
+
+def impure(imports: list[Import]) -> list[str]:
+    return [
+        f"{i.importer}:{i.line} imports {i.imported}"
+        for i in imports
+        if part(i.importer) == "core" and i.imported.split(".")[0] in IMPURE
+    ]
+
+
+def test_imports_follow_the_arrows():
+    assert against_the_arrows(all_imports()) == []
+
+
+def test_the_core_is_pure():
+    assert impure(all_imports()) == []
+
+
+def test_every_part_has_its_arrows():
+    parts = {name.split(".")[1] for name in modules() if "." in name}
+    assert parts <= set(ARROWS)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("gpumux.core.queue", "from gpumux.wire import codec"),
+        ("gpumux.core.queue", "def f():\n    import gpumux.daemon.loop"),
+        ("gpumux.core.queue", "from ..device import cpu"),
+        ("gpumux.client.submit", "from gpumux.core.events import Tick"),
+        ("gpumux.wire.router", "from gpumux.daemon import loop"),
+        ("gpumux.program.ir", "import gpumux.device.contract"),
+        ("gpumux.errors", "from . import model"),
+    ],
+)
+def test_the_arrow_check_can_fail(module: str, source: str):
+    assert len(against_the_arrows(imports_of(module, source, is_package=False))) == 1
+
+
+@pytest.mark.parametrize("name", ["zmq", "torch", "time", "threading"])
+def test_the_purity_check_can_fail(name: str):
+    source = f"def late():\n    from {name} import something"
+    assert len(impure(imports_of("gpumux.core.queue", source, is_package=False))) == 1
+
+
+def test_modules_stay_readable():
+    sizes = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
+
+
+def test_nothing_pickles_or_evaluates():
+    """What a client sends is data: the daemon's side has no way to turn it into code."""
+    calls = []
+    for name, path in modules().items():
+        if part(name) == "client":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
+                calls.append(f"{name}:{node.lineno} {node.func.id}")
+    pickles = [i for i in all_imports() if i.imported.split(".")[0] in {"pickle", "dill", "cloudpickle", "marshal"}]
+    assert calls == []
+    assert pickles == []
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `code`."""
+    script = f"import sys\n{code}\nprint('|'.join(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.strip().splitlines()[-1].split("|"))
+
+
+def test_import_gpumux_is_light():
+    assert not loaded_after("import gpumux") & {"torch", "zmq", "numpy", "prometheus_client"}
+
+
+def test_the_check_for_light_imports_can_fail():
+    assert "json" in loaded_after("import json")
+
+
+def test_the_client_package_loads_torch_only_when_used():
+    assert "torch" not in loaded_after("from gpumux import client")
+
+
+CLI = pytest.mark.skipif(find_spec("gpumux.cli.main") is None, reason="the command line is not built yet")
+
+
+@CLI
+def test_help_is_light():
+    code = (
+        "import contextlib, io, runpy\n"
+        "sys.argv = ['gpumux', '--help']\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "    runpy.run_module('gpumux.cli.main', run_name='__main__')\n"
+        "assert 'serve' in out.getvalue()"
+    )
+    assert "torch" not in loaded_after(code)
+
+
+@CLI
+def test_the_daemon_process_loads_no_torch():
+    """The daemon's main process hands torch work to executor processes (DESIGN 6)."""
+    daemon = [name for name in modules() if part(name) in {"daemon", "core", "wire", "metrics"}]
+    assert "torch" not in loaded_after("import " + ", ".join(daemon))
+
+
+def test_type_information_ships(tmp_path: Path):
+    """A wheel, built as a release would be, carries py.typed, every module, the licence and the command."""
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for path in PACKAGE.rglob("*"):
+        if path.is_file() and path.suffix != ".pyc":
+            target = source / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    subprocess.run([*build, "--wheel-dir", str(tmp_path), str(source)], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("gpumux-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
+    assert "gpumux/py.typed" in names
+    assert {str(path.relative_to(ROOT)) for path in modules().values()} <= names
+    assert any(name.endswith("LICENSE") for name in names)
+    assert "gpumux = gpumux.cli.main:main" in entry_points

@@ -1,0 +1,147 @@
+"""Each leak check can fail: one thing is leaked on purpose, named, and taken back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import zmq
+
+from tests.leaks import SHM, leaked, snapshot
+
+
+@contextmanager
+def a_thread() -> Iterator[None]:
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, name="forgotten")
+    thread.start()
+    yield
+    release.set()
+    thread.join()
+
+
+@contextmanager
+def a_child() -> Iterator[None]:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield
+    child.communicate(b"\n")
+
+
+@contextmanager
+def a_zombie() -> Iterator[None]:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    yield
+    os.waitpid(pid, 0)
+
+
+@contextmanager
+def a_socket() -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX):
+        yield
+
+
+@contextmanager
+def a_memfd() -> Iterator[None]:
+    fd = os.memfd_create("forgotten")
+    yield
+    os.close(fd)
+
+
+@contextmanager
+def a_mapping() -> Iterator[None]:
+    fd = os.memfd_create("forgotten")
+    os.ftruncate(fd, 4096)
+    with mmap.mmap(fd, 4096):
+        os.close(fd)
+        yield
+
+
+@contextmanager
+def a_zmq_context() -> Iterator[None]:
+    with zmq.Context() as context, context.socket(zmq.PAIR):
+        yield
+
+
+@contextmanager
+def an_eventfd() -> Iterator[None]:
+    fd = os.eventfd(0)
+    yield
+    os.close(fd)
+
+
+@contextmanager
+def shared_memory() -> Iterator[None]:
+    path = SHM / f"gpumux-test-{uuid.uuid4().hex}"
+    path.write_bytes(b"")
+    yield
+    path.unlink()
+
+
+LEAKS = [
+    (a_thread, "thread 'forgotten' still runs"),
+    (a_child, "child process"),
+    (a_zombie, "child process"),
+    (a_socket, "1 more socket descriptor open"),
+    (a_memfd, "1 more memfd descriptor open"),
+    (a_mapping, "1 more memfd mapping"),
+    (a_zmq_context, "1 more ZeroMQ context not terminated"),
+    (an_eventfd, "1 more eventfd descriptor open"),
+    (shared_memory, "left behind"),
+]
+
+
+@pytest.mark.parametrize(("leak", "words"), LEAKS, ids=[leak.__name__ for leak, _ in LEAKS])
+def test_a_leak_is_found_and_its_end_is_seen(leak: Callable[[], ExitStack], words: str):
+    before = snapshot()
+    with leak():
+        found = leaked(before, settle_s=0)
+        assert any(words in line for line in found), found
+    assert leaked(before) == []
+
+
+def test_what_was_there_before_is_no_leak():
+    with a_socket(), a_thread():
+        assert leaked(snapshot(), settle_s=0) == []
+
+
+def test_teardown_that_takes_a_moment_is_waited_for():
+    before = snapshot()
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    threading.Timer(0.05, release.set).start()
+    assert leaked(before) == []
+
+
+PLUGIN_TEST = """
+import threading
+
+def test_leaky():
+    threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()
+"""
+
+
+def test_the_suite_fails_for_a_test_that_leaks(pytester: pytest.Pytester):
+    """The fixture in conftest.py, not only the functions here, turns a leak into a failure."""
+    root = pytester.path
+    (root / "tests").mkdir()
+    (root / "tests" / "__init__.py").touch()
+    here = os.path.dirname(__file__)
+    for name in ("leaks.py", "conftest.py"):
+        with open(os.path.join(here, name)) as source:
+            (root / "tests" / name).write_text(source.read().replace("SETTLE_S = 5.0", "SETTLE_S = 0.0"))
+    (root / "tests" / "test_leaky.py").write_text(PLUGIN_TEST)
+    (root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    done.assert_outcomes(passed=1, errors=1)
+    done.stdout.fnmatch_lines(["*thread 'forgotten' still runs*"])
