@@ -1,0 +1,107 @@
+"""The configuration: who wins, and what is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from gpumux import config
+from gpumux.config import Config, load
+from gpumux.errors import ConfigError
+
+
+def written(tmp_path, text):
+    path = tmp_path / "gpumux.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_stand_alone():
+    assert load({}, {}) == Config()
+
+
+def test_each_source_beats_the_one_below(tmp_path):
+    path = written(
+        tmp_path, "[daemon]\ngpu = 1\nthreads = 1\npolicy = 'fifo'\nmetrics_port = 1\n[limits]\nmax_jobs = 7\n"
+    )
+    environ = {"GPUMUX_THREADS": "2", "GPUMUX_POLICY": "streams", "GPUMUX_METRICS_PORT": "2", "HOME": "/nowhere"}
+    got = load({"policy": "paced", "metrics_port": "3", "device": None}, environ, path)
+    assert (got.gpu, got.threads, got.policy, got.metrics_port, got.max_jobs) == (1, 2, "paced", 3, 7)
+
+
+def test_the_environment_names_the_file_and_an_argument_beats_it(tmp_path):
+    path = written(tmp_path, "[daemon]\ngpu = 3\n")
+    assert load({}, {"GPUMUX_CONFIG": str(path)}).gpu == 3
+    other = tmp_path / "other.toml"
+    other.write_text("[daemon]\ngpu = 4\n")
+    assert load({}, {"GPUMUX_CONFIG": str(path)}, other).gpu == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "remedy"),
+    [
+        ("[daemon]\npolcy = 'fifo'\n", "polcy", "policy"),
+        ("[limts]\nmax_jobs = 1\n", "limts", "limits"),
+        ("gpu = 1\n", "gpu", "[daemon]"),
+        ("[daemon]\nmax_jobs = 1\n", "max_jobs", "[limits]"),
+        ("[daemon]\ngpu = 'one'\n", "gpu", "whole number"),
+        ("[daemon]\ngpu = true\n", "gpu", "whole number"),
+        ("[daemon]\ngpu = 1.5\n", "gpu", "whole number"),
+        ("[daemon]\ngpu = -1\n", "gpu", "between 0 and"),
+        ("[daemon]\nheartbeat_s = nan\n", "heartbeat_s", "between"),
+        ("[daemon]\npolicy = 'pacd'\n", "policy", "paced"),
+        ("[daemon]\nstate_dir = 3\n", "state_dir", "quotes"),
+        ("[daemon]\nendpoint = 'http://x'\n", "http://x", "ipc://"),
+        ("[daemon]\nendpoint = [1]\n", "endpoint", "["),
+        ("[limits]\nmax_message_bytes = 1\n", "max_message_bytes", "between"),
+        ("[daemon]\nheartbeat_s = 9.0\n", "lease_s", "heartbeat_s"),
+        ("[daemon]\nendpoint = 'tcp://*:1'\n", "tcp://", "curve_secret_key"),
+        ("[daemon\n", "TOML", "mend"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name_with_a_remedy(tmp_path, text, names, remedy):
+    with pytest.raises(ConfigError) as caught:
+        load({}, {}, written(tmp_path, text))
+    assert names in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="nothing.toml"):
+        load({}, {}, tmp_path / "nothing.toml")
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="GPUMUX_POLICI.*GPUMUX_POLICY"):
+        load({}, {"GPUMUX_POLICI": "fifo"})
+
+
+def test_a_bad_variable_and_a_bad_flag_are_refused_by_name():
+    with pytest.raises(ConfigError, match="GPUMUX_THREADS"):
+        load({}, {"GPUMUX_THREADS": "many"})
+    with pytest.raises(ConfigError, match="--metrics-port"):
+        load({"metrics_port": "70000"}, {})
+    with pytest.raises(ConfigError, match="--colour"):
+        load({"colour": "red"}, {})
+
+
+@pytest.mark.parametrize("value", ["off", "-1"])
+def test_metrics_can_be_switched_off(value):
+    assert load({"metrics_port": value}, {}).metrics_port == -1
+    assert load({}, {"GPUMUX_METRICS_PORT": value}).metrics_port == -1
+
+
+def test_lists_are_written_with_commas_outside_the_file(tmp_path):
+    assert load({}, {"GPUMUX_ALLOW_OPS": "a.b.c, d.e.f"}).allow_ops == ("a.b.c", "d.e.f")
+    assert load({}, {}, written(tmp_path, "[access]\nallow_ops = ['a.b.c']\n")).allow_ops == ("a.b.c",)
+    assert load({"endpoint": ["ipc:///a", "ipc:///b"]}, {}).endpoint == ("ipc:///a", "ipc:///b")
+
+
+def test_every_default_passes_its_own_check():
+    for spec in fields(Config):
+        assert config._check(spec, spec.default, spec.name) == spec.default
+
+
+def test_tables_are_the_documented_ones():
+    assert {spec.metadata["table"] for spec in fields(Config)} == set(config.TABLES)
