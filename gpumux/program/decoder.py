@@ -1,0 +1,282 @@
+"""Bytes to Program (codec.py says how they look). Everything here faces hostile input."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import msgpack
+
+from gpumux.errors import ProgramError
+from gpumux.program.encoder import (
+    COMPLEX,
+    DTYPES,
+    GATE_KINDS,
+    HEADER,
+    INT64,
+    MAGIC,
+    SCALAR,
+    SCALAR_KINDS,
+    STORAGE_KINDS,
+    TAG,
+    TAG_KINDS,
+    TENSOR,
+    TENSORS,
+    TUPLE,
+    malformed,
+)
+from gpumux.program.ir import (
+    IR_VERSION,
+    Arg,
+    Complex,
+    Gate,
+    Numerics,
+    Op,
+    Out,
+    Program,
+    ScalarRef,
+    Storage,
+    Tag,
+    TensorRef,
+    View,
+)
+from gpumux.program.limits import DEFAULT, Limits
+
+_ONLY_INT, _ONLY_LIST = {int}, {list}
+
+
+def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
+    """The Program that `encode` made `data` from; ProgramError for any other bytes. Form only: what the
+    numbers refer to is for `validate.validate` to check."""
+    if len(data) < HEADER.size:
+        raise malformed("shorter than its header")
+    magic, version, length = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise malformed("not an encoded Program")
+    if version != IR_VERSION:
+        raise ProgramError(
+            f"a Program of encoding version {version}; this gpumux reads version {IR_VERSION}",
+            "run the same gpumux version at both ends",
+        )
+    end = HEADER.size + length
+    if length > limits.body_bytes or end > len(data):
+        raise malformed(
+            f"a body of {length} bytes; {len(data) - HEADER.size} follow and the limit is {limits.body_bytes}"
+        )
+    body = bytes(data[HEADER.size : end])
+    try:
+        program = _Decoder(limits).program(_unpack(body, limits), data, end)
+    except (IndexError, ValueError) as e:
+        raise ProgramError("malformed Program: an array of the wrong length, or a number past its table") from e
+    return program
+
+
+def _unpack(body: bytes, limits: Limits) -> Any:
+    longest = max(limits.ops, limits.views, limits.storages, limits.tensors)
+    try:
+        value = msgpack.unpackb(
+            body,
+            # Lists: their declared lengths reserve address space, not memory.
+            use_list=True,
+            max_str_len=4 * limits.string,
+            max_bin_len=0,
+            max_array_len=min(longest, len(body)),
+            max_map_len=0,
+            max_ext_len=0,
+        )
+        canonical = msgpack.packb(value) == body
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as e:
+        raise ProgramError(f"malformed Program: {type(e).__name__}: {e}") from e
+    if not canonical:
+        raise malformed("numbers or lengths are not in their shortest form")
+    return value
+
+
+def _index(value: int) -> int:
+    if value < 0:
+        raise malformed("a negative number where an index or a size belongs")
+    return value
+
+
+class _Decoder:
+    """Turns msgpack's lists into the intermediate form. An index past a wire table is an IndexError,
+    which `decode` answers; `_nat` keeps negative ones from counting from the end."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._names: list[str] = []
+        self._refs: dict[int, TensorRef] = {}
+        self._named = 0  # how many names have been used so far
+
+    def program(self, body: Any, data: bytes, at: int) -> Program:
+        limits = self._limits
+        kind, device, numerics, storages, names, views, ops, inputs, results, scalars, lengths, gates = self._list(
+            body, 12, exact=True
+        )
+        if kind != "aten":
+            raise malformed(f"the kind {kind!r}")
+        self._names = [self._text(name) for name in self._list(names, limits.names)]
+        program = Program(
+            storages=self._storages(storages),
+            views=self._views(views),
+            ops=tuple([self._op(op) for op in self._list(ops, limits.ops)]),
+            inputs=self._nats(inputs, limits.tensors),
+            results=self._nats(results, limits.tensors),
+            scalars=tuple([SCALAR_KINDS[code] for code in self._nats(scalars, limits.tensors)]),
+            consts=self._consts(self._nats(lengths, limits.tensors), data, at),
+            gates=tuple([self._gate(g) for g in self._list(gates, limits.tensors)]),
+            numerics=self._numerics(numerics),
+            device=self._text(device),
+        )
+        if self._named != len(self._names) or len(set(self._names)) != len(self._names):
+            raise malformed("the table of names has unused or repeated entries")
+        return program
+
+    def _list(self, value: Any, limit: int, exact: bool = False) -> list[Any]:
+        if type(value) is not list:
+            raise malformed(f"a {type(value).__name__} where an array belongs")
+        if len(value) > limit or (exact and len(value) != limit):
+            raise malformed(f"an array of {len(value)}, {'not' if exact else 'more than'} {limit}")
+        return value
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, str) and len(value) <= self._limits.string:
+            return value
+        raise malformed(f"a string of at most {self._limits.string} characters is missing")
+
+    def _nat(self, value: Any) -> int:
+        if type(value) is not int or value < 0:
+            raise malformed(f"{value!r:.40} where a number from 0 belongs")
+        return value
+
+    def _flag(self, value: Any) -> bool:
+        if type(value) is not bool:
+            raise malformed(f"{value!r:.40} where true or false belongs")
+        return value
+
+    def _nats(self, value: Any, limit: int) -> tuple[int, ...]:
+        items = self._list(value, limit)
+        if items and (set(map(type, items)) != _ONLY_INT or min(items) < 0):
+            raise malformed("something else where only numbers from 0 belong")
+        return tuple(items)
+
+    def _name(self, value: Any) -> str:
+        if self._nat(value) > self._named:
+            raise malformed("the table of names is not in order of first use")
+        self._named = max(self._named, value + 1)
+        return self._names[value]
+
+    def _consts(self, lengths: tuple[int, ...], data: bytes, at: int) -> tuple[bytes, ...]:
+        if sum(lengths) > self._limits.const_bytes:
+            raise malformed(f"{sum(lengths)} bytes of constants; the limit is {self._limits.const_bytes}")
+        if sum(lengths) != len(data) - at:
+            raise malformed(f"{len(data) - at} bytes of constants, {sum(lengths)} announced")
+        consts = []
+        for length in lengths:
+            consts.append(bytes(data[at : at + length]))
+            at += length
+        return tuple(consts)
+
+    def _numerics(self, value: Any) -> Numerics:
+        precision, deterministic, flush, mkldnn, dtype = self._list(value, 5, exact=True)
+        flags = (self._flag(deterministic), self._flag(flush), self._flag(mkldnn))
+        return Numerics(self._text(precision), *flags, self._text(dtype))
+
+    def _storages(self, value: Any) -> tuple[Storage, ...]:
+        rows = self._table(value, self._limits.storages, lowest=-1)
+        return tuple([Storage(STORAGE_KINDS[_index(code)], _index(nbytes), slot) for code, nbytes, slot in rows])
+
+    def _views(self, value: Any) -> tuple[View, ...]:
+        rows = self._table(value, self._limits.views, lowest=0)
+        views = []
+        for row in rows:
+            end = (len(row) + 3) // 2
+            views.append(View(row[0], DTYPES[row[1]], tuple(row[3:end]), tuple(row[end:]), row[2]))
+            if len(row) % 2 == 0 or len(row) > 3 + 2 * self._limits.dims:
+                raise malformed("a view whose sizes and strides differ in number, or of too many dimensions")
+        return tuple(views)
+
+    def _table(self, value: Any, limit: int, lowest: int) -> list[list[int]]:
+        """Rows of integers, checked in bulk: these tables are the longest parts of a Program."""
+        rows = self._list(value, limit)
+        if rows and set(map(type, rows)) != _ONLY_LIST:
+            raise malformed("a row that is not an array")
+        if not set(map(type, chain.from_iterable(rows))) <= _ONLY_INT:
+            raise malformed("a row with something else than integers")
+        if min(chain.from_iterable(rows), default=0) < lowest:
+            raise malformed("a row with a negative number")
+        return rows
+
+    def _gate(self, value: Any) -> Gate:
+        op, code, name = self._list(value, 3, exact=True)
+        return Gate(self._nat(op), GATE_KINDS[self._nat(code)], self._text(name))
+
+    def _op(self, value: Any) -> Op:
+        target, args, kwargs, outs, random = self._list(value, 5, exact=True)
+        name = self._name(target)
+        flat = self._list(kwargs, 2 * self._limits.names)
+        if len(flat) % 2:
+            raise malformed("a keyword without a value")
+        return Op(
+            name,
+            self._args(args, 0),
+            tuple([(self._name(k), self._args([v], 0)[0]) for k, v in zip(flat[::2], flat[1::2], strict=True)]),
+            tuple([self._out(o) for o in self._list(outs, self._limits.views)]),
+            None if random is None else self._nat(random),
+        )
+
+    def _out(self, value: Any) -> Out:
+        if value is None:
+            return None
+        return self._nat(value) if type(value) is int else self._nats(value, self._limits.views)
+
+    def _args(self, values: Any, depth: int) -> tuple[Arg, ...]:
+        values = self._list(values, self._limits.views)
+        if set(map(type, values)) <= _ONLY_INT:  # sizes, strides, paddings: most tuples there are
+            if values and max(values) >= INT64.stop:
+                raise malformed("an integer that does not fit in 64 bits")
+            return tuple(values)
+        return tuple(
+            [v if v is None else self._tagged(v, depth) if type(v) is list else self._plain(v) for v in values]
+        )
+
+    def _plain(self, value: Any) -> Arg:
+        kind = type(value)
+        if kind is str:
+            return self._text(value)
+        if value is None or kind is bool or kind is float or (kind is int and value in INT64):
+            return value  # type: ignore[no-any-return]
+        raise malformed(f"an argument of type {kind.__name__}, or an integer that does not fit in 64 bits")
+
+    def _tagged(self, value: list[Any], depth: int) -> Arg:
+        tag, size = self._nat(value[0]), len(value)
+        if tag == TENSOR and size == 2:
+            return self._tensor(value[1])
+        if tag == TENSORS and size > 1:
+            return tuple([self._tensor(view) for view in value[1:]])
+        if tag == TUPLE:
+            return self._tuple(value[1:], depth)
+        if tag == SCALAR and size == 2:
+            return ScalarRef(self._nat(value[1]))
+        if tag == TAG and size == 3:
+            return Tag(TAG_KINDS[self._nat(value[1])], self._text(value[2]))
+        if tag == COMPLEX and size == 3 and type(value[1]) is type(value[2]) is float:
+            return Complex(value[1], value[2])
+        raise malformed(f"an argument tagged {tag} with {size - 1} fields")
+
+    def _tensor(self, view: Any) -> TensorRef:
+        # A view is named a few times on average; one frozen object serves them all.
+        if type(view) is not int or view < 0:
+            raise malformed("a tensor that is not a view's number")
+        ref = self._refs.get(view)
+        if ref is None:
+            ref = self._refs[view] = TensorRef(view)
+        return ref
+
+    def _tuple(self, values: list[Any], depth: int) -> Arg:
+        if depth >= self._limits.depth:
+            raise malformed(f"tuples nested deeper than {self._limits.depth}")
+        items = self._args(values, depth + 1)
+        if items and all(type(item) is TensorRef for item in items):
+            raise malformed("a list of tensors not written as one")
+        return items
