@@ -1,0 +1,154 @@
+"""The metric contract: docs/metrics.md, the frozen list below and the live registry say the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpumux.metrics.collector import Figures, GaugeCollector, JobFigures
+from gpumux.metrics.registry import Metrics
+from gpumux.model import DeviceInfo, StepTimes
+from gpumux.wire.messages import REGISTRY
+
+DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+# Frozen: changing a line breaks somebody's dashboard. Add; don't rename.
+FROZEN = {
+    "gpumux_build_info": ("gauge", ("version",)),
+    "gpumux_daemon_start_time_seconds": ("gauge", ()),
+    "gpumux_device_info": ("gauge", ("kind", "name", "threads", "torch")),
+    "gpumux_device_memory_bytes": ("gauge", ()),
+    "gpumux_device_memory_free_bytes": ("gauge", ()),
+    "gpumux_dropped_replies_total": ("counter", ()),
+    "gpumux_job_device_busy_seconds_total": ("counter", ("job",)),
+    "gpumux_job_failures_total": ("counter", ("reason",)),
+    "gpumux_job_info": ("gauge", ("job", "name", "priority", "uid")),
+    "gpumux_job_memory_bytes": ("gauge", ("job",)),
+    "gpumux_job_steps_total": ("counter", ("job",)),
+    "gpumux_jobs": ("gauge", ("priority", "state")),
+    "gpumux_jobs_opened_total": ("counter", ("priority",)),
+    "gpumux_launches_total": ("counter", ("priority",)),
+    "gpumux_loop_busy_seconds_total": ("counter", ()),
+    "gpumux_messages_received_total": ("counter", ("type",)),
+    "gpumux_outstanding_launches": ("gauge", ("priority",)),
+    "gpumux_programs_loaded_total": ("counter", ()),
+    "gpumux_protocol_errors_total": ("counter", ("reason",)),
+    "gpumux_queue_depth": ("gauge", ("priority",)),
+    "gpumux_rejections_total": ("counter", ("reason",)),
+    "gpumux_sessions": ("gauge", ()),
+    "gpumux_sessions_lost_total": ("counter", ()),
+    "gpumux_sessions_opened_total": ("counter", ()),
+    "gpumux_shared_memory_bytes": ("gauge", ()),
+    "gpumux_snapshot_timestamp_seconds": ("gauge", ()),
+    "gpumux_step_device_seconds": ("histogram", ("priority",)),
+    "gpumux_step_failures_total": ("counter", ("reason",)),
+    "gpumux_step_queue_seconds": ("histogram", ("priority",)),
+    "gpumux_step_seconds": ("histogram", ("priority",)),
+    "gpumux_steps_total": ("counter", ("priority",)),
+    "gpumux_transfer_bytes_total": ("counter", ("direction",)),
+    "gpumux_transfers_total": ("counter", ("direction",)),
+}
+
+DEVICE = DeviceInfo("cpu", "a CPU", 1 << 30, 2, 1, "2.13", {"low": 0.002})
+JOB = JobFigures("j1", "sweep", 1000, "low", "open", 2, 1, 4096, 1.5, 7)
+
+
+def figures(*jobs):
+    return Figures(1.0, DEVICE, jobs, 1, 64, 1 << 30, 1 << 29)
+
+
+def metrics_with(snapshot):
+    metrics = Metrics(REGISTRY.values())
+    metrics.registry.register(GaugeCollector(lambda: snapshot, "1.2.3"))
+    return metrics
+
+
+def touch_everything(metrics):
+    metrics.step_done(1, StepTimes(0.001, 0.002, 0.003))
+    metrics.step_failed("job_failed")
+    metrics.launched(0)
+    metrics.rejected("admission_refused")
+    metrics.job_opened(0)
+    metrics.job_failed("executor_crashed")
+    metrics.protocol_error("malformed")
+    metrics.transferred(True, 5)
+
+
+def exposed(metrics):
+    """name -> (type, label names), as a scraper sees them."""
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {key for sample in family.samples for key in sample.labels} - {"le"}
+        if not name.endswith("_created"):
+            found[name] = (family.type, tuple(sorted(labels)))
+    return found
+
+
+def documented():
+    rows = re.findall(r"^\| `(gpumux_\w+)` \| (\w+) \|([^|]*)\|([^|]*)\|([^|]+)\|$", DOC.read_text(), re.MULTILINE)
+    assert all(unit.strip() and meaning.strip() for *_, unit, meaning in rows)
+    return {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels, _, _ in rows}
+
+
+def test_the_live_registry_is_the_frozen_list():
+    metrics = metrics_with(figures(JOB))
+    touch_everything(metrics)
+    assert exposed(metrics) == FROZEN
+
+
+def test_the_page_documents_exactly_the_frozen_list():
+    assert documented() == FROZEN
+
+
+def test_a_forgotten_job_leaves_no_series():
+    text = generate_latest(metrics_with(figures()).registry).decode()
+    assert 'job="' not in text
+    assert "gpumux_sessions 1.0" in text
+
+
+def test_values_reach_the_page():
+    metrics = metrics_with(figures(JOB))
+    touch_everything(metrics)
+    text = generate_latest(metrics.registry).decode()
+    for line in (
+        'gpumux_steps_total{priority="high"} 1.0',
+        'gpumux_step_seconds_bucket{le="0.005",priority="high"} 1.0',
+        'gpumux_step_seconds_bucket{le="0.0025",priority="high"} 0.0',
+        'gpumux_job_device_busy_seconds_total{job="j1"} 1.5',
+        'gpumux_job_info{job="j1",name="sweep",priority="low",uid="1000"} 1.0',
+        'gpumux_queue_depth{priority="low"} 2.0',
+        'gpumux_queue_depth{priority="high"} 0.0',
+        'gpumux_jobs{priority="low",state="open"} 1.0',
+        'gpumux_build_info{version="1.2.3"} 1.0',
+    ):
+        assert line in text.splitlines(), line
+
+
+def test_buckets_span_fifty_microseconds_to_ten_seconds():
+    text = generate_latest(metrics_with(figures()).registry).decode()
+    edges = [float(e) for e in re.findall(r'gpumux_step_seconds_bucket\{le="([^"]+)",priority="low"\}', text)]
+    assert (edges[0], edges[-2], edges[-1]) == (50e-6, 10.0, float("inf"))
+
+
+def test_a_reason_a_peer_made_up_becomes_other():
+    metrics = metrics_with(None)
+    metrics.step_failed("<script>")
+    metrics.rejected("x" * 1000)
+    text = generate_latest(metrics.registry).decode()
+    assert 'gpumux_step_failures_total{reason="other"} 1.0' in text
+    assert 'gpumux_rejections_total{reason="other"} 1.0' in text
+    assert "script" not in text
+
+
+def test_a_users_job_name_can_not_break_the_page():
+    evil = JobFigures("j2", 'a"}\n' + "x" * 1000 + "\x1b[0m", 0, "high", "open", 0, 0, 0, 0.0, 0)
+    text = generate_latest(metrics_with(figures(evil)).registry).decode()
+    families = {family.name for family in text_string_to_metric_families(text)}
+    assert "gpumux_job_info" in families
+    (line,) = [line for line in text.splitlines() if line.startswith("gpumux_job_info")]
+    assert len(line) < 200
+    assert "\x1b" not in line
