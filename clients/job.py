@@ -1,0 +1,105 @@
+"""One way to run a step for the client programs: through gpumux, or `--plain` in this process.
+
+A plain job is the *reference run* that gpumux promises to equal bit for bit: the same functions,
+called directly, with the default generator seeded as the job's and used by nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+Step = Callable[..., Any]
+
+
+class Future(Protocol):
+    """A step's answer. Times are seconds, known once the answer is."""
+
+    def result(self, timeout: float | None = None) -> Any: ...
+    def done(self) -> bool: ...
+    def __float__(self) -> float: ...
+    @property
+    def queue_s(self) -> float: ...
+    @property
+    def device_s(self) -> float: ...
+    @property
+    def total_s(self) -> float: ...
+
+
+class Job(Protocol):
+    def step(self, *batch: Any) -> Future: ...
+    def add(self, fn: Step, *, example: Any) -> Callable[..., Future]: ...
+    def sync(self) -> None: ...
+
+
+class PlainFuture:
+    def __init__(self, value: Any, seconds: float) -> None:
+        self._value = value
+        self.queue_s, self.device_s, self.total_s = 0.0, seconds, seconds
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._value
+
+    def done(self) -> bool:
+        return True
+
+    def __float__(self) -> float:
+        return float(self._value)
+
+
+class PlainJob:
+    """Runs steps where it stands. What it returns has been detached, as a daemon's answers are."""
+
+    def __init__(self, step: Step, seed: int) -> None:
+        self._step = step
+        torch.manual_seed(seed)
+
+    def step(self, *batch: Any) -> Future:
+        return self._run(self._step, batch)
+
+    def add(self, fn: Step, *, example: Any) -> Callable[..., Future]:
+        return lambda *batch: self._run(fn, batch)
+
+    def sync(self) -> None:
+        """The local state is the state."""
+
+    def _run(self, fn: Step, batch: tuple[Any, ...]) -> Future:
+        began = time.perf_counter()
+        value = fn(*batch)
+        return PlainFuture(value.detach(), time.perf_counter() - began)
+
+
+@contextmanager
+def open_job(
+    step: Step,
+    *,
+    plain: bool,
+    example: Any,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    priority: str,
+    name: str,
+    seed: int,
+    endpoint: str | None,
+) -> Iterator[Job]:
+    if plain:
+        yield PlainJob(step, seed)
+        return
+    from gpumux import client
+
+    with client.submit(
+        step,
+        example=example,
+        model=model,
+        optimizer=optimizer,
+        priority=priority,
+        name=name,
+        seed=seed,
+        endpoint=endpoint,
+    ) as job:
+        yield job
