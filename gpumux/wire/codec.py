@@ -1,0 +1,216 @@
+"""Messages to frames and back (docs/protocol.md). Whatever bytes come in, the only error that comes
+out is ProtocolError (or its VersionMismatch).
+
+Every field is checked against its annotation, by a checker made once for each class (wire/fields.py),
+on the way out as on the way in: what one side can send, the other can read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import msgpack
+
+from gpumux.errors import ProtocolError, VersionMismatch
+from gpumux.wire import messages
+from gpumux.wire.fields import MAX_DEPTH, MAX_LIST, PROSE, Check, checker_for, clip
+from gpumux.wire.messages import PROTOCOL_VERSION, REGISTRY, Hello, LoadProgram, Message, Welcome
+
+MAX_CONTROL_BYTES = 16 << 20  # of a message's first frame; the router allows clients far less
+Frame = TypeVar("Frame", bytes, memoryview)
+
+MAX_FRAMES = 4096  # payload frames of one message
+
+
+class _Spec(NamedTuple):
+    tag: int
+    make: Callable[..., Any]
+    names: tuple[str, ...]
+    read: Callable[[Any], tuple[Any, ...]]
+    checks: tuple[Check, ...]
+    arity: int
+    floats: tuple[int, ...]  # positions where an int from Python code becomes a float
+    prose: tuple[int, ...]  # positions of sentences, clipped rather than refused
+    frames: int  # position of the field that counts payload frames, or -1
+    fixed_frames: int  # payload frames where no field counts them
+
+
+def _spec(tag: int, cls: type[Any]) -> _Spec:
+    hints = get_type_hints(cls, vars(messages))
+    names = tuple(f.name for f in fields(cls))
+    getter = operator.attrgetter(*names) if names else None
+    read: Callable[[Any], tuple[Any, ...]]
+    if getter is None:
+        read = _no_fields
+    elif len(names) == 1:
+        read = _one_field(getter)
+    else:
+        read = getter
+    return _Spec(
+        tag=tag,
+        make=cls,
+        names=names,
+        read=read,
+        checks=tuple(checker_for(name, hints[name]) for name in names),
+        arity=len(names),
+        floats=tuple(i for i, name in enumerate(names) if hints[name] is float),
+        prose=tuple(i for i, name in enumerate(names) if name in PROSE),
+        frames=names.index("frames") if "frames" in names else -1,
+        fixed_frames=1 if cls is LoadProgram else 0,
+    )
+
+
+def _no_fields(message: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def _one_field(getter: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda message: (getter(message),)
+
+
+_BY_TAG: dict[int, _Spec] = {tag: _spec(tag, cls) for tag, cls in REGISTRY.items()}
+_BY_CLASS: dict[type[Any], _Spec] = {cls: _BY_TAG[tag] for tag, cls in REGISTRY.items()}
+_HANDSHAKE = frozenset(spec.tag for cls, spec in _BY_CLASS.items() if cls in (Hello, Welcome))
+
+
+def encode(msg: Message, frames: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
+    """The ZeroMQ frames of `msg` and its payload. Raises ProtocolError when a field does not fit
+    its annotation or the payload is not what the message announces."""
+    spec = _BY_CLASS.get(type(msg))
+    if spec is None:
+        raise ProtocolError(f"{type(msg).__name__} is not a message")
+    values = spec.read(msg)
+    for name, check, value in zip(spec.names, spec.checks, values, strict=True):
+        if not check(value):
+            values = _mend(spec, values, name)
+            break
+    expected = values[spec.frames] if spec.frames >= 0 else spec.fixed_frames
+    if len(frames) != expected or expected > MAX_FRAMES:
+        raise ProtocolError(f"{type(msg).__name__} announces {expected} payload frames and has {len(frames)}")
+    head: bytes = msgpack.packb((spec.tag, *values))
+    if len(head) > MAX_CONTROL_BYTES:
+        raise ProtocolError(f"{type(msg).__name__} is {len(head)} bytes long, {MAX_CONTROL_BYTES} at most are allowed")
+    return [head, *frames]
+
+
+def _mend(spec: _Spec, values: tuple[Any, ...], first_wrong: str) -> tuple[Any, ...]:
+    """Own code may say 1 for 1.0 and write a long sentence; anything else that is wrong stays so."""
+    mended = list(values)
+    for i in spec.floats:
+        if type(mended[i]) is int and abs(mended[i]) <= 2**53:
+            mended[i] = float(mended[i])
+    for i in spec.prose:
+        if isinstance(mended[i], str):
+            mended[i] = clip(mended[i])
+    for name, check, value in zip(spec.names, spec.checks, mended, strict=True):
+        if not check(value):
+            raise ProtocolError(_complaint(spec, name, value))
+    return tuple(mended)
+
+
+def decode(frames: Sequence[Frame], max_control_bytes: int = MAX_CONTROL_BYTES) -> tuple[Message, list[Frame]]:
+    """The message in `frames` and its payload frames, as they came. Raises ProtocolError for
+    everything that is not exactly one message of this protocol."""
+    if not frames:
+        raise ProtocolError("a message without frames")
+    head = frames[0]
+    size = len(head)
+    if size > max_control_bytes:
+        raise ProtocolError(f"a first frame of {size} bytes, {max_control_bytes} at most are allowed")
+    body = _unpack(head, size)
+    spec = _BY_TAG.get(body[0]) if type(body[0]) is int else None
+    if spec is None:
+        raise ProtocolError("an unknown message tag")
+    values = body[1:]
+    if spec.tag in _HANDSHAKE:
+        _check_version(spec, values)
+    if len(values) != spec.arity:
+        raise ProtocolError(f"{spec.make.__name__} has {spec.arity} fields, {len(values)} came")
+    for name, check, value in zip(spec.names, spec.checks, values, strict=True):
+        if not check(value):
+            raise ProtocolError(_complaint(spec, name, value))
+    expected = values[spec.frames] if spec.frames >= 0 else spec.fixed_frames
+    if len(frames) - 1 != expected or expected > MAX_FRAMES:
+        raise ProtocolError(f"{spec.make.__name__} announces {expected} payload frames, {len(frames) - 1} came")
+    return spec.make(*values), list(frames[1:])
+
+
+def _unpack(head: bytes | memoryview, size: int) -> list[Any]:
+    if _wide_containers(bytes(head)) > MAX_DEPTH:
+        _walk(bytes(head))
+    try:
+        body = msgpack.unpackb(head, max_array_len=MAX_LIST, max_map_len=MAX_LIST, max_ext_len=0)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"a first frame that is not msgpack: {type(error).__name__}") from error
+    if type(body) is not list or not body:
+        raise ProtocolError("a first frame that is not a msgpack array")
+    return body
+
+
+def _wide_containers(head: bytes) -> int:
+    """An upper bound on array16/32 and map16/32 headers. msgpack makes a list of the announced
+    length before it reads the items, so a few kilobytes of nested ones could announce gigabytes."""
+    return head.count(0xDC) + head.count(0xDD) + head.count(0xDE) + head.count(0xDF)
+
+
+# Bytes after the type byte, for the types of fixed size (0xC0 to 0xDF); containers and runs below.
+_FIXED = {
+    0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4,
+    0xD3: 8,
+}  # fmt: skip
+_RUNS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bytes and strings: size of the length
+_WIDE = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # size of the length, values an item
+
+
+def _walk(head: bytes) -> None:
+    """Raise ProtocolError if containers nest deeper than any message does."""
+    at, end = 0, len(head)
+    left = [1]  # values still to come, of each open container
+    while left:
+        if left[-1] == 0:
+            left.pop()
+            continue
+        left[-1] -= 1
+        if at >= end:
+            raise ProtocolError("a first frame that ends too soon")
+        kind = head[at]
+        at += 1
+        if 0x80 <= kind <= 0x9F:
+            left.append((kind & 15) * (2 if kind < 0x90 else 1))
+        elif 0xA0 <= kind <= 0xBF:
+            at += kind & 31
+        elif kind in _WIDE:
+            width, each = _WIDE[kind]
+            left.append(int.from_bytes(head[at : at + width]) * each)
+            at += width
+        elif kind in _RUNS:
+            width = _RUNS[kind]
+            at += width + int.from_bytes(head[at : at + width])
+        elif 0xC0 <= kind <= 0xDF:
+            if kind not in _FIXED:
+                raise ProtocolError("a first frame with a msgpack extension type")
+            at += _FIXED[kind]
+        if len(left) > MAX_DEPTH + 2:
+            raise ProtocolError("a first frame nested too deep")
+
+
+def _check_version(spec: _Spec, values: list[Any]) -> None:
+    theirs = values[0] if values else None
+    if type(theirs) is int and theirs != PROTOCOL_VERSION:
+        raise version_mismatch(theirs, "client" if spec.make is Hello else "daemon")
+
+
+def version_mismatch(theirs: int, who: str) -> VersionMismatch:
+    """The error both ends give when the protocols differ; it names both versions."""
+    return VersionMismatch(
+        f"the {who} speaks protocol {theirs}, this side speaks protocol {PROTOCOL_VERSION}",
+        "install the same gpumux version on both sides",
+    )
+
+
+def _complaint(spec: _Spec, name: str, value: object) -> str:
+    shown = repr(value) if isinstance(value, (int, float, bool)) else type(value).__name__
+    return f"{spec.make.__name__}.{name} does not fit its type or limits ({clip(shown)[:80]})"

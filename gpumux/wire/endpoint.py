@@ -1,0 +1,139 @@
+"""Where a daemon listens and a client looks: one rule, used by both sides.
+
+    explicit argument, else GPUMUX_ENDPOINT, else ipc://RUNTIME/gpumux/GPU/gpumux.sock, where RUNTIME
+    is /run when /run/gpumux/GPU exists (a system service made it), else $XDG_RUNTIME_DIR, else
+    /tmp/gpumux-UID.
+
+A directory under /tmp is trusted only if it belongs to this user and nobody else may write to it:
+anyone can make a name there first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumux.errors import ConfigError
+
+MAX_PATH_BYTES = 107  # sockaddr_un.sun_path less its closing zero
+SOCKET_NAME = "gpumux.sock"
+SYSTEM_RUNTIME = Path("/run")
+ENVIRONMENT = "GPUMUX_ENDPOINT"
+
+_TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._*-]+):([0-9]{1,5}|\*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A checked endpoint. `path` is the socket file of an ipc endpoint, None for tcp."""
+
+    text: str
+    path: Path | None
+
+    @property
+    def is_ipc(self) -> bool:
+        return self.path is not None
+
+
+def parse(text: str) -> Endpoint:
+    """Check an endpoint's form. Raises ConfigError that says what is wrong with it."""
+    if text.startswith("ipc://"):
+        return Endpoint(text, _ipc_path(text))
+    match = _TCP.fullmatch(text)
+    if match and (match[2] == "*" or 0 < int(match[2]) < 65536):
+        return Endpoint(text, None)
+    raise ConfigError(
+        f"{text!r} is not an endpoint",
+        "write ipc:///absolute/path/to/gpumux.sock or tcp://address:port",
+    )
+
+
+def _ipc_path(text: str) -> Path:
+    name = text.removeprefix("ipc://")
+    if not name.startswith("/") or name.endswith("/") or "\0" in name:
+        raise ConfigError(
+            f"{text!r} names no socket file",
+            "write ipc:// and an absolute path; abstract sockets (ipc://@name) can't be protected by file modes",
+        )
+    check_path_length(name)
+    return Path(name)
+
+
+def check_path_length(path: Path | str) -> None:
+    """Raises ConfigError when the kernel could not hold `path` as a socket address."""
+    size = len(os.fsencode(path))
+    if size > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"the socket path {str(path)!r} is {size} bytes long, {MAX_PATH_BYTES} at most are possible",
+            "choose a shorter directory with --endpoint or GPUMUX_ENDPOINT",
+        )
+
+
+def runtime_dir(gpu: int = 0, environ: Mapping[str, str] | None = None) -> Path:
+    """The directory of the daemon of `gpu` on this machine, by the rule above. Need not exist."""
+    env = os.environ if environ is None else environ
+    system = SYSTEM_RUNTIME / "gpumux" / str(gpu)
+    if system.is_dir():
+        return system
+    base = env.get("XDG_RUNTIME_DIR") or f"/tmp/gpumux-{os.getuid()}"
+    return Path(base) / "gpumux" / str(gpu)
+
+
+def default_endpoint(gpu: int = 0, environ: Mapping[str, str] | None = None) -> str:
+    return f"ipc://{runtime_dir(gpu, environ) / SOCKET_NAME}"
+
+
+def resolve(explicit: str | None = None, gpu: int = 0, environ: Mapping[str, str] | None = None) -> Endpoint:
+    """The endpoint to use. Raises ConfigError when the one given is malformed."""
+    env = os.environ if environ is None else environ
+    return parse(explicit or env.get(ENVIRONMENT) or default_endpoint(gpu, env))
+
+
+def ensure_runtime_dir(path: Path) -> None:
+    """Make `path` with mode 0700 (parents too), or keep an existing one as it is.
+
+    Raises ConfigError when it can't be made, is no directory, or is the default one under
+    /tmp and could be somebody else's.
+    """
+    try:
+        _make_private(path)
+    except OSError as error:
+        raise ConfigError(
+            f"can't make the runtime directory {path}: {error.strerror}", "choose another with --endpoint"
+        ) from error
+    check_private(path)
+
+
+def _make_private(path: Path) -> None:
+    if path.is_dir():
+        return
+    _make_private(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def check_private(path: Path) -> None:
+    """Refuse the default directory below /tmp when another user made it or may write to it
+    (ConfigError). Both sides ask: the daemon before it binds, the client before it hands over data.
+    Other directories under /tmp were somebody's explicit choice."""
+    tmp = Path("/tmp")
+    if tmp not in path.parents:
+        return
+    top = tmp / path.relative_to(tmp).parts[0]
+    if not top.name.startswith("gpumux-"):
+        return
+    try:
+        info = top.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"can't look at {top}: {error.strerror}", "choose another directory") from error
+    mine = info.st_uid in (os.getuid(), 0)
+    if not stat.S_ISDIR(info.st_mode) or not mine or info.st_mode & 0o022:
+        raise ConfigError(
+            f"{top} is not a directory that only this user may write to",
+            "remove it, or set XDG_RUNTIME_DIR or GPUMUX_ENDPOINT to a private directory",
+        )
