@@ -60,6 +60,7 @@ class Outcome:
     seed: int
     torch: str = torch.__version__
     steps: int = 0
+    began: float = 0.0  # of the loop, on CLOCK_MONOTONIC, which all processes of a machine share
     wall_s: float = 0.0
     queue_s: float = 0.0
     device_s: float = 0.0

@@ -78,7 +78,7 @@ def train(args: argparse.Namespace) -> None:
         images = job.add(sample, example=(noise,))
         distances.append(frechet(images(noise).result(), data.x_train))
         pending: list[Future] = []
-        began = time.perf_counter()
+        result.began = time.monotonic()
         for done in range(1, total + 1):
             pending += [job.step(next(batches)[0]), generator_step()]
             progress.show(done, f"distance {distances[-1]:.2f}")
@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> None:
                 distances.append(frechet(images(noise).result(), data.x_train))
                 d_loss, g_loss = result.losses[-2:]
                 progress.show(done, f"d {d_loss:.3f}  g {g_loss:.3f}  distance {distances[-1]:.2f}", keep=True)
-        result.wall_s = time.perf_counter() - began
+        result.wall_s = time.monotonic() - result.began
         job.sync()
     result.extra = {"distance": distances}
     state = final_state(

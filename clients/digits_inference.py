@@ -61,9 +61,9 @@ def serve(args: argparse.Namespace) -> None:
         endpoint=args.endpoint,
     ) as job:
         asked = [next(batches) for _ in range(requests)]
-        began = time.perf_counter()
+        result.began = time.monotonic()
         answers = ask(job, [x for x, _ in asked], args.rate, progress.show)
-        result.wall_s = time.perf_counter() - began
+        result.wall_s = time.monotonic() - result.began
     for future, _ in answers:
         result.queue_s += future.queue_s
         result.device_s += future.device_s

@@ -46,7 +46,7 @@ def fit(
         correct = job.add(count_correct, example=test)
         result.accuracy.append(float(correct(*test)) / len(data.y_test))
         pending: list[Future] = []
-        began = time.perf_counter()
+        result.began = time.monotonic()
         for done in range(1, total + 1):
             pending.append(job.step(*next(batches)))
             progress.show(done, f"accuracy {result.accuracy[-1]:.3f}")
@@ -55,6 +55,6 @@ def fit(
                 pending.clear()
                 result.accuracy.append(float(correct(*test)) / len(data.y_test))
                 progress.show(done, f"loss {result.losses[-1]:.4f}  accuracy {result.accuracy[-1]:.3f}", keep=True)
-        result.wall_s = time.perf_counter() - began
+        result.wall_s = time.monotonic() - result.began
         job.sync()
     finish(args, result, final_state({name: model}, {"optimizer": optimizer}))

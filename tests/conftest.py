@@ -54,7 +54,7 @@ def no_leaks() -> Iterator[None]:
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon or a setting of whoever runs the tests has no part in them."""
     for name in list(os.environ):
-        if name.startswith("GPUMUX_") and name != "GPUMUX_CI_RUN":
+        if name.startswith("GPUMUX_"):
             monkeypatch.delenv(name)
 
 

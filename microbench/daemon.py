@@ -1,0 +1,115 @@
+"""A gpumux daemon of one's own, for as long as a `with` block: benchmarks, the demo and tests.
+
+with running_daemon(policy="fifo", threads=1) as daemon:
+    client.submit(..., endpoint=daemon.endpoint)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GPUMUX = (sys.executable, "-m", "gpumux.cli.main")
+START_S = 60.0  # the warm executor imports torch, which a cold disk makes slow
+STOP_S = 20.0
+
+
+class DaemonFailed(RuntimeError):
+    """The daemon did not start, or did not stop as asked. Carries what it said on stderr."""
+
+
+@dataclass(frozen=True)
+class RunningDaemon:
+    endpoint: str
+    process: subprocess.Popen[bytes]
+    directory: Path
+    log: Path
+
+    def status(self) -> dict[str, Any]:
+        """What `gpumux status --json` says. Raises DaemonFailed when there is no answer."""
+        done = _status(self.endpoint, timeout_s=10.0)
+        if done.returncode:
+            raise DaemonFailed(f"gpumux status failed: {done.stderr}")
+        report: dict[str, Any] = json.loads(done.stdout)
+        return report
+
+
+@contextmanager
+def running_daemon(
+    *,
+    policy: str = "paced",
+    threads: int = 1,
+    device: str = "cpu",
+    directory: Path | None = None,
+    flags: Sequence[str] = (),
+) -> Iterator[RunningDaemon]:
+    """Start `gpumux serve`, yield it once it answers, stop it with SIGTERM.
+
+    `directory`: where its sockets go (default: a new short one, removed at the end). On leaving,
+    a daemon that needs killing, or ends with another status than 0, raises DaemonFailed; one that
+    the block itself has ended (a test that kills it) is left alone.
+    """
+    own = directory is None
+    where = Path(tempfile.mkdtemp(prefix="gm-")) if directory is None else directory
+    descriptor, name = tempfile.mkstemp(prefix="gm-", suffix=".log")
+    log = Path(name)
+    endpoint = f"ipc://{where}/gpumux.sock"
+    command = [*GPUMUX, "serve", "--device", device, "--threads", str(threads), "--policy", policy]
+    command += ["--endpoint", endpoint, "--metrics-port", "0", *flags]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMUX_")}
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            # A group of its own: Ctrl-C at the terminal reaches us, and we end the daemon in order.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, process_group=0
+            )
+        daemon = RunningDaemon(endpoint, process, where, log)
+        try:
+            _wait_until_ready(daemon)
+            yield daemon
+        finally:
+            _stop(daemon)
+    finally:
+        log.unlink()
+        if own:
+            shutil.rmtree(where, ignore_errors=True)
+
+
+def _status(endpoint: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    command = [*GPUMUX, "status", "--json", "--endpoint", endpoint, "--timeout", str(timeout_s)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s + 30.0)
+
+
+def _wait_until_ready(daemon: RunningDaemon) -> None:
+    end = time.monotonic() + START_S
+    while _status(daemon.endpoint, timeout_s=2.0).returncode:
+        if daemon.process.poll() is not None:
+            raise DaemonFailed(f"gpumux serve ended with {daemon.process.returncode}:\n{daemon.log.read_text()}")
+        if time.monotonic() > end:
+            raise DaemonFailed(f"gpumux serve did not answer within {START_S:.0f} s:\n{daemon.log.read_text()}")
+        time.sleep(0.05)
+
+
+def _stop(daemon: RunningDaemon) -> None:
+    if daemon.process.poll() is not None:
+        return
+    daemon.process.send_signal(signal.SIGTERM)
+    try:
+        status = daemon.process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(daemon.process.pid, signal.SIGKILL)
+        daemon.process.wait()
+        raise DaemonFailed(f"gpumux serve did not stop within {STOP_S:.0f} s:\n{daemon.log.read_text()}") from None
+    if status:
+        raise DaemonFailed(f"gpumux serve ended with {status}:\n{daemon.log.read_text()}")
