@@ -50,7 +50,8 @@ class JobSpec:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Device memory a program adds. Persistent state and transient bytes are apart because jobs
-    that never run at once could share the transient part (DESIGN 4)."""
+    that never run at once could share the transient part (DESIGN 4). As the core is offered it,
+    `state_bytes` are only the buffers the job did not have yet, `slot_bytes` all slots together."""
 
     state_bytes: int
     transient_bytes: int

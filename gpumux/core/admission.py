@@ -1,0 +1,159 @@
+"""Who and what is let in: owners, counts and memory.
+
+Memory is charged before it is taken. A job is charged the persistent state and the slots of all its
+programs, and the largest transient part among them: its programs never run at once. The three are
+summed apart, so that a device that leases one arena to jobs in turn can later count transient bytes
+once and not per job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from gpumux.core import faults
+from gpumux.core.config import CoreConfig
+from gpumux.core.queue import Job
+from gpumux.model import Fault, Footprint, JobId, JobSpec, Peer, Priority
+
+WEIGHTS = (1e-3, 1e3)  # beyond these, shares are no longer anything a device can keep
+MAX_NAME = 200  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Bytes one job is charged. `slots` are its data segments, whole (as Footprint offers them)."""
+
+    state: int = 0
+    slots: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.state + self.slots + self.transient
+
+
+def charge_for(footprints: Iterable[Footprint]) -> Charge:
+    state = slots = transient = 0
+    for footprint in footprints:
+        state += footprint.state_bytes
+        slots += footprint.slot_bytes
+        transient = max(transient, footprint.transient_bytes)
+    return Charge(state, slots, transient)
+
+
+@dataclass(slots=True, eq=False)
+class Ledger:
+    """What is charged to whom, in bytes and in jobs. `capacity` is known once the device is open."""
+
+    config: CoreConfig
+    capacity: int | None = None
+    used: int = 0
+    charges: dict[JobId, Charge] = field(default_factory=dict)
+    jobs_by_uid: dict[int, int] = field(default_factory=dict)
+
+    def open_device(self, memory_bytes: int) -> None:
+        cap = self.config.memory_bytes
+        self.capacity = memory_bytes if cap is None else min(cap, memory_bytes)
+
+    # ---- jobs
+
+    def refuse_job(self, peer: Peer, spec: JobSpec) -> Fault | None:
+        """Why this job can't be opened, or None."""
+        config, mine, total = self.config, self.jobs_by_uid.get(peer.uid, 0), len(self.charges)
+        if total >= config.max_jobs:
+            return faults.admission(
+                f"{total} jobs are open, the most this daemon takes is {config.max_jobs}",
+                "wait for one to close, or raise max_jobs",
+            )
+        if mine >= config.max_jobs_per_uid:
+            return faults.admission(
+                f"user {peer.uid} has {mine} jobs open, the most one user may have is {config.max_jobs_per_uid}",
+                "close one of them, or raise max_jobs_per_uid",
+            )
+        return refuse_spec(spec, config)
+
+    def add_job(self, job: Job) -> None:
+        self.charges[job.id] = Charge()
+        self.jobs_by_uid[job.peer.uid] = self.jobs_by_uid.get(job.peer.uid, 0) + 1
+
+    def remove_job(self, job: Job) -> None:
+        self.used -= self.charges.pop(job.id).total
+        uid = job.peer.uid
+        self.jobs_by_uid[uid] -= 1
+        if not self.jobs_by_uid[uid]:
+            del self.jobs_by_uid[uid]
+
+    # ---- programs
+
+    def refuse_program(self, job: Job, footprint: Footprint) -> Fault | None:
+        """Why this program can't be loaded, or None. Charges nothing."""
+        if self.capacity is None:
+            return faults.admission("the device is not open yet", "try again in a moment")
+        if len(job.programs) >= self.config.max_programs_per_job:
+            return faults.admission(
+                f"job {job.id} has {len(job.programs)} programs, the most a job may have",
+                "pad batches to fewer shapes, or raise max_programs_per_job",
+            )
+        if min(footprint.state_bytes, footprint.transient_bytes, footprint.slot_bytes) < 0:
+            return faults.admission(f"the program's sizes are negative: {footprint}", "report this as a device bug")
+        before = self.charges[job.id].total
+        after = charge_for([*(p.footprint for p in job.programs.values()), footprint])
+        if job.spec.memory_limit is not None and after.total > job.spec.memory_limit:
+            return faults.admission(
+                f"job {job.id} would hold {describe(after)}, above its memory_limit of "
+                f"{faults.size(job.spec.memory_limit)}",
+                f"raise memory_limit to at least {after.total}, or use a smaller batch or model",
+            )
+        if self.used - before + after.total > self.capacity:
+            free, need = self.capacity - self.used, after.total - before
+            return faults.admission(
+                f"the program needs {faults.size(need)} more, job {job.id} would then hold {describe(after)}; "
+                f"{faults.size(free)} of {faults.size(self.capacity)} are free",
+                f"free {faults.size(need - free)}: close a job, or use a smaller batch, model or max_inflight",
+            )
+        return None
+
+    def recharge(self, job: Job) -> None:
+        """Charge the job for the programs it has now."""
+        charge = charge_for(p.footprint for p in job.programs.values())
+        self.used += charge.total - self.charges[job.id].total
+        self.charges[job.id] = charge
+
+    def check(self, jobs: Mapping[JobId, Job]) -> None:
+        """Raise AssertionError unless the sums are the sums of the parts."""
+        assert self.charges.keys() == jobs.keys(), f"charged jobs {set(self.charges)} are not {set(jobs)}"
+        by_uid: dict[int, int] = {}
+        for job in jobs.values():
+            expected = charge_for(p.footprint for p in job.programs.values())
+            assert self.charges[job.id] == expected, f"job {job.id} charged {self.charges[job.id]}, owes {expected}"
+            by_uid[job.peer.uid] = by_uid.get(job.peer.uid, 0) + 1
+        assert by_uid == self.jobs_by_uid, f"jobs by uid {self.jobs_by_uid}, should be {by_uid}"
+        assert self.used == sum(c.total for c in self.charges.values()), f"used {self.used} is not the charges' sum"
+        assert self.capacity is None or self.used <= self.capacity, f"{self.used} bytes used of {self.capacity}"
+
+
+def refuse_spec(spec: JobSpec, config: CoreConfig) -> Fault | None:
+    """Why these settings make no sense, or None. Written so that a NaN is refused too."""
+    low, high = WEIGHTS
+    if not isinstance(spec.priority, Priority):
+        return faults.refused(f"priority is {spec.priority!r}", "choose low (0) or high (1)")
+    if not low <= spec.weight <= high:
+        return faults.refused(f"weight is {spec.weight}", f"choose a weight between {low} and {high}")
+    if not 1 <= spec.max_inflight <= config.max_inflight:
+        return faults.refused(f"max_inflight is {spec.max_inflight}", f"choose it between 1 and {config.max_inflight}")
+    if not 1.0 <= spec.max_slowdown < inf:
+        return faults.refused(f"max_slowdown is {spec.max_slowdown}", "choose a ratio of 1 or more, such as 1.10")
+    if spec.memory_limit is not None and spec.memory_limit <= 0:
+        return faults.refused(f"memory_limit is {spec.memory_limit}", "give it in bytes, or leave it out")
+    if len(spec.name) > MAX_NAME:
+        return faults.refused(f"the job's name has {len(spec.name)} characters", f"use at most {MAX_NAME}")
+    return None
+
+
+def describe(charge: Charge) -> str:
+    return (
+        f"{faults.size(charge.total)} (state {faults.size(charge.state)}, slots {faults.size(charge.slots)}, "
+        f"transient {faults.size(charge.transient)})"
+    )

@@ -1,0 +1,129 @@
+"""The mechanism below every policy: windows, ready jobs and active jobs of each class.
+
+Policies look (`first`, `fits`, `active`) and never touch; the machine moves jobs and launches.
+Nothing here grows with the number of jobs but the ready heaps, so an event costs O(log jobs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gpumux.core.fairness import Order, ReadyQueue, make_queue
+from gpumux.core.queue import Job, Step
+from gpumux.model import LaunchId, Priority
+
+
+class Limit(NamedTuple):
+    """How much of a class may be outstanding: launches, and their predicted seconds."""
+
+    launches: int
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """One outstanding piece, and the room there was when it was let out (for the invariants)."""
+
+    id: LaunchId
+    job: Job
+    step: Step
+    piece: int
+    predicted: float
+    limit: Limit
+    count_before: int
+    seconds_before: float
+
+
+@dataclass(slots=True, eq=False)
+class Window:
+    """What one class has outstanding on the device, oldest first."""
+
+    launches: dict[LaunchId, Launch] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def fits(self, predicted: float, limit: Limit) -> bool:
+        """The first launch always fits: a piece longer than the window must run some time."""
+        count = len(self.launches)
+        return count < limit.launches and (count == 0 or self.seconds + predicted <= limit.seconds)
+
+
+class Board:
+    """Both classes' windows and jobs. Indexed by Priority."""
+
+    def __init__(self, order: Order) -> None:
+        self.windows = tuple(Window() for _ in Priority)
+        self.ready: tuple[ReadyQueue, ...] = tuple(make_queue(order) for _ in Priority)
+        self.active_jobs = [0 for _ in Priority]
+
+    # ---- what policies see
+
+    def first(self, priority: Priority) -> Job | None:
+        """The class's ready job whose turn it is, or None."""
+        return self.ready[priority].first()
+
+    def fits(self, job: Job, limit: Limit) -> bool:
+        """The next piece of this ready job has room in its class's window under `limit`."""
+        return self.windows[job.priority].fits(job.next_seconds(), limit)
+
+    def active(self, priority: Priority) -> int:
+        """Jobs of the class with queued or outstanding work that are not paused or closing."""
+        return self.active_jobs[priority]
+
+    # ---- what the machine does
+
+    def update(self, job: Job) -> None:
+        """Put the job where its state says it belongs. After every change to it."""
+        blocked = job.blocked()
+        active = blocked != "closing" and blocked != "paused" and job.busy()
+        if active is not job.active:
+            job.active = active
+            self.active_jobs[job.priority] += 1 if active else -1
+        if blocked:
+            if job.entry is not None:
+                self.ready[job.priority].leave(job)
+        elif job.entry is None:
+            self.ready[job.priority].enter(job)
+
+    def occupy(self, launch_id: LaunchId, job: Job, piece: int, limit: Limit) -> Launch:
+        """Let the job's next piece out."""
+        window = self.windows[job.priority]
+        predicted = job.next_seconds()
+        launch = Launch(
+            launch_id, job, job.head_step(), piece, predicted, limit, len(window.launches), window.seconds
+        )  # fmt: skip
+        window.launches[launch_id] = launch
+        window.seconds += predicted
+        job.outstanding += 1
+        self.ready[job.priority].charge(job, predicted)
+        return launch
+
+    def vacate(self, launch_id: LaunchId, measured: float) -> Launch | None:
+        """The launch is off the device after `measured` seconds; None if it is not known."""
+        for window in self.windows:
+            launch = window.launches.pop(launch_id, None)
+            if launch is not None:
+                # Sums of floats drift; an empty window holds nothing, exactly.
+                window.seconds = max(0.0, window.seconds - launch.predicted) if window.launches else 0.0
+                job = launch.job
+                job.outstanding -= 1
+                self.ready[job.priority].settle(job, launch.predicted, measured)
+                return launch
+        return None
+
+    def find(self, launch_id: LaunchId) -> Launch | None:
+        for window in self.windows:
+            if launch_id in window.launches:
+                return window.launches[launch_id]
+        return None
+
+    def clear(self, job: Job) -> None:
+        """The device holds nothing of the job any more: give back its room in the window."""
+        if job.outstanding:
+            for launch in list(self.windows[job.priority].launches.values()):
+                if launch.job is job:
+                    self.vacate(launch.id, 0.0)
+
+    def forget(self, job: Job) -> None:
+        self.clear(job)
+        self.ready[job.priority].forget(job)

@@ -1,0 +1,48 @@
+"""What an operator may set about the core. Counts, seconds and bytes; None means "derive it"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpumux.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Limits and windows of one daemon. Raises ConfigError when a value makes no sense.
+
+    `memory_bytes` caps what jobs may take below the device's own size. The `*_launches` and
+    `*_window_s` fields are the paced policy's windows: outstanding launches and predicted seconds
+    of the high class, of the low class while a high job is active, and of the low class while none
+    is. A window in seconds that is None is twice its launches times the device's piece target:
+    pieces are cut at operators, so they miss the target by up to about that much.
+    """
+
+    policy: str = "paced"
+    max_jobs: int = 1024
+    max_jobs_per_uid: int = 256
+    max_inflight: int = 64
+    max_programs_per_job: int = 64
+    max_transfers_per_job: int = 16
+    memory_bytes: int | None = None
+    high_launches: int = 2
+    low_launches: int = 1
+    low_idle_launches: int = 4
+    high_window_s: float | None = None
+    low_window_s: float | None = None
+    low_idle_window_s: float | None = None
+    story_records: int = 20_000
+
+    def __post_init__(self) -> None:
+        counts = (
+            "max_jobs", "max_jobs_per_uid", "max_inflight", "max_programs_per_job", "max_transfers_per_job",
+            "high_launches", "low_launches", "low_idle_launches", "story_records",
+        )  # fmt: skip
+        for name in counts:
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", "set it to 1 or more")
+        for name in ("memory_bytes", "high_window_s", "low_window_s", "low_idle_window_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}", "set it above 0, or leave it out")

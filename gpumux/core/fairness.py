@@ -1,0 +1,133 @@
+"""Whose turn it is within a class: start-time fair queueing by weight and measured device time.
+
+Every job has a virtual clock that runs by device seconds over weight; the ready job whose clock is
+furthest behind goes next. What is out but not measured yet is charged by its prediction and settled
+when the device says what it took, so a wrong guess moves a job's turn only while its piece is out.
+
+A class's virtual time is the furthest *measured* clock a job was ever picked at. A job that becomes
+ready is moved up to it: idle time earns no credit (it can't monopolise), and it starts level with
+the others (it can't starve). Predictions are left out of virtual time on purpose: a job whose first
+guess was a second would otherwise push virtual time ahead, and whoever joins next would wait for it.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from typing import Literal, TypeAlias
+
+from gpumux.core.queue import Job
+
+Order: TypeAlias = Literal["fair", "arrival"]
+
+# Pieces that cost nothing by the clock still take a turn, or a job of them would be first for ever.
+MIN_COST_S = 1e-6
+
+
+class ReadyQueue:
+    """The ready jobs of one class, smallest key first: a heap whose entries may be out of date.
+
+    A key that grew is put right when its entry comes to the top; a key that fell needs `fell`.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Job]] = []
+        self._serial = count()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def key(self, job: Job) -> float:
+        """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
+        return job.head_step().arrival
+
+    def enter(self, job: Job) -> None:
+        self._size += 1
+        self._push(job)
+
+    def leave(self, job: Job) -> None:
+        if job.entry is not None:
+            job.entry = None
+            self._size -= 1
+
+    def forget(self, job: Job) -> None:
+        """Leave, and drop even outdated entries, so that nothing refers to the job any more."""
+        self.leave(job)
+        self._heap = [entry for entry in self._heap if entry[2] is not job]
+        heapify(self._heap)
+
+    def first(self) -> Job | None:
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            job = entry[2]
+            if job.entry is not entry:
+                heappop(heap)
+                continue
+            key = self.key(job)
+            if key > entry[0]:
+                job.entry = entry = (key, next(self._serial), job)
+                heapreplace(heap, entry)
+                continue
+            return job
+        return None
+
+    def charge(self, job: Job, predicted: float) -> None:
+        """A piece of `predicted` seconds was launched."""
+
+    def settle(self, job: Job, predicted: float, measured: float) -> None:
+        """A piece charged as `predicted` took `measured` seconds."""
+
+    def check(self, jobs: list[Job]) -> None:
+        """Raise AssertionError unless exactly `jobs` are in, each with a key not above its own."""
+        live = [entry for entry in self._heap if entry[2].entry is entry]
+        assert len(live) == self._size, f"ready queue counts {self._size} jobs and holds {len(live)}"
+        assert {id(entry[2]) for entry in live} == {id(job) for job in jobs}, "ready queue holds the wrong jobs"
+        for key, _, job in live:
+            assert key <= self.key(job), f"job {job.id}: ready under key {key}, above its own {self.key(job)}"
+        assert len(self._heap) <= self._bound(), f"{len(self._heap)} heap entries for {self._size} ready jobs"
+
+    def _bound(self) -> int:
+        return 2 * self._size + 64
+
+    def _push(self, job: Job) -> None:
+        entry = (self.key(job), next(self._serial), job)
+        job.entry = entry
+        heappush(self._heap, entry)
+        if len(self._heap) > self._bound():
+            self._heap = [entry for entry in self._heap if entry[2].entry is entry]
+            heapify(self._heap)
+
+
+class FairQueue(ReadyQueue):
+    """Ready jobs by virtual clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.virtual = 0.0
+
+    def key(self, job: Job) -> float:
+        return job.served + job.pending
+
+    def enter(self, job: Job) -> None:
+        if job.served < self.virtual:
+            job.served = self.virtual
+        super().enter(job)
+
+    def charge(self, job: Job, predicted: float) -> None:
+        if job.served > self.virtual:
+            self.virtual = job.served
+        job.pending += max(predicted, MIN_COST_S) / job.weight
+
+    def settle(self, job: Job, predicted: float, measured: float) -> None:
+        charged = max(predicted, MIN_COST_S) / job.weight
+        # Sums of floats drift; nothing outstanding means nothing pending, exactly.
+        job.pending = max(0.0, job.pending - charged) if job.outstanding else 0.0
+        job.served += max(measured, MIN_COST_S) / job.weight
+        if job.entry is not None and job.entry[0] > job.served + job.pending:
+            self._push(job)
+
+
+def make_queue(order: Order) -> ReadyQueue:
+    return FairQueue() if order == "fair" else ReadyQueue()

@@ -1,0 +1,123 @@
+"""The core: `handle(event, now)` takes one thing that happened and returns what to do about it.
+
+Pure: no clock, no sockets, no threads. A handler does the bookkeeping of its event (`lifecycle.py`,
+`work.py`), then the policy launches whatever there is room for. A submitted step is answered
+exactly once, by FinishStep or FailStep. Events about jobs, launches or transfers that are over are
+late, not wrong: they are counted in the snapshot and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpumux.core import events as ev
+from gpumux.core import invariants, lifecycle, snapshot, work
+from gpumux.core.commands import Command, LaunchPiece
+from gpumux.core.config import CoreConfig as CoreConfig
+from gpumux.core.policy import Policy
+from gpumux.core.queue import Job, Step
+from gpumux.core.state import CoreState
+from gpumux.model import JobId, LaunchId, StepId
+
+_HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
+    ev.DeviceOpened: lifecycle.device_opened,
+    ev.SessionOpened: lifecycle.session_opened,
+    ev.SessionClosed: lifecycle.session_closed,
+    ev.JobRequested: lifecycle.job_requested,
+    ev.PauseRequested: lifecycle.pause_requested,
+    ev.ResumeRequested: lifecycle.resume_requested,
+    ev.CloseRequested: lifecycle.close_requested,
+    ev.DrainRequested: lifecycle.drain_requested,
+    ev.JobDied: lifecycle.job_died,
+    ev.JobReleased: lifecycle.job_released,
+    ev.ProgramOffered: work.program_offered,
+    ev.ProgramReady: work.program_ready,
+    ev.ProgramDropped: work.program_dropped,
+    ev.StepSubmitted: work.step_submitted,
+    ev.PieceDone: work.piece_done,
+    ev.PieceFailed: work.piece_failed,
+    ev.TransferRequested: work.transfer_requested,
+    ev.TransferEnded: work.transfer_ended,
+    ev.Tick: lambda core, event: None,  # only the clock moved; the policy is asked again below
+}
+
+
+class Core:
+    """One device's jobs. Raises ConfigError when the configuration names no policy."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self._state = CoreState(config)
+
+    def handle(self, event: ev.Event, now: float) -> list[Command]:
+        """Commands to carry out, in order. `now` is seconds, on the clock of PieceDone's times."""
+        state = self._state
+        state.now, state.cause, state.out = now, event, []
+        state.events += 1
+        _HANDLERS[type(event)](state, event)
+        policy = state.policy
+        if policy is not None:
+            while (choice := policy.choose(state.board)) is not None:
+                self._launch(policy, *choice)
+        for job in state.touched:
+            if job.queue:
+                self._explain(job)
+        state.touched.clear()
+        return state.out
+
+    @property
+    def drained(self) -> bool:
+        """The daemon asked to leave, and nothing is left on the device."""
+        return self._state.leaving is not None and not self._state.jobs
+
+    def story(self, job: JobId, step: StepId | None = None) -> list[str]:
+        """Readable lines: when the step was queued, why it waited, when its pieces ran."""
+        return self._state.log.tell(job, step)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data for status and metrics; `core/snapshot.py` lists it."""
+        return snapshot.take(self._state)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, saying what, if the core contradicts itself. Slow: for tests."""
+        invariants.check(self._state)
+
+    def _launch(self, policy: Policy, job: Job, stream: int) -> None:
+        state, step = self._state, job.head_step()
+        if not step.launched:
+            step.cut, step.pieces = step.program.cut, step.program.pieces
+        piece, launch = step.launched, LaunchId(next(state.launch_ids))
+        state.board.occupy(launch, job, piece, policy.limit(state.board, job.priority))
+        step.launched += 1
+        state.tell(job.id, step.id, "launched", piece, len(step.pieces), launch, stream, step.cut)
+        state.out.append(LaunchPiece(launch, job.id, step.id, step.program.id, step.cut, piece, stream))
+        if step.launched == len(step.pieces):
+            job.queue.popleft()
+            job.running[step.id] = step
+            state.board.update(job)
+            state.touched.append(job)
+
+    def _explain(self, job: Job) -> None:
+        """Tell the story why the job's next step has not begun, once for each reason."""
+        state, step = self._state, job.queue[0]
+        if not isinstance(step, Step) or step.launched or state.policy is None:
+            return
+        reason, detail = job.blocked(), ()  # type: str, tuple[object, ...]
+        if reason == "program":
+            detail = (step.program.id,)
+        elif not reason:
+            reason, detail = self._why_not_now(state.policy, job)
+        if reason != step.noted:
+            step.noted = reason
+            state.tell(job.id, step.id, f"waits:{reason}", *detail)
+
+    def _why_not_now(self, policy: Policy, job: Job) -> tuple[str, tuple[object, ...]]:
+        board, name = self._state.board, job.priority.name.lower()
+        limit, window = policy.limit(board, job.priority), board.windows[job.priority]
+        if board.fits(job, limit) or not window.launches:
+            first = board.first(job.priority)
+            return "turn", (first.id if first is not None else "another", name)
+        holder = next(iter(window.launches.values()))
+        held = (holder.id, holder.piece, holder.step.id, holder.job.id)
+        return "window", (name, len(window.launches), limit.launches, window.seconds * 1e3, limit.seconds * 1e3, *held)

@@ -1,0 +1,110 @@
+"""Whose piece next. A policy is two methods; windows, queues and fairness are the board's.
+
+    fifo      one stream, arrival order over all jobs, as good as no window: what sharing a device
+              without any of this looks like
+    streams   the device's stream priorities alone, behind deep windows
+    paced     stream priorities and short windows: what is already out can't be called back, so
+              little is let out, and less of the low class while a high job is active
+
+`choose` returns the next job and the stream for its piece, or None when nothing may be launched
+now; the machine calls it until it says None. It must not pass over a class's first job because a
+later one would fit: that is how jobs with long pieces starve.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import ClassVar, Protocol
+
+from gpumux.core.board import Board, Limit
+from gpumux.core.config import CoreConfig
+from gpumux.core.fairness import Order
+from gpumux.core.queue import Job
+from gpumux.errors import ConfigError
+from gpumux.model import DeviceInfo, Priority
+
+DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
+DEFAULT_TARGET_S = 500e-6  # a piece, where the device names no target
+
+
+class Policy(Protocol):
+    """`order` says how the board sorts ready jobs within a class."""
+
+    order: ClassVar[Order]
+
+    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None: ...
+
+    def limit(self, board: Board, priority: Priority) -> Limit:
+        """What the class may have outstanding now. No launch is made beyond it."""
+
+    def choose(self, board: Board) -> tuple[Job, int] | None:
+        """The job whose next piece is launched now, and on which stream."""
+
+
+class Fifo:
+    order: ClassVar[Order] = "arrival"
+
+    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
+        self._limit = Limit(DEEP, inf)
+
+    def limit(self, board: Board, priority: Priority) -> Limit:
+        return self._limit
+
+    def choose(self, board: Board) -> tuple[Job, int] | None:
+        ready = [job for job in (board.first(p) for p in Priority) if job is not None]
+        if not ready:
+            return None
+        job = min(ready, key=lambda j: j.head_step().arrival)
+        return (job, 0) if board.fits(job, self._limit) else None
+
+
+class Streams:
+    order: ClassVar[Order] = "fair"
+
+    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
+        self._limit = Limit(DEEP, inf)
+
+    def limit(self, board: Board, priority: Priority) -> Limit:
+        return self._limit
+
+    def choose(self, board: Board) -> tuple[Job, int] | None:
+        for priority in (Priority.HIGH, Priority.LOW):
+            job = board.first(priority)
+            if job is not None and board.fits(job, self._limit):
+                return job, int(priority)
+        return None
+
+
+class Paced:
+    order: ClassVar[Order] = "fair"
+
+    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
+        def window(launches: int, seconds: float | None, priority: Priority) -> Limit:
+            target = info.piece_target_s.get(priority.name.lower(), DEFAULT_TARGET_S)
+            return Limit(launches, 2 * launches * target if seconds is None else seconds)
+
+        self._high = window(config.high_launches, config.high_window_s, Priority.HIGH)
+        self._low = window(config.low_launches, config.low_window_s, Priority.LOW)
+        self._low_idle = window(config.low_idle_launches, config.low_idle_window_s, Priority.LOW)
+
+    def limit(self, board: Board, priority: Priority) -> Limit:
+        if priority is Priority.HIGH:
+            return self._high
+        return self._low if board.active(Priority.HIGH) else self._low_idle
+
+    def choose(self, board: Board) -> tuple[Job, int] | None:
+        for priority in (Priority.HIGH, Priority.LOW):
+            job = board.first(priority)
+            if job is not None and board.fits(job, self.limit(board, priority)):
+                return job, int(priority)
+        return None
+
+
+POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "streams": Streams, "paced": Paced}
+
+
+def policy_named(name: str) -> type[Policy]:
+    """The policy's class. Raises ConfigError for a name that is none."""
+    if name not in POLICIES:
+        raise ConfigError(f"there is no policy {name!r}", f"choose one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]

@@ -1,0 +1,154 @@
+"""Jobs and their virtual queues: what a job has been asked to do and has not answered yet.
+
+A virtual queue costs the device nothing: steps wait here, not in a device queue, until the policy
+lets their pieces out. Order within a job is strict. `queue` holds what is not fully launched yet,
+oldest first; its head may have pieces out already. `running` holds steps all of whose pieces are
+launched. A transfer leaves the queue only when nothing of the job runs, and everything behind it
+waits until it has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gpumux.model import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId, TransferId
+
+
+class JobState(Enum):
+    OPEN = "open"
+    DRAINING = "draining"  # answers what was submitted, takes no more
+    CLOSING = "closing"  # all is answered; the device is letting go of it
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """One loaded (or loading) program of a job. `pieces` are predicted seconds under cut `cut`."""
+
+    id: ProgramId
+    footprint: Footprint
+    cut: int = -1
+    pieces: tuple[float, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        return self.cut >= 0
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """`cut` and `pieces` are fixed when the first piece is launched; a later cut is for later steps."""
+
+    id: StepId
+    program: Program
+    submitted: float
+    arrival: int
+    cut: int = -1
+    pieces: tuple[float, ...] = ()
+    launched: int = 0
+    done: int = 0
+    started: float = 0.0
+    device_s: float = 0.0
+    noted: str = ""  # the last reason for waiting that the story was told
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    id: TransferId
+    into_device: bool
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    id: SessionId
+    peer: Peer
+    jobs: set[JobId] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job and its virtual queue. `served` and `pending` are virtual seconds (device seconds over
+    weight): measured so far, and predicted for what is out. `entry` is its place among the ready."""
+
+    id: JobId
+    session: SessionId
+    peer: Peer
+    spec: JobSpec
+    opened: float
+    priority: Priority
+    weight: float
+    state: JobState = JobState.OPEN
+    paused: bool = False
+    told: bool = False  # CloseJob was sent
+    programs: dict[ProgramId, Program] = field(default_factory=dict)
+    queue: deque[Step | Transfer] = field(default_factory=deque)
+    running: dict[StepId, Step] = field(default_factory=dict)
+    transfer: Transfer | None = None
+    inflight: int = 0  # steps in queue and running
+    transfers: int = 0  # transfers in queue and under way
+    outstanding: int = 0
+    last_step: int = -1
+    served: float = 0.0
+    pending: float = 0.0
+    entry: tuple[float, int, Job] | None = None
+    active: bool = False  # counted in its class's active jobs
+    steps_done: int = 0
+    steps_failed: int = 0
+    device_s: float = 0.0
+
+    def busy(self) -> bool:
+        """Something submitted is not answered yet."""
+        return bool(self.queue or self.running) or self.transfer is not None
+
+    def blocked(self) -> str:
+        """Why the head of the queue can't be launched whatever room there is; "" when it can."""
+        if self.state is JobState.CLOSING:
+            return "closing"
+        if self.paused:
+            return "paused"
+        if self.transfer is not None:
+            return "transfer"
+        if not self.queue:
+            return "empty"
+        head = self.queue[0]
+        if type(head) is Transfer:
+            return "transfer"
+        assert isinstance(head, Step)
+        return "" if head.program.cut >= 0 else "program"
+
+    def head_step(self) -> Step:
+        """The step whose piece is next. Only for a job that is not blocked."""
+        head = self.queue[0]
+        assert type(head) is Step
+        return head
+
+    def next_seconds(self) -> float:
+        """Predicted seconds of the next piece. Only for a job that is not blocked."""
+        step = self.head_step()
+        return step.pieces[step.launched] if step.launched else step.program.pieces[0]
+
+    def steps(self) -> Iterator[Step]:
+        """Every unanswered step, in submission order."""
+        yield from self.running.values()
+        yield from (item for item in self.queue if isinstance(item, Step))
+
+    def all_transfers(self) -> list[Transfer]:
+        """Every unanswered transfer, in order."""
+        waiting = [item for item in self.queue if isinstance(item, Transfer)]
+        return [self.transfer, *waiting] if self.transfer is not None else waiting
+
+    def remove_steps_of(self, program: Program) -> list[Step]:
+        """Take out the steps that wait for a program that will never be ready."""
+        gone = [item for item in self.queue if isinstance(item, Step) and item.program is program]
+        if gone:
+            self.queue = deque(i for i in self.queue if not (isinstance(i, Step) and i.program is program))
+            self.inflight -= len(gone)
+        return gone
+
+    def empty(self) -> None:
+        """Drop all that was submitted; it has been answered."""
+        self.queue.clear()
+        self.running.clear()
+        self.transfer, self.inflight, self.transfers = None, 0, 0

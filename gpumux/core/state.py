@@ -1,0 +1,119 @@
+"""Everything the core knows, and the few changes that several handlers share.
+
+Handlers (`lifecycle.py`, `work.py`) are functions over a CoreState; `machine.py` calls them. What
+they want done is appended to `out`, what happened to `log`, both under the event being handled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+
+from gpumux.core import faults
+from gpumux.core.admission import Ledger
+from gpumux.core.board import Board
+from gpumux.core.commands import (
+    CloseJob,
+    Command,
+    FailStep,
+    FinishTransfer,
+    RefuseJob,
+    RefuseProgram,
+    StartTransfer,
+    UnloadJob,
+)  # fmt: skip
+from gpumux.core.config import CoreConfig
+from gpumux.core.events import Event, Tick
+from gpumux.core.policy import Policy, policy_named
+from gpumux.core.queue import Job, JobState, Session, Transfer
+from gpumux.core.story import Story
+from gpumux.model import DeviceInfo, Fault, JobId, SessionId, StepId
+
+
+class CoreState:
+    """Raises ConfigError when the configuration names no policy."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.policy_class = policy_named(config.policy)
+        self.policy: Policy | None = None  # from DeviceOpened on
+        self.info: DeviceInfo | None = None
+        self.leaving: str | None = None  # why, once the daemon is on its way out
+        self.sessions: dict[SessionId, Session] = {}
+        self.jobs: dict[JobId, Job] = {}
+        self.board = Board(self.policy_class.order)
+        self.ledger = Ledger(config)
+        self.log = Story(config.story_records)
+        self.events = 0
+        self.ignored: Counter[str] = Counter()  # by event: late or said twice
+        self.refusals: Counter[str] = Counter()  # by fault code
+        self.arrivals = count()
+        self.launch_ids = count(1)
+        # Of the event being handled:
+        self.now = 0.0
+        self.cause: Event = Tick()
+        self.out: list[Command] = []
+        self.touched: list[Job] = []  # jobs whose waiting may want explaining
+
+    def ignore(self) -> None:
+        """This event is late or was said before; it changes nothing."""
+        self.ignored[type(self.cause).__name__] += 1
+
+    def tell(self, job: JobId, step: StepId | None, kind: str, *detail: object) -> None:
+        self.log.add((self.now, job, step, kind, detail, self.cause))
+
+    def live(self, job_id: JobId) -> Job | None:
+        """The job, unless it is unknown or closing; then the event is ignored."""
+        job = self.jobs.get(job_id)
+        if job is None or job.state is JobState.CLOSING:
+            self.ignore()
+            return None
+        return job
+
+    def refuse(self, answer: RefuseJob | RefuseProgram | FailStep | FinishTransfer, fault: Fault) -> None:
+        self.refusals[fault.code] += 1
+        step = answer.step if isinstance(answer, FailStep) else None
+        self.tell(answer.job, step, "refused", fault.message)
+        self.out.append(answer)
+
+    def fail(self, job: Job, step: StepId, fault: Fault) -> None:
+        """Answer a step that was taken into the queue."""
+        job.steps_failed += 1
+        self.tell(job.id, step, "failed", fault.code, fault.message)
+        self.out.append(FailStep(job.id, step, fault))
+
+    def refresh(self, job: Job) -> None:
+        """After a change to the job: start what needs no window, and put it where it belongs."""
+        self.touched.append(job)
+        head = job.queue[0] if job.queue else None
+        if isinstance(head, Transfer):
+            if not job.running and job.transfer is None and not job.paused:
+                job.transfer = head
+                job.queue.popleft()
+                self.tell(job.id, None, "transfer", head.id)
+                self.out.append(StartTransfer(job.id, head.id, head.into_device))
+        elif job.state is JobState.DRAINING and not job.busy():
+            self._unload(job, faults.closing(job.id), None)
+        self.board.update(job)
+
+    def close(self, job: Job, fault: Fault, tell: Fault | None) -> None:
+        """Answer all the job has submitted with `fault` and have the device let go of it. The
+        client is told at once with `tell`; None: it asked, and hears when the memory is free."""
+        self.tell(job.id, None, "closing", fault.message)
+        for step in job.steps():
+            self.fail(job, step.id, fault)
+        for transfer in job.all_transfers():
+            self.out.append(FinishTransfer(job.id, transfer.id, fault))
+        job.empty()
+        self._unload(job, fault, tell)
+        self.board.update(job)
+
+    def _unload(self, job: Job, fault: Fault, tell: Fault | None) -> None:
+        job.state = JobState.CLOSING
+        if tell is not None:
+            job.told = True
+            self.out.append(CloseJob(job.id, job.session, tell))
+        for program in job.programs.values():  # an offer is answered, too: announced or refused
+            if not program.ready:
+                self.refuse(RefuseProgram(job.id, program.id, fault), fault)
+        self.out.append(UnloadJob(job.id))
