@@ -1,0 +1,117 @@
+"""Says which line of the user's code, or which of their tensors, an error is about."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def _library_prefixes() -> tuple[str, ...]:
+    import contextlib
+
+    import torch
+
+    return (os.path.dirname(torch.__file__), _HERE, os.path.dirname(contextlib.__file__) + "/contextlib.py", "<")
+
+
+_prefixes: tuple[str, ...] = ()
+
+
+def user_frame(start: types.FrameType | None = None) -> tuple[str, int, str] | None:
+    """(file, line, function) of the innermost frame that is neither torch's nor gpumux's."""
+    global _prefixes
+    if not _prefixes:
+        _prefixes = _library_prefixes()
+    frame = start or sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_prefixes):
+            return name, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def user_line() -> str:
+    """ "FILE:LINE" for messages; "an unknown line" when no user frame is on the stack."""
+    found = user_frame(sys._getframe(1))
+    return f"{found[0]}:{found[1]}" if found else "an unknown line"
+
+
+def traceback_line(error: BaseException) -> str:
+    """ "FILE:LINE" of the innermost user frame an exception passed through."""
+    global _prefixes
+    if not _prefixes:
+        _prefixes = _library_prefixes()
+    best = "an unknown line"
+    tb = error.__traceback__
+    while tb is not None:
+        name = tb.tb_frame.f_code.co_filename
+        if not name.startswith(_prefixes):
+            best = f"{name}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    return best
+
+
+def reachable(fn: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a function's closure and globals hold, by the names its code uses."""
+    fn = getattr(fn, "__wrapped__", fn)
+    if isinstance(fn, types.MethodType):
+        yield "self", fn.__self__
+        fn = fn.__func__
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a cell not filled yet
+            continue
+    seen = set()
+    for name in _global_names(code):
+        if name in fn.__globals__ and name not in seen:
+            seen.add(name)
+            yield name, fn.__globals__[name]
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _global_names(const)
+
+
+def name_of(tensor: Any, fn: Any) -> str:
+    """A name the user would know the tensor by: a closure or global variable, an item or attribute
+    of one, or its shape when it has none."""
+    import torch
+
+    storage = tensor.untyped_storage()._cdata
+
+    def same(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
+
+    for name, value in reachable(fn):
+        if same(value):
+            return f"`{name}`"
+        if isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                if same(item):
+                    return f"`{name}[{i}]`"
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                if same(item):
+                    return f"`{name}[{key!r}]`"
+        elif isinstance(value, torch.nn.Module):
+            for path, item in [*value.named_parameters(), *value.named_buffers()]:
+                if same(item):
+                    return f"`{name}.{path}`"
+        else:
+            for attr, item in getattr(value, "__dict__", {}).items() if not callable(value) else ():
+                if same(item):
+                    return f"`{name}.{attr}`"
+    return f"a tensor of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"

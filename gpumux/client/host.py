@@ -1,0 +1,299 @@
+"""Host scalars: numbers the client computes for every step instead of baking them into a Program.
+
+While a step is traced, each hyperparameter and step counter is a `torch.SymFloat` or `SymInt` over
+a `HostNode`. Python arithmetic on it builds an `Expr`; where it reaches an operator, the operator
+takes the expression's value at each step (an `ir.ScalarRef`). Where Python *decides* something by it
+(`if momentum != 0`, RAdam's `rho_t > 5`) or torch needs a plain number, a guard is kept: the trace
+is used only while every guard still holds, and another one is made when it doesn't.
+
+Values follow Python's own float and int arithmetic, and float32 rounding for 0-dim tensors such as
+Adam's `step`, so that operators get exactly the numbers the plain loop would give them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Number = float | int | bool
+
+
+def _f32(x: Number) -> float:
+    """Round to float32 as a C cast does (overflow to infinity included)."""
+    return ctypes.c_float(x).value
+
+
+def _rounded(op: Callable[..., Any]) -> Callable[..., float]:
+    # Correct in one double operation: +, -, *, / of float32 values rounded twice is the float32 result.
+    return lambda *args: _f32(op(*(_f32(a) for a in args)))
+
+
+def _truediv(a: Number, b: Number) -> float:
+    return a / b
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": _truediv, "neg": operator.neg,
+    "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "abs": abs, "pos": operator.pos,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "and": lambda a, b: a and b, "or": lambda a, b: a or b, "not": operator.not_, "max": max, "min": min,
+    "float": float, "int": int, "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "cos": math.cos, "sin": math.sin,
+    "tanh": math.tanh, "floor": math.floor, "ceil": math.ceil, "log2": math.log2, "log10": math.log10,
+    "f32.add": _rounded(operator.add), "f32.sub": _rounded(operator.sub), "f32.mul": _rounded(operator.mul),
+    "f32.div": _rounded(operator.truediv), "f32.cast": _f32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expr:
+    """A number and how it came about. Hash-consed by its Scope: equal formulas are one object."""
+
+    op: str  # "var", "const", or a key of OPS
+    args: tuple[Any, ...]  # Exprs, or the name / the constant
+    value: Number
+    index: int  # position in the scope, after its arguments
+
+    @property
+    def constant(self) -> bool:
+        return self.op == "const"
+
+    def __str__(self) -> str:
+        if self.op in ("var", "const"):
+            return str(self.args[0])
+        return f"{self.op}({', '.join(map(str, self.args))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """`expr` had this value where Python used it; `where` is the user's line."""
+
+    expr: Expr
+    value: Number
+    where: str
+
+
+class Scope:
+    """All expressions and guards of one trace."""
+
+    def __init__(self, locate: Callable[[], str]) -> None:
+        self._made: dict[tuple[Any, ...], Expr] = {}
+        self._locate = locate
+        self.exprs: list[Expr] = []
+        self.guards: dict[int, Guard] = {}
+
+    def _add(self, key: tuple[Any, ...], op: str, args: tuple[Any, ...], value: Number) -> Expr:
+        found = self._made.get(key)
+        if found is None:
+            found = Expr(op, args, value, len(self.exprs))
+            self._made[key] = found
+            self.exprs.append(found)
+        return found
+
+    def var(self, name: str, value: Number) -> Expr:
+        return self._add(("var", name), "var", (name,), value)
+
+    def const(self, value: Number) -> Expr:
+        # repr tells 0.0 from -0.0 and 1 from 1.0 and True
+        return self._add(("const", repr(value)), "const", (value,), value)
+
+    def apply(self, op: str, *args: Expr) -> Expr:
+        value = OPS[op](*(a.value for a in args))
+        if all(a.constant for a in args):
+            return self.const(value)
+        return self._add((op, *(a.index for a in args)), op, args, value)
+
+    def guard(self, expr: Expr) -> Number:
+        """Python is about to use the plain value: remember that the trace depends on it."""
+        if not expr.constant and expr.index not in self.guards:
+            self.guards[expr.index] = Guard(expr, expr.value, self._locate())
+        return expr.value
+
+    def symbol(self, expr: Expr) -> Any:
+        """What the user's code sees: a torch SymFloat / SymInt / SymBool, or the plain constant."""
+        import torch
+
+        if expr.constant:
+            return expr.value
+        node = HostNode(self, expr)
+        if isinstance(expr.value, bool):
+            return torch.SymBool(node)
+        return torch.SymInt(node) if isinstance(expr.value, int) else torch.SymFloat(node)
+
+    def lift(self, value: Any) -> Expr:
+        """The expression behind a symbol or a plain number."""
+        node = getattr(value, "node", None)
+        if isinstance(node, HostNode):
+            return node.expr
+        return self.const(value)
+
+
+class HostNode:
+    """The protocol torch's SymInt, SymFloat and SymBool expect of what they wrap."""
+
+    def __init__(self, scope: Scope, expr: Expr) -> None:
+        self.scope = scope
+        self.expr = expr
+
+    def is_int(self) -> bool:
+        return isinstance(self.expr.value, int) and not self.is_bool()
+
+    def is_float(self) -> bool:
+        return isinstance(self.expr.value, float)
+
+    def is_bool(self) -> bool:
+        return isinstance(self.expr.value, bool)
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    def maybe_as_float(self) -> None:
+        return None
+
+    def maybe_as_bool(self) -> None:
+        return None
+
+    def has_hint(self) -> bool:
+        return True
+
+    @property
+    def hint(self) -> Number:
+        return self.expr.value
+
+    def require_hint(self, fallback: Any = None) -> Number:
+        return self.expr.value
+
+    def clone(self) -> HostNode:
+        return self
+
+    def str(self) -> str:
+        return f"{self.expr.value}"
+
+    def _graph_repr(self) -> str:
+        return self.str()
+
+    def wrap_int(self, value: int) -> HostNode:
+        return HostNode(self.scope, self.scope.const(value))
+
+    wrap_float = wrap_int  # type: ignore[assignment]
+    wrap_bool = wrap_int
+
+    def guard_int(self, file: Any = None, line: Any = None) -> int:
+        return int(self.scope.guard(self.expr))
+
+    def guard_float(self, file: Any = None, line: Any = None) -> float:
+        return float(self.scope.guard(self.expr))
+
+    def guard_bool(self, file: Any = None, line: Any = None) -> bool:
+        return bool(self.scope.guard(self.expr))
+
+    expect_true = guard_bool
+    guard_or_false = guard_bool
+    guard_or_true = guard_bool
+    statically_known_true = guard_bool
+    expect_size = guard_bool
+    guard_size_oblivious = guard_bool
+
+    def bool_(self) -> bool:
+        return self.guard_bool()
+
+    def int_(self) -> int:
+        return self.guard_int()
+
+    def sym_float(self) -> HostNode:
+        return self if self.is_float() else self._apply("float")
+
+    def sym_int(self) -> HostNode:
+        return self if self.is_int() else self._apply("int")
+
+    def _apply(self, op: str, *others: HostNode) -> HostNode:
+        return HostNode(self.scope, self.scope.apply(op, self.expr, *(o.expr for o in others)))
+
+
+_NODE_METHODS = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "float_truediv": "truediv",
+    "int_truediv": "truediv", "floordiv": "floordiv", "int_floordiv": "floordiv", "mod": "mod", "pow": "pow",
+    "float_pow": "pow", "pow_by_natural": "pow", "neg": "neg", "pos": "pos", "abs": "abs", "eq": "eq", "ne": "ne",
+    "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "and_": "and", "or_": "or", "sym_and": "and", "sym_or": "or",
+    "sym_not": "not", "sym_max": "max", "sym_min": "min", "sqrt": "sqrt", "exp": "exp", "log": "log", "cos": "cos",
+    "sin": "sin", "tanh": "tanh", "log2": "log2", "floor": "floor", "ceil": "ceil", "sym_sqrt": "sqrt",
+    "sym_log2": "log2",
+}  # fmt: skip
+
+
+def _method(op: str) -> Callable[..., HostNode]:
+    def apply(self: HostNode, *others: HostNode) -> HostNode:
+        return self._apply(op, *others)
+
+    return apply
+
+
+for _name, _op in _NODE_METHODS.items():
+    setattr(HostNode, _name, _method(_op))
+
+
+def is_symbol(value: Any) -> bool:
+    """Whether `value` is one of ours."""
+    return isinstance(getattr(value, "node", None), HostNode)
+
+
+class Evaluator:
+    """Recomputes chosen expressions for new values of the variables, without torch."""
+
+    def __init__(self, wanted: Sequence[Expr], guards: Iterable[Guard]) -> None:
+        self._guards = tuple(guards)
+        needed: dict[int, Expr] = {}
+        stack = [*wanted, *(g.expr for g in self._guards)]
+        while stack:
+            expr = stack.pop()
+            if expr.index not in needed:
+                needed[expr.index] = expr
+                if expr.op not in ("var", "const"):
+                    stack.extend(expr.args)
+        place: dict[int, int] = {}
+        self._vars: list[str] = []
+        self._consts: list[Number] = []
+        self._steps: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
+        for expr in needed.values():
+            if expr.op == "var":
+                place[expr.index] = len(self._vars)
+                self._vars.append(expr.args[0])
+        for expr in needed.values():
+            if expr.op == "const":
+                place[expr.index] = len(self._vars) + len(self._consts)
+                self._consts.append(expr.value)
+        for index in sorted(needed):
+            expr = needed[index]
+            if expr.op not in ("var", "const"):
+                place[index] = len(self._vars) + len(self._consts) + len(self._steps)
+                self._steps.append((OPS[expr.op], tuple(place[a.index] for a in expr.args)))
+        self._wanted = [place[e.index] for e in wanted]
+        self._checks = [(place[g.expr.index], g.value) for g in self._guards]
+
+    def run(self, env: Mapping[str, Number]) -> list[Number] | None:
+        """Values of the wanted expressions, or None when a guard no longer holds. A formula that
+        raises (a division by zero the traced path would have met too) counts as not holding."""
+        try:
+            values: list[Any] = [env[name] for name in self._vars]
+            values += self._consts
+            for fn, args in self._steps:
+                values.append(fn(*(values[a] for a in args)))
+        except (KeyError, ArithmeticError, ValueError):
+            return None
+        for at, value in self._checks:
+            got = values[at]
+            if got != value or type(got) is not type(value):
+                return None
+        return [values[i] for i in self._wanted]

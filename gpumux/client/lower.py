@@ -1,0 +1,291 @@
+"""From a raw trace to a Program: drop what nobody needs, keep what outlives the step, renumber.
+
+A gradient that the step leaves in `p.grad` is kept in the daemon only if some step of the job reads
+gradients it did not make itself (`keep`): a loop that zeroes them first would pay a copy of every
+gradient at every step for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from gpumux.client.fingerprint import Change
+from gpumux.client.host import Evaluator, Expr
+from gpumux.client.recorder import RawOp, Record
+from gpumux.client.state import Place, StateTable
+from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, path_name, thaw
+from gpumux.client.trace import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
+from gpumux.program.ir import ITEM_BYTES, Arg, Numerics, Op, Out, Program, ScalarRef, Storage, Tag, TensorRef, View
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    program: Program
+    binding: tuple[int, ...]  # job buffer of each state slot
+    exit: Structure
+    evaluator: Evaluator  # -> scalars, exit host values, changed hyperparameters, host results
+    counts: tuple[int, int, int]  # how many of the first three the evaluator gives
+    groups: tuple[tuple[int, int, str, int | None], ...]
+    results: tuple[Any, ...]  # per leaf: ("tensor", i), ("host", i) or ("const", value)
+    result_spec: pytree.TreeSpec
+    flags: tuple[Change, ...]
+    reads_dropped: frozenset[int]  # parameters whose dropped gradient this step would need
+
+
+def numerics_now() -> Numerics:
+    """The process-wide settings the step was captured under."""
+    tiny = torch.tensor(1e-310, dtype=torch.float64)
+    return Numerics(
+        matmul_precision=torch.get_float32_matmul_precision(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        flush_denormal=bool((tiny * 1.0).item() == 0.0),
+        mkldnn=bool(torch.backends.mkldnn.enabled),
+        default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
+    )
+
+
+def place_of(record: Record, view: int) -> Place | None:
+    """The job buffer place of a view that lies on state, else None."""
+    v = record.views[view]
+    storage = record.storages[v.storage]
+    if storage.kind != "state":
+        return None
+    return Place(storage.key, getattr(torch, v.dtype), v.size, v.stride, v.offset)
+
+
+class _Exit:
+    """How the step ends: where each thing it leaves behind lies, and the copies that takes."""
+
+    def __init__(self, raw: RawTrace, table: StateTable, keep: frozenset[int]) -> None:
+        self._raw = raw
+        self._table = table
+        self.copies: list[tuple[Place, int]] = []
+        self.host: list[Expr] = []
+        self._vars: dict[int, int] = {}
+        optimizers = tuple(
+            tuple((key, thaw_frozen(tree, self._leaf)) for key, tree in frozen) for frozen in raw.optimizers
+        )
+        kept, dropped = [], []
+        for index, view in sorted(raw.gradients.items()):
+            place, copied = self._home(("grad", index), f"grad.{table.param_names[index]}", view)
+            if index in keep:
+                kept.append((index, place))
+                if copied:
+                    self.copies.append((place, view))
+            else:
+                dropped.append((index, place))
+        self.structure = Structure(optimizers, tuple(kept), tuple(dropped))
+
+    def _home(self, path: tuple[Any, ...], name: str, view: int) -> tuple[Place, bool]:
+        """(place, whether a copy must bring it there)."""
+        place = place_of(self._raw.record, view)
+        if place is not None:
+            return place, False
+        v = self._raw.record.views[view]
+        tensor = self._table.placeholder(path, name, getattr(torch, v.dtype), v.size, v.stride)
+        place = self._table.place(tensor)
+        assert place is not None
+        return place, True
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, HostExit):
+            var = self._vars.setdefault(leaf.expr.index, len(self.host))
+            if var == len(self.host):
+                self.host.append(leaf.expr)
+            return HostLeaf(var, leaf.dtype)
+        if isinstance(leaf, DeviceExit):
+            place, copied = self._home(leaf.path, path_name(leaf.path, self._table), leaf.view)
+            if copied:
+                self.copies.append((place, leaf.view))
+            return DeviceLeaf(place)
+        assert isinstance(leaf, ConstLeaf)
+        return leaf
+
+
+def thaw_frozen(tree: Any, make: Any) -> Any:
+    """Map the leaves of a frozen tree, keeping it frozen."""
+    if isinstance(tree, tuple):
+        kind, items = tree
+        if kind == "d":
+            return (kind, tuple((k, thaw_frozen(v, make)) for k, v in items))
+        return (kind, tuple(thaw_frozen(v, make) for v in items))
+    return make(tree)
+
+
+def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = "cpu") -> Lowered:
+    """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`."""
+    end = _Exit(raw, table, keep)
+    record = raw.record
+    dropped = {place.buffer: i for i, place in (*raw.entry.dropped, *end.structure.dropped)}
+    for i, place in end.structure.kept:
+        dropped.pop(place.buffer, None)
+        del i
+    tensors = [r.view for r in raw.results if isinstance(r, TensorResult)]
+    roots = {record.views[v].storage for v in tensors} | {record.views[v].storage for _, v in end.copies}
+    roots |= {s for b, s in record.state_storage.items() if b not in dropped}
+    ops = _live(record.ops, roots)
+    touched = frozenset().union(*(op.reads | op.writes for op in ops)) | roots
+    entry_dropped = {place.buffer: i for i, place in raw.entry.dropped}
+    needs = frozenset(i for b, i in entry_dropped.items() if record.state_storage.get(b) in touched)
+    build = _Build(record, table)
+    inputs = tuple(build.view(v) for v in record.inputs)
+    out_ops = [build.op(op) for op in ops]
+    out_ops += build.copies(end.copies)
+    results, host_results = _results(raw)
+    program = Program(
+        storages=tuple(build.storages), views=tuple(build.views), ops=tuple(out_ops), inputs=inputs,
+        results=tuple(build.view(v) for v in tensors), scalars=tuple(build.kinds), consts=tuple(build.consts),
+        numerics=numerics_now(), device=device,
+    )  # fmt: skip
+    groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
+    wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]
+    return Lowered(
+        program, tuple(build.binding), end.structure, Evaluator(wanted, raw.guards),
+        (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
+    )  # fmt: skip
+
+
+def _results(raw: RawTrace) -> tuple[tuple[Any, ...], list[Expr]]:
+    out: list[Any] = []
+    exprs: list[Expr] = []
+    count = 0
+    for r in raw.results:
+        if isinstance(r, TensorResult):
+            out.append(("tensor", count))
+            count += 1
+        elif isinstance(r, HostResult):
+            out.append(("host", len(exprs)))
+            exprs.append(r.expr)
+        else:
+            out.append(("const", r))
+    return tuple(out), exprs
+
+
+def _live(ops: list[RawOp], roots: set[int]) -> list[RawOp]:
+    """Operators whose effect reaches a root. Draws stay: dropping one would shift all later draws."""
+    live = set(roots)
+    kept: list[RawOp] = []
+    for op in reversed(ops):
+        if op.random is not None or op.writes & live:
+            live |= op.reads | op.writes
+            kept.append(op)
+    kept.reverse()
+    return kept
+
+
+class _Build:
+    """Renumbers storages, views and scalars in order of first use."""
+
+    def __init__(self, record: Record, table: StateTable) -> None:
+        self._record = record
+        self._table = table
+        self.storages: list[Storage] = []
+        self.views: list[View] = []
+        self.consts: list[bytes] = []
+        self.binding: list[int] = []
+        self.scalars: list[Expr] = []
+        self.kinds: list[Any] = []
+        self._storage: dict[int, int] = {}
+        self._views: dict[View, int] = {}
+        self._buffers: dict[int, int] = {}
+        self._scalar: dict[int, int] = {}
+
+    def storage(self, raw: int) -> int:
+        if raw not in self._storage:
+            s = self._record.storages[raw]
+            if s.kind == "state":
+                self._storage[raw] = self._state(s.key)
+            elif s.kind == "const":
+                self._storage[raw] = self._put(Storage("const", len(s.key), len(self.consts)))
+                self.consts.append(s.key)
+            else:
+                self._storage[raw] = self._put(Storage("input" if s.kind == "input" else "temp", s.nbytes, s.key if s.kind == "input" else -1))
+        return self._storage[raw]
+
+    def _put(self, storage: Storage) -> int:
+        self.storages.append(storage)
+        return len(self.storages) - 1
+
+    def _state(self, buffer: int) -> int:
+        if buffer not in self._buffers:
+            self._buffers[buffer] = self._put(Storage("state", self._table.buffers[buffer].nbytes, len(self.binding)))
+            self.binding.append(buffer)
+        return self._buffers[buffer]
+
+    def view(self, raw: int) -> int:
+        v = self._record.views[raw]
+        return self._view(View(self.storage(v.storage), v.dtype, v.size, v.stride, v.offset))
+
+    def _view(self, view: View) -> int:
+        if view not in self._views:
+            self._views[view] = len(self.views)
+            self.views.append(view)
+        return self._views[view]
+
+    def _arg(self, arg: Arg) -> Arg:
+        if isinstance(arg, TensorRef):
+            return TensorRef(self.view(arg.view))
+        if isinstance(arg, ScalarRef):
+            if arg.index not in self._scalar:
+                self._scalar[arg.index] = len(self.scalars)
+                expr = self._record.scalars[arg.index]
+                self.scalars.append(expr)
+                self.kinds.append("float" if isinstance(expr.value, float) else "int")
+            return ScalarRef(self._scalar[arg.index])
+        if isinstance(arg, tuple):
+            return tuple(self._arg(a) for a in arg)
+        return arg
+
+    def op(self, op: RawOp) -> Op:
+        args = tuple(self._arg(a) for a in op.args)
+        kwargs = tuple((k, self._arg(a)) for k, a in op.kwargs)
+        return Op(op.target, args, kwargs, tuple(self._out(o) for o in op.outs), op.random)
+
+    def _out(self, out: Out) -> Out:
+        if out is None:
+            return None
+        return tuple(self.view(v) for v in out) if isinstance(out, tuple) else self.view(out)
+
+    def copies(self, wanted: list[tuple[Place, int]]) -> list[Op]:
+        """Operators that bring what the step leaves behind to its buffers. What is read from state
+        is cloned first, in case another copy overwrites it."""
+        first: list[Op] = []
+        then: list[Op] = []
+        for place, raw in wanted:
+            source = self.view(raw)
+            if self.storages[self.views[source].storage].kind == "state":
+                v = self.views[source]
+                stride = _contiguous(v.size)
+                nbytes = ITEM_BYTES[v.dtype] * _count(v.size)
+                clone = self._view(View(self._put(Storage("temp", nbytes)), v.dtype, v.size, stride))
+                tag = (("memory_format", Tag("memory_format", "contiguous_format")),)
+                first.append(Op("aten.clone.default", (TensorRef(source),), tag, (clone,)))
+                source = clone
+            target = self._view(
+                View(self._state(place.buffer), str(place.dtype).removeprefix("torch."), place.size, place.stride, place.offset)
+            )
+            then.append(Op("aten.copy_.default", (TensorRef(target), TensorRef(source)), (), (target,)))
+        return first + then
+
+
+def _count(size: tuple[int, ...]) -> int:
+    n = 1
+    for s in size:
+        n *= s
+    return n
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    stride: list[int] = []
+    n = 1
+    for s in reversed(size):
+        stride.append(n)
+        n *= max(s, 1)
+    return tuple(reversed(stride))
+
+
+__all__ = ["Lowered", "lower", "numerics_now", "place_of", "thaw", "thaw_frozen"]

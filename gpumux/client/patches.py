@@ -1,0 +1,122 @@
+"""What must behave differently in Python while a step is traced: random-number state and `math`.
+
+Checkpointing saves the generator's state before a block and sets it again to recompute the block
+with the same draws. Under fake tensors nothing is drawn, so `RngTape` keeps the *position* in the
+job's stream of draws instead: each drawing operator has a slot number, going back to a saved
+position reuses slots, and the device makes equal slots draw equal numbers (ir.Op.random).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gpumux.client.blame import user_line
+from gpumux.client.host import Scope, is_symbol
+from gpumux.errors import CaptureError
+
+
+class RngTape:
+    """The draws of one step, in order, and where in them the traced code stands."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self._draws: list[tuple[Any, ...]] = []
+        self._saved: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def draw(self, signature: tuple[Any, ...]) -> int:
+        """The slot of the next draw. `signature` says what is drawn (operator, shape, type)."""
+        slot = self.position
+        self.position += 1
+        if slot == len(self._draws):
+            self._draws.append(signature)
+        elif self._draws[slot] != signature:
+            raise CaptureError(
+                f"recomputation at {user_line()} draws other random numbers than the first time",
+                "make the recomputed block draw the same shapes in the same order, or checkpoint it without dropout",
+            )
+        return slot
+
+    def save(self) -> torch.Tensor:
+        """Stands in for torch.get_rng_state: a token for the present position."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            token = torch.zeros(1, dtype=torch.uint8)
+        self._saved[token.untyped_storage()._cdata] = (token, self.position)
+        return token
+
+    def restore(self, token: torch.Tensor) -> None:
+        """Stands in for torch.set_rng_state."""
+        found = self._saved.get(token.untyped_storage()._cdata)
+        if found is None:
+            raise CaptureError(
+                f"{user_line()} sets the random state to one saved outside the step",
+                "seed the job with submit(..., seed=...) and leave the generator's state alone inside the step",
+            )
+        self.position = found[1]
+
+    def finish(self) -> None:
+        """Raises CaptureError when the step ends inside a rewound stretch: the next step's draws
+        would then repeat this one's."""
+        if self.position != len(self._draws):
+            raise CaptureError(
+                "the step leaves the random state rewound, so every step would draw the same numbers",
+                "restore the state you saved (torch.random.fork_rng does) before the step returns",
+            )
+
+
+def _refuse_seed(*_: Any, **__: Any) -> None:
+    raise CaptureError(
+        f"{user_line()} seeds the random generator inside the step",
+        "seed the job once with submit(..., seed=...)",
+    )
+
+
+_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
+
+
+def _math_wrapper(scope: Scope, name: str) -> Callable[..., Any]:
+    plain = getattr(math, name)
+
+    def wrapper(*args: Any) -> Any:
+        if len(args) == 1 and is_symbol(args[0]):
+            return scope.symbol(scope.apply(name, scope.lift(args[0])))
+        return plain(*args)
+
+    return wrapper
+
+
+def _pow_wrapper(scope: Scope) -> Callable[[Any, Any], Any]:
+    plain = math.pow
+
+    def wrapper(a: Any, b: Any) -> Any:
+        if is_symbol(a) or is_symbol(b):
+            fa, fb = scope.apply("float", scope.lift(a)), scope.apply("float", scope.lift(b))
+            return scope.symbol(scope.apply("pow", fa, fb))
+        return plain(a, b)
+
+    return wrapper
+
+
+@contextmanager
+def patched(scope: Scope, tape: RngTape) -> Iterator[None]:
+    """Swap the functions in for the length of a trace. They act on tracing values only, so another
+    thread that calls `math.sqrt` meanwhile notices nothing."""
+    swaps: list[tuple[Any, str, Any]] = [
+        (torch, "get_rng_state", tape.save), (torch, "set_rng_state", tape.restore),
+        (torch.random, "get_rng_state", tape.save), (torch.random, "set_rng_state", tape.restore),
+        (torch, "manual_seed", _refuse_seed), (torch.random, "manual_seed", _refuse_seed),
+        (torch, "seed", _refuse_seed), (torch.random, "seed", _refuse_seed),
+        (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
+    ]  # fmt: skip
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
+    try:
+        for owner, name, new in swaps:
+            setattr(owner, name, new)
+        yield
+    finally:
+        for owner, name, old in before:
+            setattr(owner, name, old)

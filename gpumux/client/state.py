@@ -1,0 +1,165 @@
+"""The job's state: which bytes of which local storages make up its buffers in the daemon.
+
+Parameters and buffers of the models, what the optimizers hold, and gradients that outlive a step
+each lie on a buffer. Storages that overlap in memory (one flat buffer with views, tied weights)
+are one buffer. Buffers are only ever added: a Program binds to them by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpumux.errors import CaptureError
+
+
+@dataclass(slots=True)
+class Buffer:
+    """`home` keeps the local storages alive and says where sync() writes: (storage, start byte)."""
+
+    name: str
+    nbytes: int
+    home: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor's place: elements are counted from the buffer's start."""
+
+    buffer: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class StateTable:
+    def __init__(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], device: str = "cpu") -> None:
+        self.models = list(models)
+        self.optimizers = list(optimizers)
+        self.buffers: list[Buffer] = []
+        self.params: list[torch.Tensor] = []  # everything that may have a gradient, each once
+        self.param_names: list[str] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []  # parameters and buffers, each once
+        self._where: dict[int, tuple[int, int, int]] = {}  # storage -> (buffer, its bytes, start byte)
+        self._index: dict[int, int] = {}  # id(param) -> index
+        self._placeholders: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._at: dict[Place, torch.Tensor] = {}
+        self._device = device
+        self._collect()
+        self._merge([t for _, t in self.tensors], [n for n, _ in self.tensors])
+
+    def _collect(self) -> None:
+        seen: set[int] = set()
+        for i, model in enumerate(self.models):
+            prefix = f"model{i}." if len(self.models) > 1 else ""
+            for name, p in model.named_parameters():
+                self._take(prefix + name, p, seen, True)
+            for name, b in model.named_buffers():
+                self._take(prefix + name, b, seen, False)
+        for i, optimizer in enumerate(self.optimizers):
+            for j, group in enumerate(optimizer.param_groups):
+                for k, p in enumerate(group["params"]):
+                    self._take(f"optimizer{i}.group{j}.param{k}", p, seen, True)
+
+    def _take(self, name: str, tensor: torch.Tensor, seen: set[int], param: bool) -> None:
+        if id(tensor) in seen:
+            return
+        seen.add(id(tensor))
+        if tensor.device.type != self._device or tensor.layout != torch.strided:
+            raise CaptureError(
+                f"{name} is a {tensor.layout} tensor on {tensor.device}, and the daemon's device is {self._device}",
+                f"move the model there first: model.to({self._device!r})",
+            )
+        self.tensors.append((name, tensor))
+        if param:
+            self._index[id(tensor)] = len(self.params)
+            self.params.append(tensor)
+            self.param_names.append(name)
+
+    def _merge(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Give each group of overlapping storages one buffer."""
+        storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
+        for t, name in zip(tensors, names, strict=True):
+            s = t.untyped_storage()
+            if s._cdata not in self._where and s.nbytes() > 0:
+                storages.setdefault(s._cdata, (s, name))
+            elif s.nbytes() == 0 and s._cdata not in self._where:
+                self._where[s._cdata] = (self._add(name, 0, s, 0), 0, 0)
+        spans = sorted((s.data_ptr(), s.data_ptr() + s.nbytes(), order) for order, (s, _) in enumerate(storages.values()))
+        groups: list[tuple[int, int, list[int]]] = []
+        for start, end, order in spans:
+            if groups and start < groups[-1][1]:
+                last = groups[-1]
+                groups[-1] = (last[0], max(last[1], end), [*last[2], order])
+            else:
+                groups.append((start, end, [order]))
+        items = list(storages.values())
+        for start, end, orders in sorted(groups, key=lambda g: min(g[2])):  # keep the model's order
+            first, name = items[min(orders)]
+            index = self._add(name, end - start)
+            for order in orders:
+                s = items[order][0]
+                self.buffers[index].home.append((s, s.data_ptr() - start))
+                self._where[s._cdata] = (index, end - start, s.data_ptr() - start)
+            del first
+
+    def _add(self, name: str, nbytes: int, storage: torch.UntypedStorage | None = None, start: int = 0) -> int:
+        self.buffers.append(Buffer(name, nbytes, [(storage, start)] if storage is not None else []))
+        return len(self.buffers) - 1
+
+    # ---- looking up ----------------------------------------------------------------------------------
+
+    def lookup(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
+        """(buffer, its bytes, the storage's start byte in it), or None for a stranger."""
+        return self._where.get(tensor.untyped_storage()._cdata)
+
+    def place(self, tensor: torch.Tensor) -> Place | None:
+        found = self.lookup(tensor)
+        if found is None:
+            return None
+        offset = found[2] // tensor.element_size() + int(tensor.storage_offset())
+        return Place(found[0], tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+    def param_index(self, tensor: Any) -> int | None:
+        return self._index.get(id(tensor))
+
+    def adopt(self, name: str, tensor: torch.Tensor) -> Place:
+        """Make a local tensor (of an optimizer's state) part of the job's state."""
+        if self.lookup(tensor) is None:
+            self._merge([tensor], [name])
+        place = self.place(tensor)
+        assert place is not None
+        self._at.setdefault(place, tensor)
+        return place
+
+    def placeholder(self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        """The local stand-in for state that a step makes (momentum, gradients): the same tensor each
+        time it is asked for under one path and layout. Its memory stays untouched until sync()."""
+        key = (path, dtype, tuple(size), tuple(stride))
+        found = self._placeholders.get(key)
+        if found is None:
+            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+                found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
+            self._placeholders[key] = found
+            self.adopt(name, found)
+        return found
+
+    def local(self, place: Place) -> torch.Tensor:
+        """The adopted local tensor at a place, or a view of the buffer's first local storage."""
+        found = self._at.get(place)
+        if found is None:
+            storage, start = self.buffers[place.buffer].home[0]
+            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+                base = torch.empty(0, dtype=place.dtype)
+                offset = place.offset - start // base.element_size()
+                found = base.set_(storage, offset, place.size, place.stride)  # type: ignore[call-overload]
+            self._at[place] = found
+        return found
+
+    def versions(self) -> list[int]:
+        """Version counters of every parameter and buffer: they move when someone writes locally."""
+        return [t._version for _, t in self.tensors]

@@ -1,0 +1,140 @@
+"""The shape of a job's optimizer state and gradients: what exists, where, and which numbers count.
+
+`SGD` has no momentum before its first step, `accumulate` leaves gradients that `apply` reads, a
+custom optimizer counts in a Python int. A trace is made *from* one Structure and ends *in* another;
+the client knows at every call which one holds, so the right trace is chosen without a look at
+values. Structures are frozen and hashable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpumux.client.host import Number
+from gpumux.client.state import Place, StateTable
+from gpumux.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLeaf:
+    """A tensor in one of the job's buffers."""
+
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class HostLeaf:
+    """A number the client keeps: number `var` of the structure's host values. `dtype` None for a
+    Python number, else the type of the 0-dim tensor that holds it."""
+
+    var: int
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConstLeaf:
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """`optimizers`: one frozen tree each (see freeze). `kept` / `dropped`: parameters whose gradient
+    exists and is in the daemon / exists in the plain loop but nobody reads it."""
+
+    optimizers: tuple[Any, ...]
+    kept: tuple[tuple[int, Place], ...]
+    dropped: tuple[tuple[int, Place], ...]
+
+    @property
+    def gradients(self) -> tuple[tuple[int, Place], ...]:
+        return self.kept + self.dropped
+
+
+def freeze(value: Any, leaf: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
+    """A nested container as nested tuples, its leaves replaced by `leaf(value, path)`."""
+    if isinstance(value, dict):
+        return ("d", tuple((k, freeze(v, leaf, (*path, k))) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        kind = "l" if isinstance(value, list) else "t"
+        return (kind, tuple(freeze(v, leaf, (*path, i)) for i, v in enumerate(value)))
+    return leaf(value, path)
+
+
+def thaw(frozen: Any, make: Callable[[Any], Any]) -> Any:
+    """The containers again, with `make(leaf)` at the leaves."""
+    if isinstance(frozen, tuple):
+        kind, items = frozen
+        if kind == "d":
+            return {k: thaw(v, make) for k, v in items}
+        values = [thaw(v, make) for v in items]
+        return values if kind == "l" else tuple(values)
+    return make(frozen)
+
+
+def freeze_state(state: Any, table: StateTable, leaf: Callable[[Any, tuple[Any, ...]], Any], which: int) -> Any:
+    """One optimizer's `.state`: keys that are parameters become ("p", index), others ("k", key)."""
+    items = []
+    for key, value in state.items():
+        index = table.param_index(key)
+        name = ("p", index) if index is not None else ("k", key)
+        items.append((name, freeze(value, leaf, (which, name))))
+    return tuple(sorted(items, key=lambda item: repr(item[0])))
+
+
+def path_name(path: tuple[Any, ...], table: StateTable) -> str:
+    """A readable name of a place in an optimizer's state, for messages and buffers."""
+    which, (kind, key), *rest = path
+    owner = table.param_names[key] if kind == "p" else str(key)
+    return ".".join([f"optimizer{which}", owner, *map(str, rest)])
+
+
+_HOST_DTYPES = (torch.float32, torch.float64, torch.int64)
+
+
+class HostClasses:
+    """Numbers that are equal now and computed alike share one variable (every parameter's `step`)."""
+
+    def __init__(self) -> None:
+        self.values: list[Number] = []
+        self._by_key: dict[Any, int] = {}
+
+    def var(self, key: Any, value: Number) -> int:
+        if key not in self._by_key:
+            self._by_key[key] = len(self.values)
+            self.values.append(value)
+        return self._by_key[key]
+
+
+def unusable(path: tuple[Any, ...], value: Any, table: StateTable) -> CaptureError:
+    return CaptureError(
+        f"{path_name(path, table)} is a {type(value).__name__}, which can't be part of a captured step",
+        "keep only tensors, numbers, strings and None in the optimizer's state",
+    )
+
+
+def from_local(table: StateTable) -> tuple[Structure, list[Number]]:
+    """What the local optimizers and gradients hold now, adopted into the job's state."""
+    classes = HostClasses()
+
+    def leaf(value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dim() == 0 and value.dtype in _HOST_DTYPES and table.lookup(value) is None and value.device.type == "cpu":
+                number = value.item()
+                return HostLeaf(classes.var((value.dtype, repr(number)), number), value.dtype)
+            return DeviceLeaf(table.adopt(path_name(path, table), value))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return HostLeaf(classes.var((type(value), repr(value)), value), None)
+        if value is None or isinstance(value, (bool, str)):
+            return ConstLeaf(value)
+        raise unusable(path, value, table)
+
+    optimizers = tuple(freeze_state(o.state, table, leaf, i) for i, o in enumerate(table.optimizers))
+    kept = []
+    for i, p in enumerate(table.params):
+        if p.grad is not None:
+            kept.append((i, table.adopt(f"grad.{table.param_names[i]}", p.grad)))
+    return Structure(optimizers, tuple(kept), ()), classes.values

@@ -1,0 +1,297 @@
+"""One trace of a step: set the stage, run the user's function over fake tensors, note how it ends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gpumux.client import blame
+from gpumux.client.fingerprint import Change, Fingerprint
+from gpumux.client.host import Expr, Guard, Number, Scope, is_symbol
+from gpumux.client.patches import RngTape, patched
+from gpumux.client.recorder import Record, Recorder
+from gpumux.client.state import StateTable
+from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
+from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExit:
+    """A tensor the step leaves behind: view `view`, on state already (`home` None) or to be copied."""
+
+    view: int
+    path: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostExit:
+    expr: Expr
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResult:
+    view: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostResult:
+    expr: Expr
+
+
+@dataclass(slots=True)
+class RawTrace:
+    record: Record
+    guards: tuple[Guard, ...]
+    results: list[Any]  # TensorResult, HostResult or a constant, in pytree order
+    result_spec: pytree.TreeSpec
+    optimizers: tuple[Any, ...]  # frozen trees with DeviceExit, HostExit and ConstLeaf leaves
+    gradients: dict[int, int]  # parameter -> view of the gradient it ends with
+    groups: list[tuple[int, int, str, int | None, Expr]]  # hyperparameters the step changes itself
+    flags: list[Change]  # training and requires_grad flags the step leaves changed
+    entry: Structure
+
+
+def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, int | None, Any]]:
+    """(optimizer, group, key, position in a tuple or None, value) for every number of every group."""
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key == "params" or isinstance(value, (bool, str)):
+                    continue
+                if isinstance(value, (int, float)) or _is_host_tensor(value):
+                    yield i, j, key, None, value
+                elif isinstance(value, (tuple, list)):
+                    for k, item in enumerate(value):
+                        if isinstance(item, (int, float)) and not isinstance(item, bool):
+                            yield i, j, key, k, item
+
+
+def _is_host_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
+
+
+def hyper_name(i: int, j: int, key: str, k: int | None) -> str:
+    return f"o{i}.g{j}.{key}" if k is None else f"o{i}.g{j}.{key}.{k}"
+
+
+def hyper_values(optimizers: Sequence[Any]) -> dict[str, Number]:
+    """The hyperparameters' present values by name."""
+    out: dict[str, Number] = {}
+    for i, j, key, k, value in hyperparameters(optimizers):
+        out[hyper_name(i, j, key, k)] = value.item() if isinstance(value, torch.Tensor) else value
+    return out
+
+
+class Tracer:
+    def __init__(self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu") -> None:
+        self.table = table
+        self._allowed = allowed
+        self._device = device
+
+    def trace(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
+        host_values: Sequence[Number], prints: Fingerprint,
+    ) -> RawTrace:  # fmt: skip
+        """Run `fn(*args, **kwargs)` once over fake tensors from `entry`. Local state is as before when
+        this returns or raises. Raises CaptureError and its kin."""
+        scope = Scope(blame.user_line)
+        tape = RngTape()
+
+        def unknown(tensor: torch.Tensor) -> Exception:
+            return UnknownTensor(
+                f"{blame.user_line()} uses {blame.name_of(tensor, fn)}, which is neither in the batch nor in the model",
+                "pass it as an argument of the step, or register it as a buffer of a module given as model=",
+            )
+
+        rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, self._device)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        before = prints.read()
+        position = 0
+        fakes: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                fakes.append(rec.input(leaf, position).requires_grad_(leaf.requires_grad))
+                position += 1
+            else:
+                fakes.append(leaf)
+        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
+        with self._stage(rec, entry, host_values) as groups:
+            try:
+                with patched(scope, tape), rec:
+                    out = fn(*fake_args, **fake_kwargs)
+                tape.finish()
+                changes = prints.changes(before)
+                raw = self._finish(rec, scope, entry, out, groups)
+            except GpumuxError:
+                _undo(prints, before)
+                raise
+            except Exception as error:
+                _undo(prints, before)
+                raise CaptureError(
+                    f"the step raised {type(error).__name__} while it was captured, at {blame.traceback_line(error)}: {error}",
+                    "run the step once without gpumux to see whether it works; a step may not read tensor values in Python",
+                ) from error
+        for change in changes:
+            change.restore()
+        stuck = [c for c in changes if not c.flag]
+        if stuck:
+            names = ", ".join(f"{c.name} ({c.old!r} -> {c.new!r})" for c in stuck[:3])
+            raise NotRepeatable(
+                f"the step changes Python variables while it runs: {names}",
+                "gpumux runs a step's Python only when it captures it: count outside the step, or keep the value in a tensor buffer",
+            )
+        raw.flags = changes
+        return raw
+
+    # ---- the stage ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stage(self, rec: Recorder, entry: Structure, host_values: Sequence[Number]) -> Iterator[list[Any]]:
+        """Gradients, optimizer state and hyperparameters as `entry` says, and the local ones back after."""
+        table = self.table
+        grads = [p.grad for p in table.params]
+        states = [o.state for o in table.optimizers]
+        saved = [[dict(g) for g in o.param_groups] for o in table.optimizers]
+        keep: list[Any] = []
+        try:
+            present = dict(entry.gradients)
+            for i, p in enumerate(table.params):
+                p.grad = table.local(present[i]) if i in present else None
+            for o, frozen in zip(table.optimizers, entry.optimizers, strict=True):
+                o.state = self._open_state(rec, frozen, host_values, keep)
+            yield self._open_groups(rec, keep)
+        finally:
+            for p, grad in zip(table.params, grads, strict=True):
+                p.grad = grad
+            for o, state, groups in zip(table.optimizers, states, saved, strict=True):
+                o.state = state
+                for group, old in zip(o.param_groups, groups, strict=True):
+                    group.update(old)
+
+    def _host(self, rec: Recorder, expr: Expr, dtype: torch.dtype | None, keep: list[Any]) -> Any:
+        if dtype is None:
+            return rec.scope.symbol(expr)
+        tensor = torch.tensor(expr.value, dtype=dtype)
+        rec.host[tensor.untyped_storage()._cdata] = expr
+        keep.append(tensor)
+        return tensor
+
+    def _open_state(self, rec: Recorder, frozen: Any, values: Sequence[Number], keep: list[Any]) -> Any:
+        def make(leaf: Any) -> Any:
+            if isinstance(leaf, DeviceLeaf):
+                return self.table.local(leaf.place)
+            if isinstance(leaf, HostLeaf):
+                return self._host(rec, rec.scope.var(f"s{leaf.var}", values[leaf.var]), leaf.dtype, keep)
+            return leaf.value
+
+        state: Any = defaultdict(dict)
+        for (kind, key), tree in frozen:
+            state[self.table.params[key] if kind == "p" else key] = thaw(tree, make)
+        return state
+
+    def _open_groups(self, rec: Recorder, keep: list[Any]) -> list[Any]:
+        """Put symbols for every hyperparameter; returns (place, what was put) to compare at the end."""
+        put: list[Any] = []
+        for i, j, key, k, value in list(hyperparameters(self.table.optimizers)):
+            dtype = value.dtype if isinstance(value, torch.Tensor) else None
+            number = value.item() if isinstance(value, torch.Tensor) else value
+            expr = rec.scope.var(hyper_name(i, j, key, k), number)
+            symbol = self._host(rec, expr, dtype, keep)
+            group = self.table.optimizers[i].param_groups[j]
+            if k is None:
+                group[key] = symbol
+            else:
+                items = list(group[key])
+                items[k] = symbol
+                group[key] = tuple(items) if isinstance(group[key], tuple) else items
+            put.append((i, j, key, k, expr))
+        return put
+
+    # ---- the end -----------------------------------------------------------------------------------
+
+    def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
+        leaves, spec = pytree.tree_flatten(out)
+        results: list[Any] = []
+        with torch.no_grad():
+            for leaf in leaves:
+                results.append(self._result(rec, leaf))
+            optimizers = tuple(
+                freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p), i)
+                for i, o in enumerate(self.table.optimizers)
+            )
+            gradients = {i: rec.view_of(rec.to_fake(p.grad)) for i, p in enumerate(self.table.params) if p.grad is not None}
+            changed = [(i, j, key, k, new) for i, j, key, k, old in groups if (new := self._group(rec, i, j, key, k)) is not old]
+        return RawTrace(
+            rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry
+        )  # fmt: skip
+
+    def _group(self, rec: Recorder, i: int, j: int, key: str, k: int | None) -> Expr:
+        value = self.table.optimizers[i].param_groups[j][key]
+        value = value if k is None else value[k]
+        if isinstance(value, torch.Tensor):
+            return rec.host[value.untyped_storage()._cdata]
+        return rec.scope.lift(value)
+
+    def _result(self, rec: Recorder, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return TensorResult(rec.view_of(rec.to_fake(leaf)))
+        if is_symbol(leaf):
+            return HostResult(rec.scope.lift(leaf))
+        return leaf
+
+    def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            key = value.untyped_storage()._cdata
+            if not isinstance(value, FakeTensor) and rec._is_host(value):
+                return HostExit(rec.host[key], value.dtype)
+            return DeviceExit(rec.view_of(rec.to_fake(value)), path)
+        if is_symbol(value) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+            return HostExit(rec.scope.lift(value), None)
+        if value is None or isinstance(value, (bool, str)):
+            return ConstLeaf(value)
+        raise unusable(path, value, self.table)
+
+
+def _undo(prints: Fingerprint, before: tuple[Any, ...]) -> None:
+    """Put Python values back after a failed trace, as far as they can still be read."""
+    try:
+        for change in prints.changes(before):
+            change.restore()
+    except NotRepeatable:
+        return
+
+
+def first_difference(a: RawTrace, b: RawTrace) -> str | None:
+    """Why two traces of one step aren't the same, or None when they are."""
+    for i, (x, y) in enumerate(zip(a.record.ops, b.record.ops, strict=False)):
+        if (x.target, x.args, x.kwargs, x.outs, x.random) != (y.target, y.args, y.kwargs, y.outs, y.random):
+            return f"operator {i} at {x.where}: {_brief(x)} the first time, {_brief(y)} the second"
+    if len(a.record.ops) != len(b.record.ops):
+        longer = a if len(a.record.ops) > len(b.record.ops) else b
+        op = longer.record.ops[min(len(a.record.ops), len(b.record.ops))]
+        return f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where} is extra"
+    for x, y in zip(a.record.storages, b.record.storages, strict=False):
+        if (x.kind, x.nbytes, x.key) != (y.kind, y.nbytes, y.key):
+            return "a constant made inside the step has another value each time"
+    if a.record.views != b.record.views or [str(e) for e in a.record.scalars] != [str(e) for e in b.record.scalars]:
+        return "the sizes or the hyperparameter formulas differ"
+    if a.result_spec != b.result_spec or _results(a) != _results(b) or a.gradients != b.gradients:
+        return "what the step returns or leaves behind differs"
+    return None
+
+
+def _brief(op: Any) -> str:
+    shown = [a for a in op.args if isinstance(a, (int, float, tuple))]
+    return f"{op.target.removeprefix('aten.')}{shown or ''}"
+
+
+def _results(raw: RawTrace) -> list[str]:
+    return [f"view{r.view}" if isinstance(r, TensorResult) else str(r.expr) if isinstance(r, HostResult) else repr(r) for r in raw.results]
