@@ -57,7 +57,7 @@ class Client:
 
 def roster(quick: bool) -> list[Client]:
     size = "tiny" if quick else "large"
-    cnn, transformer = ("3", "3") if quick else ("20", "15")
+    cnn, transformer = ("3", "3") if quick else ("40", "10")
     return [
         Client("digits_cnn", "high", ("--size", size, "--epochs", cnn)),
         Client("digits_transformer", "low", ("--size", size, "--epochs", transformer)),
