@@ -164,7 +164,8 @@ class _Decoder:
         if self._nat(value) > self._named:
             raise malformed("the table of names is not in order of first use")
         self._named = max(self._named, value + 1)
-        return self._names[value]
+        name: str = self._names[value]
+        return name
 
     def _consts(self, lengths: tuple[int, ...], data: bytes, at: int) -> tuple[bytes, ...]:
         if sum(lengths) > self._limits.const_bytes:

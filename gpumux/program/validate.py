@@ -1,0 +1,285 @@
+"""Structural checks of a Program: what can be said without torch.
+
+After `validate` every index is in range, every view lies inside its storage, every temporary is born
+before it is used, and what an operator returns lies on storages that it was given or that are born
+there. What the operators themselves make of their arguments is for `check.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import NoReturn
+
+from gpumux.errors import ProgramError
+from gpumux.program import allowlist
+from gpumux.program.ir import (
+    IR_VERSION,
+    ITEM_BYTES,
+    Arg,
+    Op,
+    Out,
+    Program,
+    ScalarRef,
+    Storage,
+    StorageKind,
+    Tag,
+    TensorRef,
+    View,
+    extent,
+)  # fmt: skip
+from gpumux.program.limits import DEFAULT, Limits
+
+DEVICES = frozenset({"cpu", "cuda"})
+MATMUL_PRECISIONS = frozenset({"highest", "high", "medium"})
+DEFAULT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+MEMORY_FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"})
+_TAG_NAMES = {
+    "dtype": frozenset(ITEM_BYTES),
+    "layout": frozenset({"strided"}),
+    "memory_format": MEMORY_FORMATS,
+    "device": frozenset({""}),
+}
+
+
+def validate(program: Program, limits: Limits = DEFAULT) -> None:
+    """Raises ProgramError naming what is wrong and where; returns nothing when all is well."""
+    _settings(program)
+    _counts(program, limits)
+    for index, storage in enumerate(program.storages):
+        if not 0 <= storage.nbytes <= limits.storage_bytes:
+            _fail(f"storage {index}", f"{storage.nbytes} bytes; the limit is {limits.storage_bytes}")
+    for index, view in enumerate(program.views):
+        _view(program, index, view, limits)
+    _slots(program)
+    _inputs(program)
+    _consts(program)
+    born = _Births(program).run()
+    _results(program, born, limits)
+    _random(program)
+    for gate in program.gates:
+        if not 0 <= gate.op < len(program.ops) or gate.kind not in ("wait", "signal") or not gate.name:
+            _fail(f"gate {gate.name!r}", "it is at no operator, or of no known kind")
+
+
+def state_slots(program: Program) -> tuple[int, ...]:
+    """Bytes of each state slot, in slot order."""
+    return _by_slot(program, "state")
+
+
+def const_bytes(program: Program) -> int:
+    """Bytes of the constants the Program carries."""
+    return sum(len(data) for data in program.consts)
+
+
+def written_storages(program: Program) -> frozenset[int]:
+    """Storages that some operator changes in place, hidden writes included. Operators that the
+    daemon's operator added to the allow-list are counted as writing every storage they are given."""
+    found: set[int] = set()
+    for op in program.ops:
+        known = op.target in allowlist.ALLOWED
+        positions = allowlist.written_args(op.target) if known else range(len(op.args))
+        args = [op.args[p] for p in positions if p < len(op.args)]
+        if not known:
+            args += [value for _, value in op.kwargs]
+        found.update(program.views[ref.view].storage for ref in tensor_refs(tuple(args)))
+    return frozenset(found)
+
+
+def leaves(arg: Arg) -> Iterator[Arg]:
+    """What an argument holds, tuples opened at every depth."""
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from leaves(item)
+    else:
+        yield arg
+
+
+def tensor_refs(args: tuple[Arg, ...]) -> Iterator[TensorRef]:
+    for leaf in leaves(args):
+        if isinstance(leaf, TensorRef):
+            yield leaf
+
+
+def op_args(op: Op) -> tuple[Arg, ...]:
+    """All arguments of `op`, keyword ones last."""
+    return (*op.args, *[value for _, value in op.kwargs])
+
+
+def out_views(outs: tuple[Out, ...]) -> Iterator[int]:
+    for out in outs:
+        if isinstance(out, tuple):
+            yield from out
+        elif out is not None:
+            yield out
+
+
+# ---- the checks ----------------------------------------------------------------------------------
+
+
+def _fail(where: str, what: str) -> NoReturn:
+    raise ProgramError(f"{where}: {what}", "this Program was not made by a gpumux capture, or was changed since")
+
+
+def _settings(program: Program) -> None:
+    n = program.numerics
+    known = (
+        program.version == IR_VERSION
+        and program.kind == "aten"
+        and n.matmul_precision in MATMUL_PRECISIONS
+        and n.default_dtype in DEFAULT_DTYPES
+        and all(type(flag) is bool for flag in (n.deterministic, n.flush_denormal, n.mkldnn))
+    )
+    if not known:
+        _fail("settings", f"unknown kind, version or numerics: {program.kind!r}, {program.version}, {n}")
+    if program.device not in DEVICES:
+        _fail("settings", f"traced for device {program.device!r:.40}; known are {', '.join(sorted(DEVICES))}")
+    if not all(kind in ("float", "int") for kind in program.scalars):
+        _fail("settings", "a host scalar is neither float nor int")
+
+
+def _counts(program: Program, limits: Limits) -> None:
+    for what, count, limit in (
+        ("operators", len(program.ops), limits.ops),
+        ("views", len(program.views), limits.views),
+        ("storages", len(program.storages), limits.storages),
+        ("inputs", len(program.inputs), limits.tensors),
+        ("results", len(program.results), limits.tensors),
+        ("constants", len(program.consts), limits.tensors),
+        ("host scalars", len(program.scalars), limits.tensors),
+        ("gates", len(program.gates), limits.tensors),
+        ("bytes of constants", const_bytes(program), limits.const_bytes),
+    ):
+        if count > limit:
+            _fail("limits", f"{count} {what}; the limit is {limit}")
+
+
+def _view(program: Program, index: int, view: View, limits: Limits) -> None:
+    item = ITEM_BYTES.get(view.dtype)
+    if item is None:
+        _fail(f"view {index}", f"unknown dtype {view.dtype!r:.40}")
+    if not 0 <= view.storage < len(program.storages):
+        _fail(f"view {index}", f"storage {view.storage} of {len(program.storages)}")
+    if len(view.size) != len(view.stride) or len(view.size) > limits.dims:
+        _fail(f"view {index}", f"{len(view.size)} sizes, {len(view.stride)} strides; at most {limits.dims}")
+    if view.offset < 0 or min(view.size, default=0) < 0 or min(view.stride, default=0) < 0:
+        _fail(f"view {index}", "a negative size, stride or offset")
+    # An expanded view is small in its storage and large once laid out, as a result is.
+    bound = limits.storage_bytes
+    if max(view.size, default=0) > bound or prod(view.size) * item > bound or view.offset * item > bound:
+        _fail(f"view {index}", f"larger than {bound} bytes laid out densely")
+    if max(view.stride, default=0) * item > bound:
+        _fail(f"view {index}", f"a stride over {bound} bytes")
+    reach = extent(view)
+    if reach > program.storages[view.storage].nbytes:
+        _fail(f"view {index}", f"reaches byte {reach} of {program.storages[view.storage].nbytes}")
+
+
+def _slots(program: Program) -> None:
+    kinds: tuple[StorageKind, ...] = ("state", "input", "const")
+    for kind in kinds:
+        slots = sorted(s.slot for s in program.storages if s.kind == kind)
+        if slots != list(range(len(slots))):
+            _fail(f"{kind} slots", f"not 0..{len(slots) - 1}, each once")
+    for index, storage in enumerate(program.storages):
+        if storage.kind == "temp" and storage.slot != -1:
+            _fail(f"storage {index}", "a temporary with a slot")
+        if storage.kind not in ("temp", *kinds):
+            _fail(f"storage {index}", f"of unknown kind {storage.kind!r:.40}")
+
+
+def _by_slot(program: Program, kind: StorageKind) -> tuple[int, ...]:
+    held: list[Storage] = sorted((s for s in program.storages if s.kind == kind), key=lambda s: s.slot)
+    return tuple([s.nbytes for s in held])
+
+
+def _inputs(program: Program) -> None:
+    expected = len(_by_slot(program, "input"))
+    if len(program.inputs) != expected:
+        _fail("inputs", f"{len(program.inputs)} listed, {expected} storages of that kind")
+    for position, index in enumerate(program.inputs):
+        if not 0 <= index < len(program.views):
+            _fail(f"input {position}", f"view {index} of {len(program.views)}")
+        view = program.views[index]
+        storage = program.storages[view.storage]
+        if storage.kind != "input" or storage.slot != position or view.offset != 0:
+            _fail(f"input {position}", "its view must start at offset 0 of the input storage with that slot")
+
+
+def _consts(program: Program) -> None:
+    sizes = _by_slot(program, "const")
+    if sizes != tuple([len(data) for data in program.consts]):
+        _fail("constants", "their bytes and their storages differ in number or size")
+
+
+class _Births:
+    """Walks the operators once, keeping which storages exist so far."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._born = [storage.kind != "temp" for storage in program.storages]
+
+    def run(self) -> list[bool]:
+        for index, op in enumerate(self._program.ops):
+            self._op(f"operator {index}, {op.target}", op)
+        missing = [i for i, born in enumerate(self._born) if not born]
+        if missing:
+            _fail(f"storage {missing[0]}", "a temporary that no operator makes")
+        return self._born
+
+    def _op(self, where: str, op: Op) -> None:
+        names = [name for name, _ in op.kwargs]
+        if names != sorted(set(names)):
+            _fail(where, "keyword arguments are not sorted by name, or one is given twice")
+        given: set[int] = set()
+        for leaf in leaves(op_args(op)):
+            if isinstance(leaf, TensorRef):
+                given.add(self._storage(where, leaf.view))
+            elif isinstance(leaf, ScalarRef):
+                if not 0 <= leaf.index < len(self._program.scalars):
+                    _fail(where, f"host scalar {leaf.index} of {len(self._program.scalars)}")
+            elif isinstance(leaf, Tag) and leaf.name not in _TAG_NAMES.get(leaf.kind, ()):
+                _fail(where, f"{leaf.kind!r:.40} {leaf.name!r:.40} can't be named in a Program")
+        early = [s for s in given if not self._born[s]]
+        if early:
+            _fail(where, f"uses storage {early[0]} before any operator makes it")
+        made = {self._storage(where, view) for view in out_views(op.outs)}
+        for storage in made - given:
+            if self._born[storage]:
+                _fail(where, f"returns storage {storage}, which it was not given and does not make")
+            self._born[storage] = True
+
+    def _storage(self, where: str, view: int) -> int:
+        if not 0 <= view < len(self._program.views):
+            _fail(where, f"view {view} of {len(self._program.views)}")
+        return self._program.views[view].storage
+
+
+def _results(program: Program, born: list[bool], limits: Limits) -> None:
+    total = 0
+    for position, index in enumerate(program.results):
+        if not 0 <= index < len(program.views) or not born[program.views[index].storage]:
+            _fail(f"result {position}", f"view {index} does not exist, or lies on a storage never made")
+        view = program.views[index]
+        total += prod(view.size) * ITEM_BYTES[view.dtype]
+    if total > limits.storage_bytes:
+        _fail("results", f"{total} bytes in all; the limit is {limits.storage_bytes}")
+
+
+def _random(program: Program) -> None:
+    may: Callable[[str], bool] = lambda t: t in allowlist.RANDOM or t in allowlist.PERHAPS_RANDOM  # noqa: E731
+    targets: list[str] = []
+    for index, op in enumerate(program.ops):
+        where = f"operator {index}, {op.target}"
+        if op.random is None:
+            if op.target in allowlist.RANDOM:
+                _fail(where, "it draws random numbers and has no random slot")
+            continue
+        if op.target in allowlist.ALLOWED and not may(op.target):
+            _fail(where, "it draws no random numbers and has a random slot")
+        if op.random == len(targets):
+            targets.append(op.target)
+        elif not 0 <= op.random < len(targets):
+            _fail(where, f"random slot {op.random} before slot {len(targets)}")
+        elif targets[op.random] != op.target:
+            _fail(where, f"shares random slot {op.random} with {targets[op.random]}")
