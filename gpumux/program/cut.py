@@ -1,0 +1,90 @@
+"""Cutting a Program into pieces of about equal time, between operators only, in captured order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import ceil, isfinite
+
+GUESSED_OP_SECONDS = 20e-6  # a small operator on one core, launch included; used until times are measured
+
+
+def cut(
+    op_seconds: Sequence[float], target_s: float, min_s: float | None = None, gates: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Boundaries of pieces: starts, then the end. Piece i is operators [b[i], b[i+1]).
+
+    Pieces are near `target_s` and at most one operator longer; each holds at least one operator. Those
+    shorter than `min_s` join a neighbour where that bound allows it. A piece begins at every operator
+    in `gates`. No operators at all make one empty piece: (0, 0). Raises ValueError for times that are
+    negative or not finite, a target that is not positive, or a gate that is no operator.
+    """
+    count = len(op_seconds)
+    if not (isfinite(target_s) and target_s > 0):
+        raise ValueError(f"a target of {target_s} s")
+    if not all(isfinite(t) and t >= 0 for t in op_seconds):
+        raise ValueError("operator times must be finite and not negative")
+    if any(not 0 <= gate < count for gate in gates):
+        raise ValueError("a gate stands at an operator that does not exist")
+    if count == 0:
+        return (0, 0)
+    clock = [0.0, *accumulate(op_seconds)]
+    edges = sorted({0, count, *gates})
+    boundaries = [0]
+    for start, end in pairwise(edges):
+        inner = _even(clock, start, end, target_s)
+        if min_s is not None:
+            inner = _merged(op_seconds, inner, min(min_s, target_s), target_s)
+        boundaries += inner[1:]
+    return tuple(boundaries)
+
+
+def cut_unmeasured(op_count: int, target_s: float, gates: Sequence[int] = ()) -> tuple[int, ...]:
+    """A first cut before anything was measured: equal numbers of operators."""
+    return cut([GUESSED_OP_SECONDS] * op_count, target_s, gates=gates)
+
+
+def piece_seconds(op_seconds: Sequence[float], boundaries: Sequence[int]) -> tuple[float, ...]:
+    """Predicted seconds of each piece."""
+    return tuple([sum(op_seconds[a:b]) for a, b in pairwise(boundaries)])
+
+
+def _even(clock: Sequence[float], start: int, end: int, target_s: float) -> list[int]:
+    """Boundaries of [start, end) nearest to equal shares of its time. A boundary is off its ideal place
+    by half an operator at most, so no piece is longer than a share and one operator."""
+    total = clock[end] - clock[start]
+    # A hair under a whole number of targets must not become one piece more.
+    pieces = min(max(ceil(total / target_s - 1e-9), 1), end - start)
+    found = [start]
+    for k in range(1, pieces):
+        ideal = clock[start] + total * k / pieces
+        after = bisect_left(clock, ideal, start + 1, end)
+        before = after - 1
+        nearest = before if ideal - clock[before] < clock[after] - ideal else after
+        if found[-1] < nearest < end:
+            found.append(nearest)
+    return [*found, end]
+
+
+def _merged(op_seconds: Sequence[float], boundaries: list[int], min_s: float, target_s: float) -> list[int]:
+    """Joins pieces under `min_s` to the shorter neighbour, if target plus longest operator permits."""
+    bounds = list(boundaries)
+
+    def seconds(a: int, b: int) -> float:
+        return sum(op_seconds[a:b])
+
+    at = 0
+    while at < len(bounds) - 1 and len(bounds) > 2:
+        if seconds(bounds[at], bounds[at + 1]) >= min_s:
+            at += 1
+            continue
+        options = [drop for drop in (at, at + 1) if 0 < drop < len(bounds) - 1]
+        spans = [(bounds[drop - 1], bounds[drop + 1], drop) for drop in options]
+        allowed = [(seconds(a, b), drop) for a, b, drop in spans if seconds(a, b) <= target_s + max(op_seconds[a:b])]
+        if not allowed:
+            at += 1
+            continue
+        del bounds[min(allowed)[1]]
+        at = max(at - 1, 0)
+    return bounds

@@ -1,0 +1,101 @@
+"""Where temporaries lie in one arena: first-fit offsets, and the bytes each piece needs of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpumux.program.ir import ALIGN, Program
+from gpumux.program.liveness import Interval, intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`offsets`: bytes from the arena's start, one a storage, -1 for what is no temporary; multiples of
+    64. `peak_bytes`: how large the arena must be. `live`: as `liveness.intervals` says."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes kept for each storage, rounded up to 64; 0 where the offset is -1
+    peak_bytes: int
+    live: tuple[Interval | None, ...]
+
+
+def rounded(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment every buffer has."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def plan(program: Program) -> Plan:
+    """Offsets such that no two temporaries alive at once overlap. An operator's outputs are placed
+    while its arguments still hold their memory."""
+    live = intervals(program)
+    sizes = [0 if span is None else rounded(s.nbytes) for s, span in zip(program.storages, live, strict=True)]
+    births: dict[int, list[int]] = {}
+    deaths: dict[int, list[int]] = {}
+    for storage, span in enumerate(live):
+        if span is not None:
+            births.setdefault(span.birth, []).append(storage)
+            deaths.setdefault(span.last, []).append(storage)
+    offsets = [-1] * len(sizes)
+    arena = _Arena()
+    for index in range(len(program.ops)):
+        for storage in births.get(index, ()):
+            offsets[storage] = arena.take(sizes[storage])
+        for storage in deaths.get(index, ()):
+            arena.give(offsets[storage], sizes[storage])
+    return Plan(tuple(offsets), tuple(sizes), arena.peak, live)
+
+
+def piece_bytes(planned: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of the arena, from its start, that each piece [boundaries[i], boundaries[i+1]) touches or
+    must leave alone: the end of the highest temporary alive in it."""
+    pieces = len(boundaries) - 1
+    highest = [0] * pieces
+    for offset, size, span in zip(planned.offsets, planned.sizes, planned.live, strict=True):
+        if span is None or size == 0:
+            continue
+        first = max(bisect_left(boundaries, span.birth + 1) - 1, 0)
+        for piece in range(first, pieces):
+            if boundaries[piece] > span.last:
+                break
+            highest[piece] = max(highest[piece], offset + size)
+    return tuple(highest)
+
+
+class _Arena:
+    """Free gaps below the high-water mark, by offset; the lowest that is large enough is taken."""
+
+    def __init__(self) -> None:
+        self._gaps: list[tuple[int, int]] = []  # (offset, bytes), apart from each other
+        self._top = 0
+        self.peak = 0
+
+    def take(self, size: int) -> int:
+        if size == 0:
+            return 0
+        for index, (offset, free) in enumerate(self._gaps):
+            if free >= size:
+                if free == size:
+                    del self._gaps[index]
+                else:
+                    self._gaps[index] = (offset + size, free - size)
+                return offset
+        offset = self._top
+        self._top += size
+        self.peak = max(self.peak, self._top)
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        if size == 0:
+            return
+        at = bisect_left(self._gaps, (offset, 0))
+        if at < len(self._gaps) and self._gaps[at][0] == offset + size:
+            size += self._gaps.pop(at)[1]
+        if at > 0 and sum(self._gaps[at - 1]) == offset:
+            before, free = self._gaps.pop(at - 1)
+            offset, size = before, size + free
+        if offset + size == self._top:
+            self._top = offset
+        else:
+            insort(self._gaps, (offset, size))
