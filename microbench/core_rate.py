@@ -1,0 +1,176 @@
+"""Events per second through the core's `handle`, with 10, 100 and 1,000 jobs under `paced`.
+
+A small device on a virtual clock (one piece at a time, the highest stream first) drives a core
+once and the events are written down: steps submitted, pieces done, and the launches, starts and
+answers they lead to. The same events are then replayed against fresh cores, and only that is timed.
+Opening jobs and loading programs is not in the figures. One job in ten is high, weights differ,
+steps have 1 to 8 pieces, every job keeps two steps submitted; high clients pause between steps, for so
+long that the high class wants about half of the device however many jobs there are.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter, deque
+from heapq import heappop, heappush
+from typing import Any
+
+from gpumux.core import commands as cmd
+from gpumux.core import events as ev
+from gpumux.core.machine import Core, CoreConfig
+from gpumux.model import DeviceInfo, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId
+from microbench import common
+
+Timed = tuple[ev.Event, float]
+
+JOBS = (10, 100, 1000)
+PIECE_S = {Priority.HIGH: 400e-6, Priority.LOW: 300e-6}
+THINK_S = 7.2e-3  # a high client's pause before its next step, for each high job there is
+TARGET_RATE = 50_000.0  # events a second with 100 jobs
+TARGET_RATIO = 0.5  # rate with 1,000 jobs over rate with 100
+INFO = DeviceInfo("sim", "virtual", 1 << 40, 1, 0, "", {"high": 400e-6, "low": 300e-6})
+
+
+class Recorder:
+    """Drives one core with `jobs` jobs and keeps every event it gave it."""
+
+    def __init__(self, jobs: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.core = new_core(jobs)
+        self.think = THINK_S * max(1, jobs // 10)
+        self.events: list[Timed] = []
+        self.commands = 0
+        self.now = 0.0
+        self.free_at = 0.0
+        self.waiting: tuple[deque[cmd.LaunchPiece], ...] = tuple(deque() for _ in Priority)
+        self.running: cmd.LaunchPiece | None = None
+        self.submit_at: list[tuple[float, JobId]] = []
+        self.next_step: dict[JobId, int] = {}
+        self.priority: dict[JobId, Priority] = {}
+        self.seconds: dict[JobId, tuple[float, ...]] = {}
+
+    def give(self, event: ev.Event) -> None:
+        self.events.append((event, self.now))
+        for command in self.core.handle(event, self.now):
+            self.commands += 1
+            if isinstance(command, cmd.LaunchPiece):
+                self.waiting[command.stream].append(command)
+            elif isinstance(command, cmd.FinishStep):
+                high = self.priority[command.job] is Priority.HIGH
+                heappush(self.submit_at, (self.now + (self.think if high else 0.0), command.job))
+
+    def set_up(self, jobs: int) -> None:
+        self.give(ev.DeviceOpened(INFO))
+        self.give(ev.SessionOpened(SessionId("s"), Peer(1000, 1000, 1)))
+        for index in range(jobs):
+            job = JobId(f"{index:032x}")
+            self.priority[job] = Priority.HIGH if index % 10 == 0 else Priority.LOW
+            self.seconds[job] = tuple(
+                PIECE_S[self.priority[job]] * self.random.uniform(0.5, 1.5) for _ in range(self.random.randint(1, 8))
+            )
+            spec = JobSpec(f"job-{index}", self.priority[job], weight=self.random.choice((0.5, 1.0, 2.0)))
+            self.give(ev.JobRequested(SessionId("s"), job, spec))
+            self.give(ev.ProgramOffered(job, ProgramId(0), Footprint(1 << 20, 1 << 20, 1 << 10)))
+            self.give(ev.ProgramReady(job, ProgramId(0), 0, self.seconds[job]))
+            self.next_step[job] = 0
+            for _ in range(spec.max_inflight):
+                heappush(self.submit_at, (0.0, job))
+
+    def advance(self) -> None:
+        """One event: the next client's step or the end of the piece that runs."""
+        if self.running is None:
+            stream = next((s for s in reversed(self.waiting) if s), None)
+            if stream:
+                self.running = stream.popleft()
+                piece = self.seconds[self.running.job][self.running.piece]
+                self.free_at = self.now + piece * self.random.uniform(0.8, 1.3)
+        if self.submit_at and (self.running is None or self.submit_at[0][0] <= self.free_at):
+            when, job = heappop(self.submit_at)
+            self.now = max(self.now, when)
+            self.give(ev.StepSubmitted(job, StepId(self.next_step[job]), ProgramId(0)))
+            self.next_step[job] += 1
+            return
+        if self.running is None:
+            raise RuntimeError("the core left the device idle with steps submitted")
+        started, self.now, done = self.now, max(self.now, self.free_at), self.running
+        self.running = None
+        self.give(ev.PieceDone(done.launch, min(started, self.now), self.now))
+
+
+def new_core(jobs: int) -> Core:
+    return Core(CoreConfig(policy="paced", max_jobs=jobs, max_jobs_per_uid=jobs))
+
+
+def record(jobs: int, events: int, seed: int = 0) -> tuple[list[Timed], list[Timed], int]:
+    """(events that set up, events to time, commands all of them led to)."""
+    recorder = Recorder(jobs, seed)
+    recorder.set_up(jobs)
+    setup = len(recorder.events)
+    while len(recorder.events) < setup + events:
+        recorder.advance()
+    recorder.core.check_invariants()
+    return recorder.events[:setup], recorder.events[setup:], recorder.commands
+
+
+def replay(jobs: int, setup: list[Timed], timed: list[Timed], commands: int) -> float:
+    """Events a second of one fresh core. Raises RuntimeError if it did not repeat the recording."""
+    core = new_core(jobs)
+    made = sum(len(core.handle(event, now)) for event, now in setup)
+    handle = core.handle
+    begin = time.perf_counter()
+    for event, now in timed:
+        made += len(handle(event, now))
+    seconds = time.perf_counter() - begin
+    if made != commands:
+        raise RuntimeError(f"the replay made {made} commands, the recording {commands}")
+    return len(timed) / seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = common.parser(__doc__)
+    arguments.add_argument("--jobs", type=int, nargs="+", default=list(JOBS), help="numbers of jobs to try")
+    arguments.add_argument("--events", type=int, default=30_000, help="events a run")
+    arguments.add_argument("--repeats", type=int, default=7, help="runs of each")
+    args = arguments.parse_args(argv)
+    facts = common.machine()
+    recordings = {jobs: record(jobs, args.events) for jobs in args.jobs}
+    samples: dict[int, list[float]] = {jobs: [] for jobs in args.jobs}
+    for _ in range(args.repeats):  # in turns, so that a busy moment of the machine hits all alike
+        for jobs, recording in recordings.items():
+            samples[jobs].append(replay(jobs, *recording))
+    figures = {jobs: common.figure(rates) for jobs, rates in samples.items()}
+    rows = [
+        [str(jobs), f"{f.median:,.0f}", f"{f.low:,.0f}", f"{f.high:,.0f}", f"{f.spread:.0%}", f"{1e6 / f.median:.1f}"]
+        for jobs, f in figures.items()
+    ]
+    print(common.describe(facts))
+    print(common.table(["jobs", "events/s", "lowest", "highest", "spread", "us/event"], rows))
+    result: dict[str, Any] = {"machine": facts, "policy": "paced", "events_per_second": figures, "samples": samples}
+    result["mix"] = {jobs: mix(timed) for jobs, (_, timed, _) in recordings.items()}
+    result["targets"] = targets(figures)
+    for name, target in result["targets"].items():
+        print(f"{name}: {target['value']:,.2f}, target {target['target']:,.2f}, {'met' if target['met'] else 'MISSED'}")
+    common.report("core_rate", args.out, result)
+    return 0
+
+
+def mix(timed: list[Timed]) -> dict[str, int]:
+    """How many events of each kind were timed."""
+    return dict(Counter(type(event).__name__ for event, _ in timed))
+
+
+def targets(figures: dict[int, common.Figure]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    if 100 in figures:
+        value = figures[100].median
+        found["rate with 100 jobs"] = {"value": value, "target": TARGET_RATE, "met": value >= TARGET_RATE}
+        if 1000 in figures:
+            ratio = figures[1000].median / value
+            found["1000 jobs over 100"] = {"value": ratio, "target": TARGET_RATIO, "met": ratio >= TARGET_RATIO}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
