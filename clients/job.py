@@ -55,9 +55,10 @@ class PlainFuture:
 class PlainJob:
     """Runs steps where it stands. What it returns has been detached, as a daemon's answers are."""
 
-    def __init__(self, step: Step, seed: int) -> None:
+    def __init__(self, step: Step, seed: int | None = None) -> None:
         self._step = step
-        torch.manual_seed(seed)
+        if seed is not None:
+            torch.manual_seed(seed)
 
     def step(self, *batch: Any) -> Future:
         return self._run(self._step, batch)

@@ -1,0 +1,98 @@
+"""The README keeps its word: its example runs, learns, and equals the plain loop; its links exist."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clients.compare import differences
+from clients.job import PlainJob
+from gpumux import client
+from microbench.daemon import running_daemon
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+MARK = "<!-- tests/test_readme.py runs this block -->\n"
+
+
+def example() -> str:
+    (block,) = re.findall(re.escape(MARK) + r"```python\n(.*?)```", README, re.DOTALL)
+    return block
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The example's printed losses and its model's final state."""
+    namespace = runpy.run_path(str(path))
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    return losses, namespace["model"].state_dict()
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_the_example_trains_and_equals_the_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    train = tmp_path / "train.py"
+    train.write_text(example())
+    with running_daemon(threads=1) as daemon:
+        monkeypatch.setenv("GPUMUX_ENDPOINT", daemon.endpoint)
+        losses, state = run(train, capsys)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
+
+    @contextmanager
+    def plain(step: Any, **_: Any) -> Iterator[PlainJob]:
+        yield PlainJob(step)
+
+    monkeypatch.setattr(client, "submit", plain)
+    plain_losses, plain_state = run(train, capsys)
+    assert losses == plain_losses
+    assert differences(state, plain_state) == []
+
+
+def test_the_loop_is_ten_lines():
+    """From the `with` on, as a user reads it: comments aside, it stays as short as promised."""
+    body = example()
+    loop = body[body.index("def train_step") :].strip().splitlines()
+    assert len([line for line in loop if line.strip()]) <= 13
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+def test_links_lead_somewhere(page: str):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not ((ROOT / page).parent / target).exists()] == []
+
+
+def test_the_commands_exist():
+    commands = re.findall(r"python -m ((?:clients|microbench)\.\w+)", README + (ROOT / "CONTRIBUTING.md").read_text())
+    assert commands
+    assert [c for c in commands if not (ROOT / f"{c.replace('.', '/')}.py").exists()] == []
+    targets = set(re.findall(r"make ([a-z-]+)", README)) - {"it", "sure"}
+    makefile = (ROOT / "Makefile").read_text()
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_every_dependency_has_its_reason():
+    """docs/dependencies.md names exactly what pyproject.toml asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    names = {re.split(r"[\[<>=! ]", requirement)[0] for requirement in asked} - {"gpumux"}
+    rows = re.findall(r"^\| ([a-z-]+)[ (|]", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE)
+    assert names <= set(rows), "give each dependency a reason in docs/dependencies.md"
+    assert set(rows) - names - {"package", "setuptools"} == set(), "a reason for what is not used"
