@@ -30,7 +30,7 @@ PROTOCOL_VERSION = 1
 @dataclass(frozen=True, slots=True)
 class Hello:
     """First message of a connection. `role` is "client" or "control". `inline`: the client can't
-    take descriptors (TCP), so tensors travel as frames. `resume` names a session to take up again."""
+    take descriptors (TCP), so tensors travel as frames."""
 
     protocol: int
     gpumux_version: str
@@ -272,3 +272,9 @@ REGISTRY: dict[int, type[Any]] = {
     15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
     23: Heartbeat, 24: Goodbye, 25: Leaving,
 }  # fmt: skip
+
+# What a client may say; everything else from one is a protocol error.
+FROM_CLIENT: frozenset[type[Any]] = frozenset(
+    {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
+     Heartbeat, Goodbye}
+)  # fmt: skip

@@ -1,0 +1,51 @@
+"""What one client may cost the daemon's control path, and the meter that counts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Defaults leave an honest client far away from every limit. Sizes are bytes, times seconds."""
+
+    max_message_bytes: int = 64 << 20  # of any one frame; a larger one ends its connection
+    max_control_bytes: int = 256 << 10  # of a message's first frame
+    messages_per_s: float = 20_000.0  # sustained, a session
+    burst_messages: float = 20_000.0
+    bytes_per_s: float = float(1 << 30)  # sustained, a session
+    burst_bytes: float = float(4 << 30)
+    strangers_per_s: float = 1_000.0  # messages outside any session, a user
+    burst_strangers: float = 2_000.0
+    max_sessions: int = 1024
+    max_sessions_per_user: int = 256
+    heartbeat_s: float = 1.0
+    lease_s: float = 15.0
+    messages_per_poll: int = 128  # receive() hands the loop back after so many
+    send_queue: int = 1000  # messages waiting for one client; a client that lets it fill is dropped
+    receive_queue: int = 100  # messages of one client waiting in the daemon before it must wait
+
+
+class Meter:
+    """A token bucket: `rate` tokens a second, at most `burst` saved up. Starts full."""
+
+    __slots__ = ("_at", "_burst", "_rate", "_tokens")
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._tokens = burst
+        self._at = now
+
+    def spend(self, tokens: float, now: float) -> bool:
+        """Take `tokens`; False when there are too few, and then none are taken."""
+        have = min(self._tokens + (now - self._at) * self._rate, self._burst)
+        self._at = now
+        if have < tokens:
+            self._tokens = have
+            return False
+        self._tokens = have - tokens
+        return True
+
+    def is_full(self, now: float) -> bool:
+        return self._tokens + (now - self._at) * self._rate >= self._burst

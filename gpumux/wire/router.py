@@ -1,0 +1,362 @@
+"""Frames to events: the daemon's end of the control channel.
+
+A session is one client connection after its Hello. It is bound to the routing id *and* to the peer
+the kernel (or CURVE) names: ZeroMQ lets a client choose its routing id, so a frame is taken for a
+session's only if both agree. Everything a client does wrong ends its own session and nothing else:
+
+    a malformed message, or one only daemons send     Refusal, session over
+    too many messages or bytes                        Refusal, session over, connection cut
+    a full send queue, a vanished connection          session over
+    silence for lease_s, a closed side channel        session over
+    frames outside a session                          Refusal; too many: connection cut
+
+The router knows Hello, Heartbeat and Goodbye; all other messages are handed on untouched. It reads
+no clock: `now` (seconds, any monotonic clock) comes with each call. A loop calls, every turn,
+`receive(now)` and then `expire(now)`, and waits on `fds()` until `next_deadline(now)`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+import gpumux
+from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
+from gpumux.model import Peer, SessionId
+from gpumux.wire.codec import decode, encode
+from gpumux.wire.curve import ServerCurve
+from gpumux.wire.endpoint import ensure_runtime_dir, parse
+from gpumux.wire.gatekeeper import Gatekeeper
+from gpumux.wire.limits import Limits, Meter
+from gpumux.wire.listening import Listening
+from gpumux.wire.lock import EndpointLock, remove_stale
+from gpumux.wire.messages import (
+    FROM_CLIENT,
+    PROTOCOL_VERSION,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Message,
+    Refusal,
+    Welcome,
+)
+from gpumux.wire.peers import cut, identify, peer_name
+from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello
+from gpumux.wire.sidechannel import SideChannel
+
+__all__ = ["Arrival", "Closed", "Incoming", "Opened", "Router"]
+
+SIDE_CHANNEL_NAME = "side.sock"
+_Route = tuple[int, bytes]  # which listening socket, routing id
+
+
+class Router:
+    """Binds `endpoints` (texts) and a side channel in `runtime_dir`. Raises ConfigError for what
+    can't be bound and EndpointBusy where another daemon serves.
+
+    `device` is what Welcome tells clients about the device (model.DeviceInfo as a map); set it
+    before the first `receive`. `counters` counts what was refused or ended, by reason.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        runtime_dir: Path,
+        limits: Limits | None = None,
+        curve: ServerCurve | None = None,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.device: dict[str, Any] = {}
+        self.counters: Counter[str] = Counter()
+        self._sessions: dict[SessionId, SessionRecord] = {}
+        self._routes: dict[_Route, SessionRecord] = {}
+        self._strangers: dict[int, Meter] = {}  # by uid
+        self._arrivals: list[Arrival] = []
+        self._behind = False  # the last receive() stopped before the sockets were empty
+        self._next_check = float("-inf")
+        self._listening: list[Listening] = []
+        self._gatekeeper: Gatekeeper | None = None
+        self._side: SideChannel | None = None
+        self._side_lock: EndpointLock | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            self._open([parse(text) for text in endpoints], runtime_dir, curve)
+        except BaseException:
+            self._shut()
+            raise
+
+    def _open(self, endpoints: Sequence[Any], runtime_dir: Path, curve: ServerCurve | None) -> None:
+        if curve is not None:
+            self._gatekeeper = Gatekeeper(self._context, curve.clients)
+        for endpoint in endpoints:
+            self._listening.append(Listening(self._context, endpoint, self.limits, curve))
+        ensure_runtime_dir(runtime_dir)
+        path = runtime_dir / SIDE_CHANNEL_NAME
+        self._side_lock = EndpointLock(path)
+        remove_stale(path)
+        self._side = SideChannel(path)
+
+    # ---- what the loop calls ---------------------------------------------------------------------
+
+    @property
+    def side(self) -> SideChannel:
+        assert self._side is not None  # only a failed constructor leaves it out
+        return self._side
+
+    @property
+    def addresses(self) -> list[str]:
+        """The endpoints as bound."""
+        return [listening.address for listening in self._listening]
+
+    @property
+    def session_count(self) -> int:
+        return len(self._sessions)
+
+    def fds(self) -> list[zmq.Socket[bytes] | int]:
+        """What to register with a zmq.Poller for POLLIN. The set never changes."""
+        sockets: list[zmq.Socket[bytes] | int] = [listening.socket for listening in self._listening]
+        if self._gatekeeper is not None:
+            sockets.append(self._gatekeeper.socket)
+        return [*sockets, self.side.fileno()]
+
+    def receive(self, now: float) -> list[Arrival]:
+        """What came in, a bounded number of messages, clients in turn. Never waits."""
+        if self._gatekeeper is not None:
+            self._gatekeeper.process()
+        self._behind = False
+        for index, listening in enumerate(self._listening):
+            self._drain(index, listening, now)
+        for session in self.side.process(now):
+            self._end(session, "the client is gone")
+        return self._take()
+
+    def expire(self, now: float) -> list[Arrival]:
+        """End sessions that were silent for lease_s, send heartbeats that are due, close
+        side-channel connections that never said who they are."""
+        self.side.expire(now)
+        if now >= self._next_check:
+            self._next_check = now + self.limits.heartbeat_s / 4
+            for session in list(self._sessions.values()):
+                self._check_silence(session, now)
+            for uid in [uid for uid, meter in self._strangers.items() if meter.is_full(now)]:
+                del self._strangers[uid]
+        return self._take()
+
+    def next_deadline(self, now: float) -> float:
+        """When `expire` wants to be called, at the latest; `now` when events wait already."""
+        if self._arrivals:
+            return now
+        return min(self._next_check, self.side.next_deadline())
+
+    def send(self, session: SessionId, msg: Message, frames: Sequence[bytes | memoryview] = ()) -> bool:
+        """Queue `msg` for the client; never waits. False when the session is, or thereby becomes,
+        closed (`Closed` then comes with the next receive or expire). Raises ProtocolError for a
+        message that does not fit the protocol."""
+        record = self._sessions.get(session)
+        if record is None:
+            return False
+        failure = self._put(record.route, msg, frames)
+        if failure:
+            self.counters["unreachable"] += 1
+            self._end(session, failure)
+        return not failure
+
+    def send_segment(self, session: SessionId, segment: int, fd: int, nbytes: int) -> bool:
+        """Pass a descriptor over the side channel under the id `segment`, to be announced by a
+        message after it. The caller keeps `fd`. False when the session is or becomes closed."""
+        if session not in self._sessions:
+            return False
+        if not self.side.send(session, segment, nbytes, fd):
+            self._end(session, "the client does not take its descriptors")
+            return False
+        return True
+
+    def close_session(self, session: SessionId, error: GpumuxError) -> None:
+        """End one session from this side, telling the client why."""
+        self._refuse_session(session, error)
+
+    def close(self, reason: str = "the daemon is shutting down") -> None:
+        """Tell every client that the daemon leaves, then close sockets, files and locks. Waits half
+        a second at most for the goodbyes. Idempotent."""
+        for record in list(self._sessions.values()):
+            self._put(record.route, Leaving(reason))
+            self.side.forget(record.id)
+        self._sessions.clear()
+        self._routes.clear()
+        self._shut()
+
+    # ---- receiving -------------------------------------------------------------------------------
+
+    def _drain(self, index: int, listening: Listening, now: float) -> None:
+        sock = listening.socket
+        over_ipc = listening.endpoint.is_ipc
+        for _ in range(self.limits.messages_per_poll):
+            try:
+                identity = sock.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            first = sock.recv(copy=False)
+            parts = [first.bytes]
+            if first.more:
+                parts += sock.recv_multipart()
+            name = peer_name(first, over_ipc)
+            route = (index, identity)
+            session = self._routes.get(route)
+            if session is not None and session.name != name:
+                # The connection this session came by is gone, and somebody else took its name.
+                self.counters["impostor"] += 1
+                self._end(session.id, "another process took the connection's name")
+                session = None
+            if session is None:
+                self._from_stranger(route, name, over_ipc, first, parts, now)
+            else:
+                self._from_session(session, first, parts, now)
+        self._behind = True
+
+    def _from_session(self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float) -> None:
+        session.heard = now
+        size = sum(map(len, parts))
+        if not (session.messages.spend(1, now) and session.bytes.spend(size, now)):
+            self.counters["flood"] += 1
+            error = ProtocolError("too many messages or bytes in a short time", "wait for answers before sending more")
+            self._refuse_session(session.id, error)
+            cut(first, session.peer)
+            return
+        try:
+            message, frames = decode(parts, self.limits.max_control_bytes)
+            if type(message) not in FROM_CLIENT:
+                raise ProtocolError(f"{type(message).__name__} is a message for clients")
+        except ProtocolError as error:
+            self.counters["malformed"] += 1
+            self._refuse_session(session.id, error)
+            return
+        if isinstance(message, Heartbeat):
+            return
+        if isinstance(message, Hello):
+            self.send(session.id, session.welcome)  # asked again: the same answer
+        elif isinstance(message, Goodbye):
+            self._end(session.id, "the client said goodbye")
+        else:
+            self._arrivals.append(Incoming(session.id, session.peer, message, frames))
+
+    def _from_stranger(
+        self, route: _Route, name: str | None, over_ipc: bool, first: zmq.Frame, parts: list[bytes], now: float
+    ) -> None:
+        peer = identify(name, over_ipc) if name is not None else None
+        if name is None or peer is None:
+            self.counters["unidentified"] += 1
+            return
+        meter = self._strangers.get(peer.uid)
+        if meter is None:
+            meter = self._strangers[peer.uid] = Meter(self.limits.strangers_per_s, self.limits.burst_strangers, now)
+        if not meter.spend(1, now):
+            self.counters["flood"] += 1
+            cut(first, peer)
+            return
+        try:
+            message, _ = decode(parts, self.limits.max_control_bytes)
+            if not isinstance(message, Hello):
+                raise _no_session()
+            self._open_session(route, name, peer, message, over_ipc, now)
+        except GpumuxError as error:
+            self.counters[f"stranger_{error.code}"] += 1
+            self._put(route, Refusal(0, error.code, error.message, error.remedy))
+
+    def _open_session(self, route: _Route, name: str, peer: Peer, hello: Hello, over_ipc: bool, now: float) -> None:
+        check_hello(hello, peer, over_ipc, [record.peer for record in self._sessions.values()], self.limits)
+        session = SessionId(secrets.token_hex(8))
+        nonce = self.side.expect(session, peer.uid) if over_ipc else b""
+        welcome = Welcome(
+            protocol=PROTOCOL_VERSION,
+            gpumux_version=gpumux.__version__,
+            session=session,
+            side_channel=str(self.side.path) if over_ipc else "",
+            nonce=nonce,
+            heartbeat_s=self.limits.heartbeat_s,
+            lease_s=self.limits.lease_s,
+            max_message_bytes=self.limits.max_message_bytes,
+            device=self.device,
+        )
+        record = self._sessions[session] = SessionRecord(
+            id=session,
+            peer=peer,
+            name=name,
+            route=route,
+            welcome=welcome,
+            messages=Meter(self.limits.messages_per_s, self.limits.burst_messages, now),
+            bytes=Meter(self.limits.bytes_per_s, self.limits.burst_bytes, now),
+            heard=now,
+            sent=now,
+        )
+        self._routes[route] = record
+        self._arrivals.append(Opened(session, peer, hello, hello.inline))
+        self.send(session, welcome)
+
+    # ---- sending and ending ----------------------------------------------------------------------
+
+    def _put(self, route: _Route, msg: Message, frames: Sequence[bytes | memoryview] = ()) -> str:
+        """Hand a message to ZeroMQ without waiting. What failed, "" when nothing did."""
+        index, identity = route
+        try:
+            self._listening[index].socket.send_multipart([identity, *encode(msg, frames)], zmq.NOBLOCK)
+        except zmq.Again:
+            return "the client does not read its messages"
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return "the client's connection is gone"
+        return ""
+
+    def _check_silence(self, record: SessionRecord, now: float) -> None:
+        # Messages that wait unread may be the very heartbeats: then nobody has been silent.
+        if now - record.heard >= self.limits.lease_s and not self._behind:
+            self.counters["expired"] += 1
+            error = DaemonGone(f"nothing was heard from this client for {self.limits.lease_s:g} s", "connect again")
+            self._refuse_session(record.id, error)
+        elif now - record.sent >= self.limits.heartbeat_s:
+            record.sent = now
+            self.send(record.id, Heartbeat(now))
+
+    def _refuse_session(self, session: SessionId, error: GpumuxError) -> None:
+        record = self._sessions.get(session)
+        if record is not None:
+            self._put(record.route, Refusal(0, error.code, error.message, error.remedy))
+            self._end(session, error.message)
+
+    def _end(self, session: SessionId, reason: str) -> None:
+        record = self._sessions.pop(session, None)
+        if record is None:
+            return
+        self._routes.pop(record.route, None)
+        self.side.forget(session)
+        self._arrivals.append(Closed(session, record.peer, reason))
+
+    def _take(self) -> list[Arrival]:
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def _shut(self) -> None:
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None
+        for listening in self._listening:
+            listening.close()
+        self._context.term()  # ZeroMQ has removed its socket files when this returns
+        for listening in self._listening:
+            listening.release()
+        self._listening.clear()
+        if self._side_lock is not None:
+            self._side_lock.close()
+
+
+def _no_session() -> DaemonGone:
+    return DaemonGone("this connection has no session: it ended, or never began", "connect again")

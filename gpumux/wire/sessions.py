@@ -1,0 +1,73 @@
+"""What the router knows about a session, and what it tells the loop about one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpumux.errors import AdmissionRefused, ProtocolError
+from gpumux.model import Peer, SessionId
+from gpumux.wire.limits import Limits, Meter
+from gpumux.wire.messages import Hello, Message, Welcome
+
+ROLES = ("client", "control")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session began. `inline`: its tensors travel as frames, never in segments."""
+
+    session: SessionId
+    peer: Peer
+    hello: Hello
+    inline: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A message of an open session, checked field by field, not yet interpreted."""
+
+    session: SessionId
+    peer: Peer
+    message: Message
+    frames: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A session is over, whoever ended it. Nothing of it follows."""
+
+    session: SessionId
+    peer: Peer
+    reason: str
+
+
+Arrival = Opened | Incoming | Closed
+
+
+@dataclass(slots=True, eq=False)
+class SessionRecord:
+    id: SessionId
+    peer: Peer
+    name: str  # the peer_name of every frame that may speak for it
+    route: tuple[int, bytes]  # which listening socket, routing id
+    welcome: Welcome
+    messages: Meter
+    bytes: Meter
+    heard: float
+    sent: float
+
+
+def check_hello(hello: Hello, peer: Peer, over_ipc: bool, others: Sequence[Peer], limits: Limits) -> None:
+    """Raises ProtocolError or AdmissionRefused when no session may begin. `others`: the peers of
+    the sessions that exist."""
+    if hello.role not in ROLES:
+        raise ProtocolError(f"the role {hello.role!r} is unknown", f"use one of {', '.join(ROLES)}")
+    if not over_ipc and not hello.inline:
+        raise ProtocolError("descriptors can't travel over tcp", "say inline, or use the ipc endpoint")
+    if len(others) >= limits.max_sessions:
+        raise AdmissionRefused(f"{limits.max_sessions} sessions are open already", "close some clients")
+    if sum(other.uid == peer.uid for other in others) >= limits.max_sessions_per_user:
+        raise AdmissionRefused(
+            f"{limits.max_sessions_per_user} sessions of this user are open already", "close some clients"
+        )
