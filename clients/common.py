@@ -73,8 +73,8 @@ class Outcome:
         """Wait for these steps and add what they took."""
         for future in futures:
             self.losses.append(float(future))
-            self.queue_s += future.queue_s
-            self.device_s += future.device_s
+            self.queue_s += future.times.queue_s
+            self.device_s += future.times.device_s
             self.steps += 1
 
 

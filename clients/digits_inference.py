@@ -65,8 +65,8 @@ def serve(args: argparse.Namespace) -> None:
         answers = ask(job, [x for x, _ in asked], args.rate, progress.show)
         result.wall_s = time.monotonic() - result.began
     for future, _ in answers:
-        result.queue_s += future.queue_s
-        result.device_s += future.device_s
+        result.queue_s += future.times.queue_s
+        result.device_s += future.times.device_s
     right = sum(int((future.result() == y).sum()) for (future, _), (_, y) in zip(answers, asked, strict=True))
     result.steps = requests
     result.accuracy = [right / (requests * args.batch_size)]

@@ -14,21 +14,19 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gpumux.model import StepTimes
+
 Step = Callable[..., Any]
 
 
 class Future(Protocol):
-    """A step's answer. Times are seconds, known once the answer is."""
+    """A step's answer, waited for by `result`, `float` and `times`."""
 
     def result(self, timeout: float | None = None) -> Any: ...
     def done(self) -> bool: ...
     def __float__(self) -> float: ...
     @property
-    def queue_s(self) -> float: ...
-    @property
-    def device_s(self) -> float: ...
-    @property
-    def total_s(self) -> float: ...
+    def times(self) -> StepTimes: ...
 
 
 class Job(Protocol):
@@ -40,7 +38,7 @@ class Job(Protocol):
 class PlainFuture:
     def __init__(self, value: Any, seconds: float) -> None:
         self._value = value
-        self.queue_s, self.device_s, self.total_s = 0.0, seconds, seconds
+        self.times = StepTimes(queue_s=0.0, device_s=seconds, total_s=seconds)
 
     def result(self, timeout: float | None = None) -> Any:
         return self._value
