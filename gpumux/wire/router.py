@@ -52,6 +52,7 @@ from gpumux.wire.sidechannel import SideChannel
 
 __all__ = ["Arrival", "Closed", "Incoming", "Opened", "Router"]
 
+GOODBYE = "the client said goodbye"  # the reason in Closed of a session that ended well
 SIDE_CHANNEL_NAME = "side.sock"
 _Route = tuple[int, bytes]  # which listening socket, routing id
 
@@ -241,7 +242,7 @@ class Router:
         if isinstance(message, Hello):
             self.send(session.id, session.welcome)  # asked again: the same answer
         elif isinstance(message, Goodbye):
-            self._end(session.id, "the client said goodbye")
+            self._end(session.id, GOODBYE)
         else:
             self._arrivals.append(Incoming(session.id, session.peer, message, frames))
 
