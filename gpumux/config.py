@@ -32,6 +32,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 TABLES = ("daemon", "limits", "access")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
+ENV_OTHERS = frozenset({ENV_CONFIG, "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"})  # the last two are for clients
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -71,6 +72,7 @@ class Config:
     drain_s: float = _setting(5.0, "how long a leaving daemon waits for jobs to be unloaded", low=0.0, high=3600)
 
     max_sessions: int = _setting(256, "connections at a time", table="limits", low=1, high=1_000_000)
+    max_sessions_per_user: int = _setting(128, "connections of one user", table="limits", low=1, high=1_000_000)
     max_jobs: int = _setting(1024, "open jobs at a time", table="limits", low=1, high=1_000_000)
     max_jobs_per_user: int = _setting(64, "open jobs of one user", table="limits", low=1, high=1_000_000)
     max_bytes_per_user: int = _setting(
@@ -78,7 +80,9 @@ class Config:
     )
     max_programs_per_job: int = _setting(64, "programs one job may load", table="limits", low=1, high=1_000_000)
     max_inflight: int = _setting(64, "unanswered steps one job may ask for", table="limits", low=1, high=65536)
-    max_message_bytes: int = _setting(256 * MIB, "one message, all frames", table="limits", low=4096, high=16 * GIB)
+    max_message_bytes: int = _setting(
+        256 * MIB, "of any one frame of a message", table="limits", low=4096, high=16 * GIB
+    )
     max_shared_bytes: int = _setting(
         0, "shared memory for batches, results and transfers; 0 means half of the machine's",
         table="limits", low=0,
@@ -175,7 +179,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     known = {ENV_PREFIX + name.upper(): spec for name, spec in _settings().items()}
     found: dict[str, Any] = {}
     for name, value in environ.items():
-        if not name.startswith(ENV_PREFIX) or name == ENV_CONFIG:
+        if not name.startswith(ENV_PREFIX) or name in ENV_OTHERS:
             continue
         if name not in known:
             raise ConfigError(f"the environment variable {name} is not a setting", _nearest(name, known))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class Figures:
     shared_bytes: int
     device_total_bytes: int
     device_free_bytes: int
+    protocol_errors: Mapping[str, int]  # by reason, a bounded set
 
 
 def label_text(name: str) -> str:
@@ -130,6 +131,9 @@ def _families() -> dict[str, Any]:
         "total": gauge("gpumux_device_memory_bytes", "Memory the device has."),
         "free": gauge("gpumux_device_memory_free_bytes", "Memory of the device no job holds."),
         "when": gauge("gpumux_snapshot_timestamp_seconds", "Unix time of the snapshot the gauges come from."),
+        "errors": CounterMetricFamily(
+            "gpumux_protocol_errors", "What clients sent that made no sense.", labels=["reason"]
+        ),
         "info": InfoMetricFamily("gpumux_job", "Who a job label stands for.", labels=per_job),
         "memory": gauge("gpumux_job_memory_bytes", "Device memory charged to a job.", labels=per_job),
         "busy": CounterMetricFamily("gpumux_job_device_busy_seconds", "Device time of a job's pieces.", labels=per_job),
@@ -151,6 +155,8 @@ def _fill(families: dict[str, Any], figures: Figures) -> None:
     }
     for key, value in simple.items():
         families[key].add_metric([], value)
+    for reason, number in sorted(figures.protocol_errors.items()):
+        families["errors"].add_metric([reason], number)
     counts: dict[tuple[str, str], int] = {}
     queued, out = {"low": 0, "high": 0}, {"low": 0, "high": 0}
     for job in figures.jobs:

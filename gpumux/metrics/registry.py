@@ -18,7 +18,6 @@ BUCKETS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 PRIORITIES = {priority: priority.name.lower() for priority in model.Priority}
-PROTOCOL_ERRORS = ("malformed", "unexpected", "version", "oversized", "forged")
 OTHER = "other"
 
 
@@ -64,7 +63,6 @@ class Metrics:
         self.step_total = histogram("gpumux_step_seconds", "From a step's arrival to its answer.")
         self.launches = counter("gpumux_launches", "Pieces handed to the device.", by_priority)
         self.rejections = counter("gpumux_rejections", "Requests refused with a typed error.", ["reason"])
-        self.protocol_errors = counter("gpumux_protocol_errors", "Frames that were no valid message.", ["reason"])
         self.messages = counter("gpumux_messages_received", "Valid messages from clients.", ["type"])
         self.sessions_opened = counter("gpumux_sessions_opened", "Sessions that were opened.")
         self.sessions_lost = counter("gpumux_sessions_lost", "Sessions that ended without a goodbye.")
@@ -83,8 +81,6 @@ class Metrics:
         for direction in ("push", "pull"):
             self.transfers.labels(direction)
             self.transfer_bytes.labels(direction)
-        for reason in PROTOCOL_ERRORS:
-            self.protocol_errors.labels(reason)
 
     def step_done(self, priority: int, times: model.StepTimes) -> None:
         """A step was answered with results."""
@@ -108,9 +104,6 @@ class Metrics:
 
     def job_failed(self, code: str) -> None:
         self.job_failures.labels(self._reason(code)).inc()
-
-    def protocol_error(self, reason: str) -> None:
-        self.protocol_errors.labels(reason if reason in PROTOCOL_ERRORS else OTHER).inc()
 
     def received(self, message: object) -> None:
         """A valid message arrived."""

@@ -57,7 +57,7 @@ JOB = JobFigures("j1", "sweep", 1000, "low", "open", 2, 1, 4096, 1.5, 7)
 
 
 def figures(*jobs):
-    return Figures(1.0, DEVICE, jobs, 1, 64, 1 << 30, 1 << 29)
+    return Figures(1.0, DEVICE, jobs, 1, 64, 1 << 30, 1 << 29, {"malformed": 3})
 
 
 def metrics_with(snapshot):
@@ -73,7 +73,6 @@ def touch_everything(metrics):
     metrics.rejected("admission_refused")
     metrics.job_opened(0)
     metrics.job_failed("executor_crashed")
-    metrics.protocol_error("malformed")
     metrics.transferred(True, 5)
 
 
@@ -123,6 +122,7 @@ def test_values_reach_the_page():
         'gpumux_queue_depth{priority="low"} 2.0',
         'gpumux_queue_depth{priority="high"} 0.0',
         'gpumux_jobs{priority="low",state="open"} 1.0',
+        'gpumux_protocol_errors_total{reason="malformed"} 3.0',
         'gpumux_build_info{version="1.2.3"} 1.0',
     ):
         assert line in text.splitlines(), line

@@ -1,0 +1,187 @@
+"""What `gpumux doctor` looks at. Each check returns findings and changes nothing.
+
+`root` stands for "/" so that a test can hand in another machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import resource
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumux import config
+from gpumux.cli.text import size
+from gpumux.errors import ConfigError
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+MIN_TORCH = (2, 11)
+MIN_NOFILE = 4096  # a job holds about a dozen descriptors in the daemon
+PATH_BYTES = 107  # sun_path less its terminating zero
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's report; `remedy` is empty when all is well."""
+
+    name: str
+    level: str
+    detail: str
+    remedy: str = ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def gpu(root: Path = Path("/")) -> Finding:
+    """The NVIDIA driver and its devices, without loading CUDA."""
+    driver = _read(root / "proc/driver/nvidia/version")
+    if not driver:
+        return Finding(
+            "gpu", WARN, "no NVIDIA driver: --device auto takes the CPU",
+            "install the driver if this machine has a GPU; else nothing is wrong",
+        )  # fmt: skip
+    nodes = sorted(path.name for path in (root / "dev").glob("nvidia[0-9]*"))
+    if not nodes:
+        return Finding(
+            "gpu", FAIL, "an NVIDIA driver but no /dev/nvidiaN",
+            "load nvidia-modprobe, or pass the devices into this container",
+        )  # fmt: skip
+    shut = [name for name in nodes if not os.access(root / "dev" / name, os.R_OK | os.W_OK)]
+    if shut:
+        return Finding("gpu", FAIL, f"no access to /dev/{shut[0]}", "join the group that owns it (often video)")
+    words = driver.splitlines()[0].split("  ")
+    return Finding("gpu", OK, f"{len(nodes)} GPU(s), driver {words[1].strip() if len(words) > 1 else driver}")
+
+
+def cpu() -> Finding:
+    """How many cores this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    detail = f"{cores} of {os.cpu_count()} cores usable ({platform.machine()})"
+    return Finding("cpu", OK, detail)
+
+
+def torch() -> Finding:
+    """Whether torch is there, and new enough, without importing it."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("torch", FAIL, "torch is not installed", "pip install 'torch>=2.11'")
+    major, minor = (int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2])
+    if (major, minor) < MIN_TORCH:
+        return Finding("torch", FAIL, f"torch {version} is too old", "pip install -U 'torch>=2.11'")
+    return Finding("torch", OK, version)
+
+
+def shared_memory() -> Iterator[Finding]:
+    """memfd with seals carries batches; /dev/shm is what torch itself may use."""
+    try:
+        fd = os.memfd_create("gpumux-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        yield Finding(
+            "memfd", FAIL, f"memfd_create: {error.strerror}", "needs Linux 3.17 and a seccomp profile with it"
+        )
+    else:
+        try:
+            os.ftruncate(fd, 4096)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            yield Finding("memfd", OK, "sealed shared memory works")
+        except OSError as error:
+            yield Finding("memfd", FAIL, f"sealing: {error.strerror}", "needs a kernel with memfd sealing")
+        finally:
+            os.close(fd)
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        yield Finding("shm", WARN, "no /dev/shm", "mount a tmpfs there; some libraries expect it")
+        return
+    free = room.f_bavail * room.f_frsize
+    low = free < 64 * config.MIB
+    remedy = "give the container more, e.g. docker run --shm-size=1g" if low else ""
+    yield Finding("shm", WARN if low else OK, f"{size(free)} free in /dev/shm", remedy)
+
+
+def runtime_dir(path: Path) -> Iterator[Finding]:
+    """The directory of the daemon's socket: it must be ours, shut to others' writing, and short."""
+    room = PATH_BYTES - len(os.fsencode(str(path / "gpu1023.sock.side")))
+    if room < 0:
+        yield Finding("socket path", FAIL, f"{path} is {-room} bytes too long for a socket", "use a shorter directory")
+    else:
+        yield Finding("socket path", OK, f"{path}, {room} bytes to spare")
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield Finding(
+            "runtime dir", FAIL, f"can't write {there}", f"make {path} and give it to this user, or set --endpoint"
+        )
+        return
+    if path.exists():
+        mode = path.stat()
+        if mode.st_mode & stat.S_IWOTH and not mode.st_mode & stat.S_ISVTX:
+            yield Finding("runtime dir", FAIL, f"anyone may replace sockets in {path}", f"chmod o-w {path}")
+            return
+    yield Finding("runtime dir", OK, f"{path} is usable" if path.exists() else f"{path} can be made")
+
+
+def limits() -> Iterator[Finding]:
+    """Open files and locked memory."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = hard == resource.RLIM_INFINITY or hard >= MIN_NOFILE
+    shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    remedy = "" if enough else f"raise LimitNOFILE or `ulimit -Hn` to {MIN_NOFILE}"
+    yield Finding("open files", OK if enough else WARN, f"at most {shown}", remedy)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    detail = "unlimited" if unlimited else size(soft)
+    yield Finding("locked memory", OK, f"{detail} (only pinned memory of a GPU daemon needs it)")
+
+
+def cgroup(root: Path = Path("/")) -> Iterator[Finding]:
+    """CPU and memory limits of the control group (version 2) this process is in."""
+    line = next((ln for ln in _read(root / "proc/self/cgroup").splitlines() if ln.startswith("0::")), "")
+    if not line:
+        yield Finding("cgroup", OK, "no version 2 control group")
+        return
+    base = root / "sys/fs/cgroup" / line[3:].lstrip("/")
+    quota, _, period = _read(base / "cpu.max").partition(" ")
+    if quota and quota != "max":
+        cores = int(quota) / int(period or 100_000)
+        low = cores < len(os.sched_getaffinity(0))
+        remedy = "bursts are throttled and steps stall: raise the quota or give whole cores (cpuset)" if low else ""
+        yield Finding("cgroup cpu", WARN if low else OK, f"{cores:.1f} cores", remedy)
+    else:
+        yield Finding("cgroup cpu", OK, "no limit")
+    memory = _read(base / "memory.max")
+    shown = size(int(memory)) if memory.isdigit() else "no limit"
+    yield Finding("cgroup memory", OK, shown)
+
+
+def configuration(path: str | None) -> tuple[Finding, config.Config]:
+    """Whether the file and the environment make a valid configuration."""
+    try:
+        loaded = config.load({}, path=path)
+    except ConfigError as error:
+        return Finding("configuration", FAIL, error.message, error.remedy), config.Config()
+    source = path or os.environ.get(config.ENV_CONFIG)
+    return Finding("configuration", OK, f"{source} is valid" if source else "no file; defaults and GPUMUX_*"), loaded
+
+
+def temp_dir() -> Finding:
+    """torch and its workers write temporary files."""
+    try:
+        with tempfile.TemporaryFile():
+            return Finding("temporary files", OK, tempfile.gettempdir())
+    except OSError as error:
+        return Finding("temporary files", FAIL, f"{error.strerror}", "set TMPDIR to a directory this user can write")

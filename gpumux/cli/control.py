@@ -1,0 +1,111 @@
+"""A short conversation with a daemon: say hello, ask, go. Needs neither torch nor shared memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import count
+from types import TracebackType
+from typing import Any, TypeVar
+
+import zmq
+
+from gpumux import __version__
+from gpumux.errors import DaemonGone, from_code
+from gpumux.wire import endpoint as endpoints
+from gpumux.wire import messages as msg
+from gpumux.wire.codec import decode, encode
+from gpumux.wire.curve import client_curve, secure_client
+
+Answer = TypeVar("Answer")
+
+
+def choose_endpoint(explicit: str | None, gpu: int = 0) -> str:
+    """The endpoint given, or GPUMUX_ENDPOINT, or the default of `gpu` on this machine."""
+    return endpoints.resolve(explicit, gpu).text
+
+
+class Control:
+    """A session of role "control"; a context manager. `timeout` (seconds) bounds each answer.
+
+    Raises DaemonGone when nobody answers, and whatever the daemon refuses with.
+    """
+
+    def __init__(self, endpoint: str | None, timeout: float = 5.0) -> None:
+        found = endpoints.resolve(endpoint)
+        self.endpoint = found.text
+        self._timeout = timeout
+        self._refs = count(1)
+        self._absent = DaemonGone(
+            f"no daemon answers at {self.endpoint}", "start one with `gpumux serve`, or name another with --endpoint"
+        )
+        if found.path is not None:
+            endpoints.check_private(found.path.parent)
+            if not found.path.exists():
+                raise self._absent
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        try:
+            self._socket.setsockopt(zmq.LINGER, 200)
+            if found.path is None:
+                secure_client(self._socket, client_curve())
+            self._socket.connect(found.text)
+            hello = msg.Hello(msg.PROTOCOL_VERSION, __version__, "control", os.getpid(), "", found.path is None)
+            self._send(hello)
+            self.welcome = self._receive(msg.Welcome, 0)
+        except BaseException:
+            self._shut()
+            raise
+
+    def status(self) -> dict[str, Any]:
+        """What the daemon says of itself (daemon/report.py has the fields)."""
+        ref = next(self._refs)
+        self._send(msg.GetStatus(ref))
+        return self._receive(msg.Report, ref).body
+
+    def change(self, verb: str, job: str, drain: bool = False) -> None:
+        """`verb` is pause, resume or stop; `job` a whole job id."""
+        ref = next(self._refs)
+        requests: dict[str, msg.Message] = {
+            "pause": msg.PauseJob(ref, job),
+            "resume": msg.ResumeJob(ref, job),
+            "stop": msg.CloseJob(ref, job, drain),
+        }
+        self._send(requests[verb])
+        self._receive(msg.Done, ref)
+
+    def close(self) -> None:
+        """Say goodbye and let go."""
+        self._send(msg.Goodbye())
+        self._shut()
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _shut(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, message: msg.Message) -> None:
+        try:
+            self._socket.send_multipart(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._absent from None
+
+    def _receive(self, kind: type[Answer], ref: int) -> Answer:
+        """The next message of `kind` that answers `ref`; heartbeats and others are passed over."""
+        deadline = time.monotonic() + self._timeout
+        while self._socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+            message, _ = decode(self._socket.recv_multipart())
+            if isinstance(message, msg.Refusal) and message.ref in (0, ref):
+                raise from_code(message.code, message.message, message.remedy)
+            if isinstance(message, msg.Leaving):
+                raise DaemonGone(f"the daemon is leaving: {message.reason}", "wait for the next one")
+            if isinstance(message, kind) and getattr(message, "ref", 0) == ref:
+                return message
+        raise self._absent

@@ -1,0 +1,68 @@
+"""`gpumux doctor`: what this machine offers, what limits it, what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+from gpumux import __version__
+from gpumux.cli import checks
+from gpumux.cli.checks import FAIL, OK, WARN, Finding
+from gpumux.cli.control import Control, choose_endpoint
+from gpumux.cli.text import emit, emit_json
+from gpumux.errors import GpumuxError
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = examine(args.config, args.endpoint, args.timeout)
+    if args.json:
+        emit_json([asdict(finding) for finding in findings])
+    else:
+        emit(describe(findings))
+    return 1 if any(finding.level == FAIL for finding in findings) else 0
+
+
+def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Finding]:
+    """All findings, in the order they are shown."""
+    valid, config = checks.configuration(path)
+    address = endpoint or (config.endpoint[0] if config.endpoint else choose_endpoint(None, config.gpu))
+    findings = [Finding("gpumux", OK, f"{__version__}, Python {platform.python_version()}")]
+    findings += [valid, checks.gpu(), checks.cpu(), checks.torch()]
+    findings += [*checks.shared_memory(), checks.temp_dir(), *checks.limits(), *checks.cgroup()]
+    if address.startswith("ipc://"):
+        findings += checks.runtime_dir(Path(address.removeprefix("ipc://")).parent)
+    findings.append(daemon(address, timeout))
+    return findings
+
+
+def daemon(address: str, timeout: float) -> Finding:
+    """Whether a daemon answers there, and whether it is of this version."""
+    if address.startswith("ipc://") and not Path(address.removeprefix("ipc://")).exists():
+        return Finding("daemon", OK, f"none at {address} (start one with `gpumux serve`)")
+    try:
+        with Control(address, timeout) as control:
+            body = control.status()
+    except GpumuxError as error:
+        return Finding("daemon", WARN, error.message, error.remedy or "start it with `gpumux serve`")
+    version = body["daemon"]["version"]
+    detail = f"gpumux {version} at {address}, device {body['device']['name']}"
+    if version != __version__:
+        return Finding(
+            "daemon", WARN, detail, f"this command is {__version__}: restart the daemon or install {version}"
+        )
+    return Finding("daemon", OK, detail)
+
+
+def describe(findings: list[Finding]) -> str:
+    """One line a finding, and a remedy under what isn't well."""
+    width = max(len(finding.name) for finding in findings)
+    lines: list[str] = []
+    for finding in findings:
+        lines.append(f"{finding.level:<4}  {finding.name.ljust(width)}  {finding.detail}")
+        if finding.remedy:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.remedy}")
+    counts = {level: sum(f.level == level for f in findings) for level in (WARN, FAIL)}
+    lines.append(f"{counts[FAIL]} failed, {counts[WARN]} warnings")
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+"""`gpumux jobs`: list them, or pause, resume or stop one."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from gpumux.cli.control import Control
+from gpumux.cli.text import duration, emit, emit_json, printable, size, table
+from gpumux.errors import UnknownJob
+
+_DONE = {"pause": "paused", "resume": "resumed", "stop": "stopping"}
+
+
+def run(args: argparse.Namespace) -> int:
+    with Control(args.endpoint, args.timeout) as control:
+        jobs = control.status()["jobs"]
+        if args.verb == "list":
+            if args.json:
+                emit_json(jobs)
+            else:
+                emit(job_table(jobs) if jobs else "no jobs")
+            return 0
+        job = find(jobs, args.job)
+        control.change(args.verb, job["job"], drain=args.drain)
+    if args.json:
+        emit_json({"job": job["job"], "short": job["short"], "verb": args.verb})
+    else:
+        emit(f"{job['short']} ({printable(job['name'])}) {_DONE[args.verb]}")
+    return 0
+
+
+def find(jobs: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
+    """The one job `wanted` stands for. Raises UnknownJob when none or several fit."""
+    for exact in ("job", "short"):
+        for job in jobs:
+            if job[exact] == wanted:
+                return job
+    named = [job for job in jobs if job["name"] == wanted]
+    found = named or [job for job in jobs if job["job"].startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UnknownJob(f"no job {wanted!r}", "`gpumux jobs` lists them")
+    short = ", ".join(job["short"] for job in found)
+    raise UnknownJob(f"{wanted!r} stands for {len(found)} jobs", f"name one of {short}")
+
+
+def job_table(jobs: list[dict[str, Any]]) -> str:
+    """The table both `jobs` and `status` print."""
+    header = ("JOB", "NAME", "UID", "PRIORITY", "STATE", "STEPS", "FAILED", "QUEUED", "DEVICE", "MEMORY")
+    rows = [
+        (
+            job["short"],
+            printable(job["name"])[:32],
+            str(job["uid"]),
+            job["priority"],
+            job["state"],
+            str(job["steps_done"]),
+            str(job["steps_failed"]),
+            str(job["queued"]),
+            duration(job["device_busy_s"]),
+            size(job["memory_bytes"]),
+        )
+        for job in jobs
+    ]
+    return table(header, rows)

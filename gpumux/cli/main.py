@@ -1,0 +1,156 @@
+"""The `gpumux` command. Nothing here imports torch, so that every --help is quick.
+
+Exit codes: 0 done, 1 a check or request failed, 64 wrong usage, 70 an error inside gpumux,
+75 the endpoint or device is taken, 78 the configuration is wrong (sysexits.h has the names).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from gpumux import __version__, config
+from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
+
+EX_OK, EX_FAILED, EX_USAGE, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 64, 70, 75, 78
+
+_EXAMPLES = """\
+examples:
+  gpumux doctor                         what this machine offers and what is wrong with it
+  gpumux serve --gpu 0                  own GPU 0 until told to stop
+  gpumux serve --device cpu --threads 1
+  gpumux status                         the daemon, its device and its jobs
+  gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
+"""
+_SERVE = """\
+Settings come from the --config file, then GPUMUX_* variables, then these flags; the last one wins.
+GPUMUX_METRICS_PORT=off and --metrics-port off mean the same.
+
+examples:
+  gpumux serve                                     the GPU if there is one, else the CPU (it says which)
+  gpumux serve --device cpu --threads 1
+  gpumux serve --config gpumux.toml --policy fifo
+  gpumux serve --endpoint ipc:///run/gpumux/0/gpu0.sock --metrics-port 0
+
+exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 75 endpoint or device taken, 78 wrong configuration
+"""
+_JOBS = """\
+JOB is a job's id, the beginning of one, its short id (j3) or its name, if only one job has it.
+A job can be changed by its owner and by root, and is seen by all.
+
+examples:
+  gpumux jobs                           list them
+  gpumux jobs pause j3                  starts no further piece; what is on the device finishes
+  gpumux jobs resume j3
+  gpumux jobs stop j3 --drain           answer what was submitted, then close
+  gpumux jobs list --json
+"""
+_DOCTOR = """\
+Every line is ok, warn or fail; what isn't ok says how to mend it. Exits with 1 when something fails.
+
+examples:
+  gpumux doctor
+  gpumux doctor --config gpumux.toml --json
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but wrong usage exits with EX_USAGE."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(EX_USAGE, f"{self.prog}: error: {message}\n")
+
+
+def _add(subparsers: argparse._SubParsersAction[_Parser], name: str, meaning: str, epilog: str = "") -> _Parser:
+    return subparsers.add_parser(
+        name,
+        help=meaning,
+        description=meaning[0].upper() + meaning[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _settings(parser: argparse.ArgumentParser) -> None:
+    """One flag for each setting an operator changes from day to day; the rest is for the file."""
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="TOML file with settings (also GPUMUX_CONFIG)")
+    add("--gpu", metavar="N", help="index of the GPU to own (default 0)")
+    add("--device", metavar="|".join(config.DEVICES), help="what runs the work (default auto)")
+    add("--endpoint", metavar="URL", action="append", help="ipc://PATH or tcp://HOST:PORT; may be given again")
+    add("--policy", metavar="|".join(config.POLICIES), help="who runs next (default paced)")
+    add("--threads", metavar="N", help="intra-op threads a piece on the CPU")
+    add("--metrics-host", metavar="ADDRESS", help="address of /metrics (default 127.0.0.1)")
+    add("--metrics-port", metavar="N", help="port of /metrics (default 9402); 0 picks one, off serves none")
+    add("--state-dir", metavar="DIR", help="directory for what must outlive the process")
+    add("--log-level", metavar="LEVEL", help="|".join(config.LOG_LEVELS))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = _Parser(
+        prog="gpumux",
+        description="Let many PyTorch jobs share one device without the important one noticing.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gpumux {__version__}")
+    subparsers: argparse._SubParsersAction[_Parser] = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    serve = _add(subparsers, "serve", "run the daemon that owns a device", _SERVE)
+    _settings(serve)
+
+    status = _add(subparsers, "status", "show the daemon, its device and its jobs")
+    jobs = _add(subparsers, "jobs", "list jobs, or pause, resume or stop one", _JOBS)
+    jobs.add_argument("verb", nargs="?", choices=["list", "pause", "resume", "stop"], default="list")
+    jobs.add_argument("job", nargs="?", metavar="JOB", help="which job (all verbs but list)")
+    jobs.add_argument("--drain", action="store_true", help="stop: answer what was submitted first")
+    doctor = _add(subparsers, "doctor", "say what this machine offers and what is wrong with it", _DOCTOR)
+    doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
+    version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
+    for sub in (status, jobs, doctor):
+        sub.add_argument("--endpoint", metavar="URL", help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)")
+        sub.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait for it")
+    for sub in (status, jobs, doctor, version):
+        sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    return parser
+
+
+def exit_code(error: GpumuxError) -> int:
+    """What a process that ends with `error` returns."""
+    if isinstance(error, ConfigError):
+        return EX_CONFIG
+    return EX_TEMPFAIL if isinstance(error, EndpointBusy) else EX_FAILED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit code; errors become one line on stderr."""
+    parser = build_parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed what it had to say
+        return int(stop.code or 0)
+    if args.command == "jobs" and (args.verb == "list") != (args.job is None):
+        need = "takes no JOB" if args.verb == "list" else "needs a JOB"
+        sys.stderr.write(f"gpumux jobs: error: {args.verb} {need}\n")
+        return EX_USAGE
+    try:
+        return int(import_module(f"gpumux.cli.{args.command}").run(args))
+    except GpumuxError as error:
+        remedy = f"\n  {error.remedy}" if error.remedy else ""
+        sys.stderr.write(f"gpumux: {error.message}{remedy}\n")
+        return exit_code(error)
+    except BrokenPipeError:  # `gpumux status | head` is no error; spare the interpreter its own complaint
+        sys.stderr.close()
+        return EX_OK
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Tables and quantities as people read them. Scripts use --json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be, two spaces apart, no rules."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def size(nbytes: int) -> str:
+    """Bytes with a binary unit: 1536 -> "1.5 KiB"."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 90 -> "1m30s"."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def printable(text: str) -> str:
+    """Other people's text without control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def emit(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def emit_json(body: Any) -> None:
+    emit(json.dumps(body, indent=2, sort_keys=True, default=str))

@@ -1,0 +1,101 @@
+"""Device events to core events, with what the daemon has to do in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpumux.core import events as ev
+from gpumux.daemon.books import JobRecord, ProgramRecord, aligned_total
+from gpumux.daemon.desk import Desk, as_fault, log
+from gpumux.daemon.requests import start_load
+from gpumux.device import contract as dev
+from gpumux.errors import AdmissionRefused, GpumuxError
+from gpumux.model import Fault, Footprint
+from gpumux.program.ir import ALIGN
+from gpumux.program.outline import outline
+
+
+class Completions:
+    """Handles every event a device may report."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._books = desk.books
+        feed = desk.feed
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            dev.LaunchDone: lambda e: feed(ev.PieceDone(e.launch, e.started, e.ended)),
+            dev.LaunchFailed: lambda e: feed(ev.PieceFailed(e.launch, e.fault)),
+            dev.Recut: lambda e: feed(ev.ProgramReady(e.job, e.program, e.cut, e.pieces)),
+            dev.TransferDone: lambda e: feed(ev.TransferEnded(e.job, e.transfer, e.fault)),
+            dev.JobLost: lambda e: feed(ev.JobDied(e.job, e.fault)),
+            dev.JobUnloaded: lambda e: feed(ev.JobReleased(e.job)),
+            dev.ProgramChecked: self._checked,
+            dev.ProgramLoaded: self._loaded,
+            dev.ProgramRefused: self._refused,
+        }
+
+    def handle(self, event: dev.DeviceEvent) -> None:
+        self._handlers[type(event)](event)
+
+    def _program(self, event: Any) -> tuple[JobRecord, ProgramRecord] | None:
+        """The records an event is about, or None when the job ended while the device was at it."""
+        job = self._books.jobs.get(event.job)
+        program = job.programs.get(event.program) if job is not None else None
+        return (job, program) if job is not None and program is not None and not job.over else None
+
+    def _checked(self, event: dev.ProgramChecked) -> None:
+        found = self._program(event)
+        if found is None:
+            return
+        job, program = found
+        program.slot_bytes = event.footprint.slot_bytes
+        # A program that runs on the state of the job's earlier ones adds only what it asks for anew.
+        state_bytes = aligned_total(program.new_buffers, ALIGN)
+        footprint = Footprint(state_bytes, event.footprint.transient_bytes, event.footprint.slot_bytes)
+        try:
+            self._check_user(job, footprint, program.slots)
+            if job.session.inline:
+                program.outline = outline(program.encoded)
+        except GpumuxError as error:
+            self._drop(job, program, as_fault(error))
+            return
+        program.offered = True
+        log.info(
+            "job %s: program %d checked, %d operators, %s", job.short, program.id, event.op_count, event.content_hash
+        )
+        self._desk.feed(ev.ProgramOffered(job.id, program.id, footprint))
+
+    def _check_user(self, job: JobRecord, footprint: Footprint, slots: int) -> None:
+        limit = self._desk.config.max_bytes_per_user
+        if not limit:
+            return
+        held = self._desk.user_bytes(job.session.peer.uid)
+        asked = footprint.state_bytes + footprint.transient_bytes + slots * footprint.slot_bytes
+        if held + asked > limit:
+            raise AdmissionRefused(
+                f"{asked} bytes more than the {held} you hold would pass the {limit} one user may have",
+                "close a job, use a smaller batch, or ask for a larger max_bytes_per_user",
+            )
+
+    def _loaded(self, event: dev.ProgramLoaded) -> None:
+        if self._program(event) is not None:
+            self._desk.feed(ev.ProgramReady(event.job, event.program, 0, event.pieces))
+
+    def _refused(self, event: dev.ProgramRefused) -> None:
+        found = self._program(event)
+        if found is None:
+            return
+        job, program = found
+        if program.offered:
+            self._desk.feed(ev.ProgramDropped(event.job, event.program, event.fault))
+        else:
+            self._drop(job, program, event.fault)
+
+    def _drop(self, job: JobRecord, program: ProgramRecord, fault: Fault) -> None:
+        """Refuse a program the core has not heard of."""
+        del job.programs[program.id]
+        self._desk.refuse(job.session, program.ref, fault)
+        if job.loading is program:
+            job.loading = None
+            start_load(self._desk, job)

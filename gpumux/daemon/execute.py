@@ -1,0 +1,251 @@
+"""Core commands to effects: on the device, on shared memory, and as answers to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpumux.core import commands as cmd
+from gpumux.core import events as ev
+from gpumux.daemon.books import JobRecord, ProgramRecord, StepRecord
+from gpumux.daemon.desk import Desk, as_fault, log
+from gpumux.daemon.requests import move, start_load
+from gpumux.daemon.segments import SharedSegment
+from gpumux.device.contract import Launch, Segment
+from gpumux.errors import GpumuxError
+from gpumux.model import Fault
+from gpumux.wire import messages as msg
+
+
+class Executor:
+    """Carries out each command once. Time-critical ones come first in the table."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._books = desk.books
+        self._device = desk.device
+        self.wake_at: float | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            cmd.LaunchPiece: self._launch,
+            cmd.FinishStep: self._finish_step,
+            cmd.FailStep: self._fail_step,
+            cmd.WakeAt: self._wake_at,
+            cmd.AcceptJob: self._accept_job,
+            cmd.RefuseJob: self._refuse_job,
+            cmd.AcceptProgram: self._accept_program,
+            cmd.RefuseProgram: self._refuse_program,
+            cmd.AnnounceProgram: self._announce_program,
+            cmd.StartTransfer: self._start_transfer,
+            cmd.FinishTransfer: self._finish_transfer,
+            cmd.UnloadJob: self._unload_job,
+            cmd.CloseJob: self._close_job,
+            cmd.ForgetJob: self._forget_job,
+        }
+
+    def execute(self, command: cmd.Command) -> None:
+        self._handlers[type(command)](command)
+
+    # ---- steps
+
+    def _launch(self, c: cmd.LaunchPiece) -> None:
+        job = self._books.jobs[c.job]
+        step = job.steps[c.step]
+        self._device.launch(
+            Launch(c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream)
+        )
+        self._desk.metrics.launched(job.spec.priority)
+
+    def _finish_step(self, c: cmd.FinishStep) -> None:
+        job = self._books.jobs[c.job]
+        step = self._take_step(job, c.step)
+        times = c.times
+        frames = _results(step) if job.session.inline else ()
+        self._desk.reply(
+            job.session,
+            msg.StepDone(c.job, c.step, times.queue_s, times.device_s, times.total_s, len(frames)),
+            frames,
+        )
+        self._desk.metrics.step_done(job.spec.priority, times)
+
+    def _fail_step(self, c: cmd.FailStep) -> None:
+        job = self._books.jobs[c.job]
+        self._take_step(job, c.step)
+        fault = c.fault
+        self._desk.reply(job.session, msg.StepFailed(c.job, c.step, fault.code, fault.message, fault.remedy))
+        self._desk.metrics.step_failed(fault.code)
+
+    def _take_step(self, job: JobRecord, step: Any) -> StepRecord:
+        """The step is answered: its slot is free again."""
+        record = job.steps.pop(step)
+        del record.program.busy[record.slot]
+        return record
+
+    def _wake_at(self, c: cmd.WakeAt) -> None:
+        self.wake_at = c.when if self.wake_at is None else min(self.wake_at, c.when)
+
+    # ---- jobs
+
+    def _accept_job(self, c: cmd.AcceptJob) -> None:
+        session = self._books.sessions.get(c.session)
+        asked = self._books.opening.pop((c.session, c.job), None)
+        if session is None or asked is None:
+            return  # the client is gone; the core hears of it next
+        ref, spec = asked
+        if c.fresh:
+            job = self._books.add_job(c.job, session, spec)
+            self._device.open_job(c.job, spec)
+            self._desk.metrics.job_opened(spec.priority)
+            log.info(
+                "job %s: %r opened by uid %d, priority %s", job.short, spec.name, session.peer.uid, spec.priority.name
+            )
+        self._desk.reply(session, msg.JobOpened(ref, c.job))
+
+    def _refuse_job(self, c: cmd.RefuseJob) -> None:
+        session = self._books.sessions.get(c.session)
+        asked = self._books.opening.pop((c.session, c.job), None)
+        if session is not None and asked is not None:
+            self._desk.refuse(session, asked[0], c.fault)
+
+    def _unload_job(self, c: cmd.UnloadJob) -> None:
+        self._books.jobs[c.job].unloading = True
+        self._device.unload(c.job)
+
+    def _close_job(self, c: cmd.CloseJob) -> None:
+        job = self._books.jobs[c.job]
+        job.over = True
+        fault = c.fault or Fault("", "", "")
+        if c.fault is not None:
+            self._desk.metrics.job_failed(fault.code)
+            log.warning("job %s: failed (%s): %s", job.short, fault.code, fault.message)
+        else:
+            log.info("job %s: closed", job.short)
+        self._refuse_waiting(job, fault)
+        self._desk.reply(job.session, msg.JobEnded(c.job, fault.code, fault.message, fault.remedy))
+
+    def _refuse_waiting(self, job: JobRecord, fault: Fault) -> None:
+        """Requests of an ended job that nobody else will answer."""
+        ended = fault if fault.code else Fault("job_closed", "the job was closed", "open a new one")
+        job.waiting.clear()
+        job.loading = None
+        for program in [program for program in job.programs.values() if not program.announced]:
+            self._drop_program(job, program)
+            self._desk.refuse(job.session, program.ref, ended)
+        for transfer in [transfer for transfer in job.transfers.values() if not transfer.asked]:
+            transfer.refused = True
+            self._desk.refuse(job.session, transfer.ref, ended)
+
+    def _forget_job(self, c: cmd.ForgetJob) -> None:
+        job = self._books.forget_job(c.job)
+        if job is not None:
+            log.debug("job %s: nothing of it is left", job.short)
+
+    # ---- programs
+
+    def _accept_program(self, c: cmd.AcceptProgram) -> None:
+        job = self._books.jobs[c.job]
+        program = job.programs[c.program]
+        try:
+            self._desk.segments.create(
+                program.slots * program.slot_bytes,
+                f"data-{job.short}-{program.id}",
+                lambda made: self._load(job, program, made),
+            )
+        except GpumuxError as error:
+            self._desk.feed(ev.ProgramDropped(c.job, c.program, as_fault(error)))
+
+    def _load(self, job: JobRecord, program: ProgramRecord, made: SharedSegment | GpumuxError) -> None:
+        """The data segment is there, or can't be had."""
+        if isinstance(made, GpumuxError):
+            self._desk.feed(ev.ProgramDropped(job.id, program.id, as_fault(made)))
+            return
+        if job.unloading or job.programs.get(program.id) is not program:
+            made.close()  # the job ended meanwhile
+            return
+        program.segment = made
+        self._device.load_program(
+            job.id,
+            program.id,
+            program.encoded,
+            program.new_buffers,
+            program.binding,
+            Segment(made.fd, made.nbytes),
+            program.slots,
+        )
+
+    def _refuse_program(self, c: cmd.RefuseProgram) -> None:
+        job = self._books.jobs[c.job]
+        program = job.programs[c.program]
+        self._drop_program(job, program)
+        log.info("job %s: program %d refused (%s): %s", job.short, c.program, c.fault.code, c.fault.message)
+        self._desk.refuse(job.session, program.ref, c.fault)
+        self._next_load(job, program)
+
+    def _drop_program(self, job: JobRecord, program: ProgramRecord) -> None:
+        del job.programs[program.id]
+        if program.segment is not None:
+            program.segment.close()
+
+    def _announce_program(self, c: cmd.AnnounceProgram) -> None:
+        job = self._books.jobs[c.job]
+        program = job.programs[c.program]
+        program.announced = True
+        program.encoded = b""
+        job.buffers.extend(program.new_buffers)
+        self._desk.metrics.programs_loaded.inc()
+        assert program.segment is not None  # made before the device was asked to load
+        number = 0 if job.session.inline else self._desk.hand_over(job.session, program.segment)
+        self._desk.reply(
+            job.session,
+            msg.ProgramLoaded(program.ref, c.job, c.program, number, program.slots, program.slot_bytes, []),
+        )
+        self._next_load(job, program)
+
+    def _next_load(self, job: JobRecord, program: ProgramRecord) -> None:
+        if job.loading is program:
+            job.loading = None
+            start_load(self._desk, job)
+
+    # ---- transfers
+
+    def _start_transfer(self, c: cmd.StartTransfer) -> None:
+        job = self._books.jobs[c.job]
+        transfer = job.transfers[c.transfer]
+        transfer.due = True
+        if transfer.refused:
+            no_room = Fault("admission_refused", "there was no memory to stage it", "transfer fewer buffers at a time")
+            self._desk.feed(ev.TransferEnded(c.job, c.transfer, no_room))
+        else:
+            move(self._desk, job, c.transfer, transfer)
+
+    def _finish_transfer(self, c: cmd.FinishTransfer) -> None:
+        job = self._books.jobs[c.job]
+        transfer = job.transfers.pop(c.transfer)
+        if transfer.refused:
+            return  # the refusal was its answer
+        transfer.refused = True  # for a segment still in the making
+        fault = c.fault or Fault("", "", "")
+        frames: tuple[bytes, ...] = ()
+        segment = transfer.segment
+        if segment is None:  # the job ended before there was one
+            self._desk.refuse(job.session, transfer.ref, fault)
+            return
+        if c.fault is None:
+            self._desk.metrics.transferred(transfer.push, transfer.nbytes)
+            if job.session.inline and not transfer.push:
+                frames = (segment.read(0, transfer.nbytes),)
+        segment.close()
+        self._desk.reply(
+            job.session,
+            msg.TransferDone(c.job, c.transfer, fault.code, fault.message, fault.remedy, len(frames)),
+            frames,
+        )
+
+
+def _results(step: StepRecord) -> tuple[bytes, ...]:
+    """The results of an answered step, for a client without shared memory."""
+    program = step.program
+    assert program.outline is not None  # set when an inline session's program was checked
+    assert program.segment is not None
+    base = step.slot * program.slot_bytes
+    places = zip(program.outline.layout.results, program.outline.result_bytes, strict=True)
+    return tuple(program.segment.read(base + offset, nbytes) for offset, nbytes in places)

@@ -1,0 +1,286 @@
+"""The dispatch loop: the one place where core, wire and device meet.
+
+    wait -> device events -> client messages -> finished side work -> core -> commands -> wait
+
+Device events go first: a completed piece frees room for the next, and nothing a client says is as
+urgent. Every event is handed to the core as soon as it exists, and its commands are carried out
+before the next, so state never runs ahead of what was done. One pass takes a bounded number of
+messages (wire/limits.py), so a flood delays a completion by no more than that.
+
+Everything here runs on one thread. `wake` and `stop` alone may be called from others (and from signal
+handlers). An exception that gets out of `run` is a bug: the daemon ends, loudly (daemon/serve.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import zmq
+
+from gpumux.config import Config
+from gpumux.core import events as ev
+from gpumux.core.config import CoreConfig
+from gpumux.core.machine import Core
+from gpumux.daemon import report
+from gpumux.daemon.books import SessionRecord
+from gpumux.daemon.completions import Completions
+from gpumux.daemon.desk import Desk, log
+from gpumux.daemon.execute import Executor
+from gpumux.daemon.offload import Offload
+from gpumux.daemon.requests import Requests
+from gpumux.daemon.segments import Segments
+from gpumux.device.contract import Device
+from gpumux.metrics.collector import Figures, SnapshotBox
+from gpumux.metrics.registry import Metrics
+from gpumux.wire import router as wire
+from gpumux.wire.messages import Leaving
+
+IDLE_GC_S = 0.25  # nothing to do for this long: a good moment for a full collection
+BUSY_GC_S = 10.0  # never idle for this long: a young collection, which is short
+MAX_WAIT_S = 1.0
+
+
+class Wakeup:
+    """An eventfd that makes the loop's poll return; safe from any thread and from signal handlers."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._open = True
+
+    def set(self) -> None:
+        if self._open:
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass  # nobody called since the last time
+
+    def close(self) -> None:
+        self._open = False
+        os.close(self.fd)
+
+
+class Loop:
+    """Runs a daemon whose parts are open. `identity` is what GetStatus says of it."""
+
+    def __init__(
+        self,
+        identity: report.Identity,
+        router: wire.Router,
+        device: Device,
+        metrics: Metrics,
+        shared_limit: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config = identity.config
+        self._clock = clock
+        self._router = router
+        self._device = device
+        self._metrics = metrics
+        self._identity = identity
+        self._wakeup = Wakeup()
+        self._offload = Offload(self._wakeup.set)
+        self.core = Core(core_config(config))
+        self.segments = Segments(shared_limit, self._offload)
+        self.desk = Desk(config, router, device, self.segments, metrics, self.core)
+        self.snapshots = SnapshotBox(self._wakeup.set)
+        self._requests = Requests(self.desk, self.status)
+        self._completions = Completions(self.desk)
+        self._executor = Executor(self.desk)
+        self._poller = zmq.Poller()
+        self._device_fds: frozenset[int] = frozenset()
+        self._stop_reason: str | None = None
+        self._leave_by = inf
+        self._next_gc = inf
+        self._young_gc = inf
+        self._next_call = inf
+        self.every_s = inf
+        self.on_time: Callable[[], None] = _nothing
+        for fd in [*router.fds(), self._wakeup.fd]:
+            self._poller.register(fd, zmq.POLLIN)
+        self.desk.feed(ev.DeviceOpened(identity.device))
+        self._settle(self._clock())
+
+    # ---- from other threads and signal handlers
+
+    def wake(self) -> None:
+        """Make the loop take a turn soon."""
+        self._wakeup.set()
+
+    def stop(self, reason: str) -> None:
+        """Leave: tell every client, unload every job, then return from `run`."""
+        self._stop_reason = self._stop_reason or reason
+        self._wakeup.set()
+
+    def call_every(self, seconds: float, on_time: Callable[[], None]) -> None:
+        """Have the loop call `on_time` about every `seconds`, as long as it turns (a watchdog)."""
+        self.every_s, self.on_time, self._next_call = seconds, on_time, self._clock()
+
+    # ---- the loop
+
+    def run(self) -> None:
+        """Serve until `stop`. Jobs that don't let go of the device in `drain_s` are left behind."""
+        while not (self.core.drained or self._clock() >= self._leave_by):
+            self.turn(self._wait())
+
+    def turn(self, messages: bool = True) -> None:
+        """Handle everything that is ready, and all that follows from it. `messages` False: the
+        poll saw nothing from clients, so don't ask for any."""
+        now = self._clock()
+        for event in self._device.poll():
+            self._completions.handle(event)
+            self._settle(now)
+        if messages:
+            for arrival in self._router.receive(now):
+                self._arrived(arrival, now)
+                self._settle(now)
+        if now >= self._router.next_deadline(now):
+            for arrival in self._router.expire(now):
+                self._arrived(arrival, now)
+                self._settle(now)
+        self._seldom(now)
+        if self.desk.events:
+            self._settle(now)
+        self._metrics.loop_busy.inc(max(0.0, self._clock() - now))
+
+    def _seldom(self, now: float) -> None:
+        """What most turns have nothing of."""
+        self._offload.collect()
+        if self._executor.wake_at is not None and now >= self._executor.wake_at:
+            self._executor.wake_at = None
+            self.desk.feed(ev.Tick())
+        if self._stop_reason is not None and self._leave_by == inf:
+            self._leave(self._stop_reason, now)
+        if self.snapshots.wanted():
+            self.snapshots.publish(self.figures())
+        if now >= self._next_call:
+            self._next_call = now + self.every_s
+            self.on_time()
+
+    def _wait(self) -> bool:
+        """Wait until something is ready; whether clients may have sent something."""
+        fds = self._device.filenos()
+        if self._device_fds.symmetric_difference(fds):
+            self._follow(frozenset(fds))
+        now = self._clock()
+        until = min(self._router.next_deadline(now), self._leave_by, self._next_gc, self._next_call, now + MAX_WAIT_S)
+        if self._executor.wake_at is not None:
+            until = min(until, self._executor.wake_at)
+        # Rounded up to poll's milliseconds: returning just before a deadline would spin until it.
+        ready = self._poller.poll(int((until - now) * 1000.0 + 0.999) if until > now else 0)
+        messages = False
+        for source, _ in ready:
+            if source == self._wakeup.fd:
+                self._wakeup.clear()
+            elif source not in self._device_fds:
+                messages = True
+        self._collect_garbage(bool(ready))
+        return messages
+
+    def _follow(self, fds: frozenset[int]) -> None:
+        """Poll the device's descriptors as they are now."""
+        for fd in self._device_fds - fds:
+            self._poller.unregister(fd)
+        for fd in fds - self._device_fds:
+            self._poller.register(fd, zmq.POLLIN)
+        self._device_fds = fds
+
+    def _collect_garbage(self, busy: bool) -> None:
+        """The collector is off (daemon/serve.py): a full one takes longer than many steps. It runs
+        when nobody waits for the loop, and on young objects alone when that never happens."""
+        if not busy and self._clock() < self._next_gc:
+            return
+        now = self._clock()
+        if busy:
+            self._next_gc = now + IDLE_GC_S
+            if now >= self._young_gc:
+                self._young_gc = now + BUSY_GC_S
+                gc.collect(0)
+        else:
+            gc.collect()
+            self._next_gc, self._young_gc = inf, now + BUSY_GC_S
+
+    def _settle(self, now: float) -> None:
+        """Let the core see every event that waits, and do what it says, until nothing is left."""
+        events, execute = self.desk.events, self._executor.execute
+        handle = self.core.handle
+        while events:
+            for command in handle(events.popleft(), now):
+                execute(command)
+
+    # ---- sessions
+
+    def _arrived(self, arrival: wire.Arrival, now: float) -> None:
+        if type(arrival) is wire.Incoming:
+            self._metrics.received(arrival.message)
+            session = self.desk.books.sessions.get(arrival.session)
+            if session is not None:
+                self._requests.handle(session, arrival.message, arrival.frames)
+        elif type(arrival) is wire.Opened:
+            self._opened(arrival, now)
+        elif type(arrival) is wire.Closed:
+            self._closed(arrival)
+
+    def _opened(self, arrival: wire.Opened, now: float) -> None:
+        record = SessionRecord(arrival.session, arrival.peer, arrival.inline, now)
+        self.desk.books.sessions[arrival.session] = record
+        self._metrics.sessions_opened.inc()
+        log.info("session %s: %s of uid %d, pid %d", record.id, arrival.hello.role, arrival.peer.uid, arrival.peer.pid)
+        self.desk.feed(ev.SessionOpened(record.id, record.peer))
+
+    def _closed(self, arrival: wire.Closed) -> None:
+        if self.desk.books.sessions.pop(arrival.session, None) is None:
+            return
+        if arrival.reason != wire.GOODBYE:
+            self._metrics.sessions_lost.inc()
+        log.info("session %s: over, %s", arrival.session, arrival.reason)
+        self.desk.feed(ev.SessionClosed(arrival.session, arrival.reason))
+
+    # ---- leaving
+
+    def _leave(self, reason: str, now: float) -> None:
+        log.info("leaving: %s", reason)
+        self._leave_by = now + self.desk.config.drain_s
+        for session in list(self.desk.books.sessions.values()):
+            self.desk.reply(session, Leaving(reason))  # first of all: their open calls end here
+        self.desk.feed(ev.DrainRequested(reason))
+
+    def close(self) -> None:
+        """Let go of everything the loop made; the router and the device are its owner's."""
+        self.snapshots.close()
+        self._offload.close()
+        for job in list(self.desk.books.jobs):
+            self.desk.books.forget_job(job)
+        self._wakeup.close()
+
+    # ---- what it says of itself
+
+    def status(self) -> dict[str, Any]:
+        """The body of GetStatus."""
+        return report.status(self._identity, self.core, self.desk.books, self.segments.used_bytes)
+
+    def figures(self) -> Figures:
+        """What the gauges show."""
+        return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes)
+
+
+def _nothing() -> None:
+    """No watchdog."""
+
+
+def core_config(config: Config) -> CoreConfig:
+    """The core's part of the daemon's configuration."""
+    return CoreConfig(
+        policy=config.policy,
+        max_jobs=config.max_jobs,
+        max_jobs_per_uid=config.max_jobs_per_user,
+        max_inflight=config.max_inflight,
+        max_programs_per_job=config.max_programs_per_job,
+    )

@@ -1,0 +1,145 @@
+"""What the daemon says about itself: the body of GetStatus, and the figures behind the gauges.
+
+GetStatus's body is a contract for scripts (`gpumux status --json`): fields may be added, not changed.
+
+daemon    {version, pid, endpoints, policy, started (Unix time), uptime_s, metrics_host, metrics_port
+          (0: off), leaving}
+device    {kind, name, torch_version, threads, parallel, memory_bytes}
+memory    bytes: {total_bytes, free_bytes, shared_bytes}
+sessions  how many clients are connected
+windows   by priority, as core/snapshot.py has it
+jobs      [{job, short, name, uid, pid, priority, weight, state, queued, running, outstanding,
+          memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago}]
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpumux import __version__
+from gpumux.config import Config
+from gpumux.core.machine import Core
+from gpumux.daemon.books import Books
+from gpumux.daemon.desk import Desk
+from gpumux.errors import UnknownJob
+from gpumux.metrics.collector import Figures, JobFigures
+from gpumux.model import DeviceInfo, JobId
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What stays the same while a daemon runs. `started` is Unix time."""
+
+    config: Config
+    endpoints: Sequence[str]
+    device: DeviceInfo
+    started: float
+    metrics_port: int = 0
+
+
+def state_of(job: dict[str, Any]) -> str:
+    """A job's state as one word: open, paused, draining or closing."""
+    return "paused" if job["paused"] and job["state"] == "open" else str(job["state"])
+
+
+def status(identity: Identity, core: Core, books: Books, shared_bytes: int) -> dict[str, Any]:
+    """The body of GetStatus."""
+    snapshot = core.snapshot()
+    config, device = identity.config, identity.device
+    memory = snapshot["memory"]
+    return {
+        "daemon": {
+            "version": __version__,
+            "pid": os.getpid(),
+            "endpoints": list(identity.endpoints),
+            "policy": config.policy,
+            "started": identity.started,
+            "uptime_s": max(0.0, time.time() - identity.started),
+            "metrics_host": config.metrics_host,
+            "metrics_port": identity.metrics_port,
+            "leaving": snapshot["leaving"] or "",
+        },
+        "device": {
+            "kind": device.kind,
+            "name": device.name,
+            "torch_version": device.torch_version,
+            "threads": device.threads,
+            "parallel": device.parallel,
+            "memory_bytes": device.memory_bytes,
+        },
+        "memory": {
+            "total_bytes": memory["capacity"] or 0,
+            "free_bytes": memory["free"] or 0,
+            "shared_bytes": shared_bytes,
+        },
+        "sessions": snapshot["sessions"],
+        "windows": snapshot["windows"],
+        "jobs": [_job(job, books, snapshot["now"]) for job in snapshot["jobs"]],
+    }
+
+
+def _job(job: dict[str, Any], books: Books, now: float) -> dict[str, Any]:
+    record = books.jobs.get(job["job"])
+    return {
+        "job": job["job"],
+        "short": record.short if record is not None else "",
+        "name": job["name"],
+        "uid": job["uid"],
+        "pid": job["pid"],
+        "priority": job["priority"],
+        "weight": job["weight"],
+        "state": state_of(job),
+        "queued": job["queued"],
+        "running": job["running"],
+        "outstanding": job["outstanding"],
+        "memory_bytes": job["memory"]["total"],
+        "device_busy_s": job["device_seconds"],
+        "steps_done": job["steps_done"],
+        "steps_failed": job["steps_failed"],
+        "programs": job["programs"],
+        "transfers": job["transfers"],
+        "opened_s_ago": max(0.0, now - job["opened"]),
+    }
+
+
+def job_stats(body: dict[str, Any], job: JobId) -> dict[str, Any]:
+    """One job's part of a status body. Raises UnknownJob when it has just ended."""
+    for entry in body["jobs"]:
+        if entry["job"] == job:
+            return dict(entry)
+    raise UnknownJob(f"job {job} has ended", "")
+
+
+def figures(identity: Identity, core: Core, desk: Desk, shared_bytes: int) -> Figures:
+    """The snapshot the metric gauges are made of."""
+    snapshot = core.snapshot()
+    memory, books = snapshot["memory"], desk.books
+    return Figures(
+        when=time.time(),
+        device=identity.device,
+        jobs=tuple(_figures(job, books) for job in snapshot["jobs"] if job["job"] in books.jobs),
+        sessions=snapshot["sessions"],
+        shared_bytes=shared_bytes,
+        device_total_bytes=memory["capacity"] or 0,
+        device_free_bytes=memory["free"] or 0,
+        protocol_errors={**desk.router.counters, "unexpected": desk.unexpected},
+    )
+
+
+def _figures(job: dict[str, Any], books: Books) -> JobFigures:
+    return JobFigures(
+        short=books.jobs[job["job"]].short,
+        name=job["name"],
+        uid=job["uid"],
+        priority=job["priority"],
+        state=state_of(job),
+        queued=job["queued"],
+        outstanding=job["outstanding"],
+        memory_bytes=job["memory"]["total"],
+        device_busy_s=job["device_seconds"],
+        steps_done=job["steps_done"],
+    )

@@ -1,0 +1,287 @@
+"""Client messages to core events: who may ask, whether the numbers make sense, what to remember.
+
+A handler either feeds events or answers; it raises GpumuxError to refuse, which the dispatcher sends
+back under the request's `ref`. Nothing a client sends reaches the core or the device unchecked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpumux.core import events as ev
+from gpumux.daemon.books import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
+from gpumux.daemon.desk import Desk, as_fault, log
+from gpumux.daemon.report import job_stats
+from gpumux.daemon.segments import SharedSegment
+from gpumux.device.contract import Segment
+from gpumux.errors import AdmissionRefused, GpumuxError, NotOwner, ProgramError, ProtocolError, UnknownJob
+from gpumux.model import JobId, JobSpec, Priority, ProgramId, StepId, TransferId
+from gpumux.program.ir import ALIGN
+from gpumux.wire import messages as msg
+
+MAX_TRANSFERS = 16  # of one job, asked for and not ended
+MAX_BUFFERS = 1_000_000  # state buffers of one job
+MAX_BUFFER_BYTES = 1 << 46
+UNKNOWN_UID = -1
+
+
+class Requests:
+    """Handles every message a client may send once its session is open."""
+
+    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]]) -> None:
+        self._desk = desk
+        self._books = desk.books
+        self._report = report
+        self._handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
+            msg.Step: self._step,
+            msg.OpenJob: self._open_job,
+            msg.LoadProgram: self._load_program,
+            msg.OpenTransfer: self._open_transfer,
+            msg.FillTransfer: self._fill_transfer,
+            msg.PauseJob: self._pause,
+            msg.ResumeJob: self._resume,
+            msg.CloseJob: self._close,
+            msg.JobStats: self._stats,
+            msg.GetStatus: self._status,
+        }
+
+    def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
+        """Act on one message. Whatever is wrong with it is answered or counted, never raised."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self._unexpected(session, f"a {type(message).__name__} is not for a daemon")
+            return
+        try:
+            handler(session, message, frames)
+        except GpumuxError as error:
+            if type(message) is msg.Step:
+                self._refuse_step(session, message, error)
+            else:
+                self._desk.refuse(session, message.ref, error)
+
+    def _unexpected(self, session: SessionRecord, why: str) -> None:
+        self._desk.unexpected += 1
+        log.info("session %s: %s", session.id, why)
+
+    # ---- who
+
+    def _own(self, session: SessionRecord, job: str) -> JobRecord:
+        """The session's own job: steps, programs and transfers are for the session that opened it."""
+        record = self._books.jobs.get(JobId(job))
+        if record is None:
+            raise UnknownJob(f"there is no job {job[:40]!r}", "it ended, or was never opened; open a new one")
+        if record.session is not session:
+            raise NotOwner("this job belongs to another session", "submit to the job this client opened")
+        return record
+
+    def _governed(self, session: SessionRecord, job: str) -> JobRecord:
+        """A job this peer may pause, resume or close: its own session's, its user's, or any for root."""
+        record = self._books.jobs.get(JobId(job))
+        if record is None:
+            raise UnknownJob(f"there is no job {job[:40]!r}", "`gpumux jobs` lists them")
+        uid = session.peer.uid
+        if record.session is session or uid == 0 or (uid != UNKNOWN_UID and uid == record.session.peer.uid):
+            return record
+        raise NotOwner(f"job {record.short} belongs to user {record.session.peer.uid}", "ask its owner, or root")
+
+    # ---- jobs
+
+    def _open_job(self, session: SessionRecord, m: msg.OpenJob, frames: Sequence[bytes]) -> None:
+        job = JobId(m.job)
+        record = self._books.jobs.get(job)
+        if record is not None and record.session is not session:
+            raise NotOwner("another session has a job with this id", "choose a fresh random id")
+        if (session.id, job) in self._books.opening:
+            raise ProtocolError("this job is being opened already", "wait for the answer")
+        spec = _spec(m)
+        self._books.opening[session.id, job] = m.ref, spec
+        self._desk.feed(ev.JobRequested(session.id, job, spec))
+
+    def _pause(self, session: SessionRecord, m: msg.PauseJob, frames: Sequence[bytes]) -> None:
+        self._desk.feed(ev.PauseRequested(self._governed(session, m.job).id))
+        self._desk.reply(session, msg.Done(m.ref))
+
+    def _resume(self, session: SessionRecord, m: msg.ResumeJob, frames: Sequence[bytes]) -> None:
+        self._desk.feed(ev.ResumeRequested(self._governed(session, m.job).id))
+        self._desk.reply(session, msg.Done(m.ref))
+
+    def _close(self, session: SessionRecord, m: msg.CloseJob, frames: Sequence[bytes]) -> None:
+        record = self._governed(session, m.job)
+        who = "its client" if record.session is session else f"user {session.peer.uid}"
+        log.info("job %s: close asked for by %s", record.short, who)
+        self._desk.feed(ev.CloseRequested(record.id, m.drain, f"closed by {who}"))
+        self._desk.reply(session, msg.Done(m.ref))
+
+    def _stats(self, session: SessionRecord, m: msg.JobStats, frames: Sequence[bytes]) -> None:
+        record = self._governed(session, m.job)
+        self._desk.reply(session, msg.Report(m.ref, job_stats(self._report(), record.id)))
+
+    def _status(self, session: SessionRecord, m: msg.GetStatus, frames: Sequence[bytes]) -> None:
+        self._desk.reply(session, msg.Report(m.ref, self._report()))
+
+    # ---- programs
+
+    def _load_program(self, session: SessionRecord, m: msg.LoadProgram, frames: Sequence[bytes]) -> None:
+        job = self._own(session, m.job)
+        if len(frames) != 1:
+            raise ProtocolError(f"LoadProgram with {len(frames)} payload frames", "send exactly one")
+        if m.program in job.programs:
+            raise ProgramError(f"program {m.program} exists already", "give each program of a job a new number")
+        if len(job.programs) >= self._desk.config.max_programs_per_job:
+            raise AdmissionRefused(
+                f"the job has {len(job.programs)} programs, which is the limit",
+                "close the job and open another, or raise max_programs_per_job",
+            )
+        record = ProgramRecord(
+            ProgramId(m.program), m.ref, bytes(frames[0]), tuple(m.new_buffers), tuple(m.binding), job.spec.max_inflight
+        )
+        _check_sizes(record.new_buffers, job)
+        job.programs[record.id] = record
+        # One at a time: a load that fails must not shift the buffers of the one behind it.
+        job.waiting.append(record)
+        start_load(self._desk, job)
+
+    # ---- steps
+
+    def _step(self, session: SessionRecord, m: msg.Step, frames: Sequence[bytes]) -> None:
+        job = self._books.jobs.get(JobId(m.job))
+        if job is None or job.session is not session:
+            job = self._own(session, m.job)
+        program = job.programs.get(ProgramId(m.program))
+        if program is None or not program.announced:
+            raise ProgramError(f"program {m.program} is not loaded", "wait for ProgramLoaded")
+        if m.slot >= program.slots:
+            raise ProtocolError(f"slot {m.slot} of {program.slots}", "use the slots ProgramLoaded gave")
+        if m.slot in program.busy:
+            raise ProtocolError(f"slot {m.slot} holds an unanswered step", "wait for its answer")
+        if m.step <= job.last_step:
+            raise ProtocolError(f"step {m.step} after step {job.last_step}", "number steps upwards")
+        if program.segment is None:
+            raise ProgramError(f"program {m.program} has no data segment", "load it again")
+        if frames or session.inline:
+            self._fill_slot(program, m.slot, frames)
+        step = StepId(m.step)
+        job.last_step = m.step
+        job.steps[step] = StepRecord(program, m.slot, tuple(m.scalars))
+        program.busy[m.slot] = step
+        self._desk.feed(ev.StepSubmitted(job.id, step, program.id))
+
+    def _fill_slot(self, program: ProgramRecord, slot: int, frames: Sequence[bytes]) -> None:
+        outline = program.outline
+        if outline is None or program.segment is None:
+            raise ProtocolError("inline inputs on a connection with shared memory", "write them into the slot")
+        if tuple(len(frame) for frame in frames) != outline.input_bytes:
+            raise ProtocolError(
+                f"inline inputs of {[len(frame) for frame in frames]} bytes, not {list(outline.input_bytes)}",
+                "send each input's storage as one frame",
+            )
+        base = slot * program.slot_bytes
+        for offset, frame in zip(outline.layout.inputs, frames, strict=True):
+            program.segment.write(base + offset, frame)
+
+    def _refuse_step(self, session: SessionRecord, m: msg.Step, error: GpumuxError) -> None:
+        """A step that was never submitted is answered too, unless its number belongs to one that was."""
+        self._desk.metrics.rejected(error.code)
+        job = self._books.jobs.get(JobId(m.job))
+        if job is not None and job.session is session and StepId(m.step) in job.steps:
+            self._unexpected(session, error.message)
+            return
+        self._desk.reply(session, msg.StepFailed(m.job, m.step, error.code, error.message, error.remedy))
+
+    # ---- transfers
+
+    def _open_transfer(self, session: SessionRecord, m: msg.OpenTransfer, frames: Sequence[bytes]) -> None:
+        job = self._own(session, m.job)
+        if m.transfer in job.transfers or m.transfer <= job.last_transfer:
+            raise ProtocolError(f"transfer {m.transfer} after {job.last_transfer}", "number transfers upwards")
+        if len(job.transfers) >= MAX_TRANSFERS:
+            raise AdmissionRefused(f"{len(job.transfers)} transfers are under way", "wait for one to end")
+        if len(set(m.buffers)) != len(m.buffers) or not all(b < len(job.buffers) for b in m.buffers):
+            raise ProtocolError(f"the job has {len(job.buffers)} buffers", "name each of them at most once")
+        nbytes = max(aligned_total([job.buffers[b] for b in m.buffers], ALIGN), ALIGN)
+        if session.inline and nbytes > self._desk.config.max_message_bytes:
+            raise AdmissionRefused(
+                f"{nbytes} bytes of state don't fit one message ({self._desk.config.max_message_bytes})",
+                "transfer fewer buffers at a time",
+            )
+        transfer = TransferId(m.transfer)
+        record = TransferRecord(m.ref, tuple(m.buffers), m.push, nbytes)
+        job.transfers[transfer] = record
+        try:
+            self._desk.segments.create(
+                nbytes, f"transfer-{job.short}", lambda made: self._staged(job, transfer, record, made)
+            )
+        except GpumuxError:
+            del job.transfers[transfer]
+            raise
+        job.last_transfer = m.transfer
+        if not m.push:  # its place among the job's steps is here, whenever the segment is ready
+            self._ask(job, transfer, record)
+
+    def _staged(
+        self, job: JobRecord, transfer: TransferId, record: TransferRecord, made: SharedSegment | GpumuxError
+    ) -> None:
+        """The staging segment is there, or can't be had."""
+        if isinstance(made, GpumuxError):
+            record.refused = True
+            self._desk.refuse(job.session, record.ref, made)
+            if not record.asked:
+                job.transfers.pop(transfer, None)
+            elif record.due:
+                self._desk.feed(ev.TransferEnded(job.id, transfer, as_fault(made)))
+            return
+        if job.over or record.refused:
+            made.close()
+            return
+        record.segment = made
+        number = 0 if job.session.inline else self._desk.hand_over(job.session, made)
+        self._desk.reply(job.session, msg.TransferSegment(record.ref, job.id, transfer, number, record.nbytes))
+        if record.due:
+            move(self._desk, job, transfer, record)
+
+    def _fill_transfer(self, session: SessionRecord, m: msg.FillTransfer, frames: Sequence[bytes]) -> None:
+        job = self._own(session, m.job)
+        record = job.transfers.get(TransferId(m.transfer))
+        if record is None or not record.push or record.asked or record.segment is None:
+            raise ProtocolError(f"transfer {m.transfer} waits for no data", "open it with push first")
+        if len(frames) != (1 if session.inline else 0):
+            raise ProtocolError(f"FillTransfer with {len(frames)} payload frames", "one on TCP, none otherwise")
+        if frames:
+            if len(frames[0]) != record.nbytes:
+                raise ProtocolError(f"{len(frames[0])} bytes, not {record.nbytes}", "send what TransferSegment said")
+            record.segment.write(0, frames[0])
+        self._ask(job, TransferId(m.transfer), record)
+
+    def _ask(self, job: JobRecord, transfer: TransferId, record: TransferRecord) -> None:
+        record.asked = True
+        self._desk.feed(ev.TransferRequested(job.id, transfer, record.push))
+
+
+def move(desk: Desk, job: JobRecord, transfer: TransferId, record: TransferRecord) -> None:
+    """Hand a transfer that is due to the device, once its segment exists."""
+    if record.segment is not None and not job.unloading:
+        desk.device.transfer(
+            job.id, transfer, record.buffers, Segment(record.segment.fd, record.segment.nbytes), record.push
+        )
+
+
+def start_load(desk: Desk, job: JobRecord) -> None:
+    """Let the job's next waiting program be checked, unless one is on its way."""
+    if job.loading is None and job.waiting and not job.over:
+        record = job.loading = job.waiting.popleft()
+        desk.device.check(job.id, record.id, record.encoded)
+
+
+def _spec(m: msg.OpenJob) -> JobSpec:
+    """The core checks ranges; this makes the types it counts on."""
+    if m.priority not in (Priority.LOW, Priority.HIGH):
+        raise ProtocolError(f"priority {m.priority}", "use 0 (low) or 1 (high)")
+    return JobSpec(m.name, Priority(m.priority), m.weight, m.max_slowdown, m.memory_limit, m.max_inflight, m.seed)
+
+
+def _check_sizes(sizes: Sequence[int], job: JobRecord) -> None:
+    if len(job.buffers) + len(sizes) > MAX_BUFFERS:
+        raise AdmissionRefused(f"more than {MAX_BUFFERS} state buffers", "merge small tensors")
+    if any(size < 0 or size > MAX_BUFFER_BYTES for size in sizes):
+        raise ProtocolError("a state buffer of an impossible size", "sizes are bytes")

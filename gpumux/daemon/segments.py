@@ -1,0 +1,101 @@
+"""The daemon's shared memory: data segments of programs and staging segments of transfers.
+
+Every segment is counted against `max_shared_bytes` before it is made and until it is closed. Making a
+large one touches every page of it, about 0.3 s a gigabyte, so that happens on a thread of its own
+(daemon/offload.py) while the loop goes on launching other jobs' pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from gpumux.daemon.offload import Offload
+from gpumux.errors import AdmissionRefused, GpumuxError
+from gpumux.wire.dataplane import Segment
+
+AT_ONCE_BYTES = 1 << 18  # made in well under a tenth of a millisecond; a thread would cost more
+
+
+class SharedSegment:
+    """A segment the daemon owns, under the number clients know it by."""
+
+    __slots__ = ("_release", "_segment", "number")
+
+    def __init__(self, number: int, segment: Segment, release: Callable[[int], None]) -> None:
+        self.number = number
+        self._segment = segment
+        self._release = release
+
+    @property
+    def fd(self) -> int:
+        return self._segment.fd
+
+    @property
+    def nbytes(self) -> int:
+        return self._segment.nbytes
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put a client's bytes in (inline sessions only: others write for themselves)."""
+        with self._segment.view() as view:
+            view[offset : offset + len(data)] = data
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Take bytes out, for a client that can't."""
+        with self._segment.view() as view:
+            return bytes(view[offset : offset + nbytes])
+
+    def close(self) -> None:
+        """Give the memory back, as far as the daemon is concerned. Idempotent."""
+        if self._segment.fd >= 0:
+            nbytes = self._segment.nbytes
+            self._segment.close()
+            self._release(nbytes)
+
+
+class Segments:
+    """Makes segments within a limit in bytes."""
+
+    def __init__(self, limit_bytes: int, offload: Offload) -> None:
+        self._limit = limit_bytes
+        self._offload = offload
+        self._numbers = count(1)
+        self.used_bytes = 0
+
+    def create(self, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None]) -> None:
+        """Make a segment of `nbytes` and call `then` with it, or with why there is none; at once
+        when it is small, else on a later pass of the loop. Raises AdmissionRefused over the limit."""
+        if self.used_bytes + nbytes > self._limit:
+            raise AdmissionRefused(
+                f"{nbytes} bytes of shared memory on top of {self.used_bytes} would pass the daemon's {self._limit}",
+                "use smaller batches or fewer in flight, or raise max_shared_bytes",
+            )
+        self.used_bytes += nbytes
+        if nbytes <= AT_ONCE_BYTES:
+            self._made(nbytes, then, *_attempt(nbytes, name))
+        else:
+            self._offload.submit(lambda: _attempt(nbytes, name), lambda made: self._made(nbytes, then, *made))
+
+    def _made(
+        self,
+        nbytes: int,
+        then: Callable[[SharedSegment | GpumuxError], None],
+        segment: Segment | None,
+        error: GpumuxError | None,
+    ) -> None:
+        if segment is None:
+            self._released(nbytes)
+            assert error is not None  # _attempt returns one of the two
+            then(error)
+        else:
+            then(SharedSegment(next(self._numbers), segment, self._released))
+
+    def _released(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+
+
+def _attempt(nbytes: int, name: str) -> tuple[Segment | None, GpumuxError | None]:
+    try:
+        return Segment.create(nbytes, name), None
+    except GpumuxError as error:
+        return None, error

@@ -1,0 +1,241 @@
+"""Start-up and shut-down of a daemon: open everything in order, serve, close it in reverse.
+
+Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 75 the endpoint is
+taken, 78 the configuration is wrong or the device can't be had. SIGTERM and SIGINT ask for a clean
+stop; a second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from gpumux import __version__
+from gpumux.config import Config
+from gpumux.daemon.loop import Loop
+from gpumux.daemon.report import Identity
+from gpumux.device import registry
+from gpumux.device.contract import Device
+from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
+from gpumux.metrics.collector import GaugeCollector
+from gpumux.metrics.registry import Metrics
+from gpumux.metrics.server import MetricsServer
+from gpumux.wire import endpoint as endpoints
+from gpumux.wire.curve import ServerCurve
+from gpumux.wire.limits import Limits
+from gpumux.wire.messages import FROM_CLIENT
+from gpumux.wire.router import Router
+
+EX_OK, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 70, 75, 78
+SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
+DRIVER = Path("/proc/driver/nvidia/version")
+
+log = logging.getLogger("gpumux.daemon")
+
+
+def run(config: Config) -> int:
+    """Serve until told to stop. Returns the exit code; errors are logged, one line each."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        with ExitStack() as stack:
+            serve(config, stack)
+    except EndpointBusy as error:
+        log.error("%s", error)
+        return EX_TEMPFAIL
+    except ConfigError as error:
+        log.error("%s", error)
+        return EX_CONFIG
+    except GpumuxError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return EX_SOFTWARE
+    except Exception:
+        # Half a daemon is worse than none: clients would wait for answers that never come.
+        log.critical("internal error, the daemon ends", exc_info=True)
+        return EX_SOFTWARE
+    return EX_OK
+
+
+def serve(config: Config, stack: ExitStack) -> None:
+    """Open, serve, and leave the closing to `stack`, which also runs when something goes wrong."""
+    started = time.time()
+    keep_crashes(config, stack)
+    texts = config.endpoint or (endpoints.default_endpoint(config.gpu),)
+    router = Router(texts, runtime_dir(texts, config.gpu), wire_limits(config), curve_keys(config))
+    reason = ["the daemon failed; see its log"]  # what clients hear unless it stops as asked
+    stack.callback(lambda: router.close(reason[0]))
+    device = open_device(config, stack)
+    router.device = asdict(device.info)
+    metrics = Metrics(FROM_CLIENT)
+    metrics.start_time.set(started)
+    server = serve_metrics(config, metrics, stack)
+    port = server.port if server is not None else 0
+    identity = Identity(config, router.addresses, device.info, started, port)
+    loop = Loop(identity, router, device.device, metrics, shared_limit(config))
+    stack.callback(loop.close)
+    metrics.registry.register(GaugeCollector(loop.snapshots.fetch, __version__))
+    if server is not None:
+        log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
+
+    def stop(why: str) -> None:
+        reason[0] = why
+        loop.stop(why)
+
+    stack.enter_context(stop_signals(stop))
+    stack.enter_context(quick_interpreter())
+    watch(loop)
+    log.info("gpumux %s serves %s at %s", __version__, device.info.name, ", ".join(router.addresses))
+    notify("READY=1")
+    loop.run()
+    notify("STOPPING=1")
+    log.info("stopped: %s", reason[0])
+
+
+class OpenDevice:
+    """An open device and what it said of itself."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.info = device.open()
+
+
+def open_device(config: Config, stack: ExitStack) -> OpenDevice:
+    """Choose and open the device, saying which and why."""
+    log.info("device: %s", choice(config.device))
+    device = registry.make(config.device, threads=config.threads, allow_ops=config.allow_ops)
+    stack.callback(device.close)
+    opened = OpenDevice(device)
+    info = opened.info
+    log.info(
+        "device: %s, %s, torch %s, %d threads a piece, %s pieces at once",
+        info.kind, info.name, info.torch_version, info.threads, info.parallel or "any number of",
+    )  # fmt: skip
+    return opened
+
+
+def choice(name: str, driver: Path = DRIVER) -> str:
+    """Which device `name` leads to, and why, in words."""
+    if name != "auto":
+        return f"{name}, as asked"
+    if driver.exists():
+        return "the CPU: there is an NVIDIA driver, but this version can't run work on a GPU yet"
+    return "the CPU: there is no NVIDIA driver on this machine"
+
+
+def runtime_dir(texts: tuple[str, ...], gpu: int) -> Path:
+    """Where the side channel lives: beside the first ipc endpoint, or in the default place."""
+    for text in texts:
+        path = endpoints.parse(text).path
+        if path is not None:
+            return path.parent
+    return endpoints.runtime_dir(gpu)
+
+
+def wire_limits(config: Config) -> Limits:
+    """The wire's part of the configuration."""
+    return Limits(
+        max_message_bytes=config.max_message_bytes,
+        max_sessions=config.max_sessions,
+        max_sessions_per_user=config.max_sessions_per_user,
+        heartbeat_s=config.heartbeat_s,
+        lease_s=config.lease_s,
+    )
+
+
+def curve_keys(config: Config) -> ServerCurve | None:
+    if not config.curve_secret_key:
+        return None
+    return ServerCurve(Path(config.curve_secret_key), Path(config.curve_client_keys))
+
+
+def shared_limit(config: Config) -> int:
+    """Bytes of shared memory the daemon may hold: as set, or half of the machine's memory."""
+    return config.max_shared_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def serve_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> MetricsServer | None:
+    if config.metrics_port < 0:
+        return None
+    server = MetricsServer(metrics.registry, config.metrics_host, config.metrics_port)
+    stack.callback(server.close)
+    return server
+
+
+def keep_crashes(config: Config, stack: ExitStack) -> None:
+    """Make the state directory, and have a crash of the interpreter leave its stacks there."""
+    if not config.state_dir:
+        faulthandler.enable()
+    else:
+        path = Path(config.state_dir)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            crashes = stack.enter_context((path / "crash.log").open("a"))
+        except OSError as error:
+            raise ConfigError(f"can't use the state directory {path}: {error.strerror}", "choose another") from error
+        faulthandler.enable(crashes)
+    stack.callback(faulthandler.disable)
+
+
+@contextmanager
+def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT stop the daemon; the second one is not waited for."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def first(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+        stop(f"the daemon got {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, first) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Settings of the whole process that the loop's latency depends on."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # the loop collects when it is idle
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
+
+
+def notify(state: str) -> None:
+    """Tell systemd (or whoever set NOTIFY_SOCKET). Nothing happens where nobody listens."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+        except OSError as error:
+            log.warning("can't tell NOTIFY_SOCKET %s %s: %s", address, state, error.strerror)
+
+
+def watch(loop: Loop) -> None:
+    """Feed systemd's watchdog from the loop itself, so that a stuck loop starves it."""
+    micros = os.environ.get("WATCHDOG_USEC", "")
+    if micros.isdigit() and int(micros) > 0:
+        loop.call_every(int(micros) / 2e6, lambda: notify("WATCHDOG=1"))
