@@ -1,0 +1,185 @@
+"""A high job's step time next to a greedy low one, under each policy, over its step time alone.
+
+Both jobs want the whole device: the daemon gets as many threads as there are cores, so it runs one
+piece at a time. The high job asks for a step, waits for its answer and asks for the next; the low
+job, in a process of its own, keeps as many steps submitted as it may. In each policy's daemon, turns
+alone and turns next to the low job (paused and resumed) alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gpumux import client
+from microbench import common
+from microbench.daemon import GPUMUX, running_daemon
+from microbench.workloads import Workload, sized
+
+POLICIES = ("fifo", "streams", "paced")
+HIGH_S, LOW_S = 0.010, 0.030  # seconds of a plain step
+INFLIGHT = 8  # steps the greedy job keeps submitted
+GREEDY = "greedy"
+
+
+def high_workload() -> Workload:
+    return sized("high", layers=18, width=128, adam=False, seconds=HIGH_S)()
+
+
+def low_workload() -> Workload:
+    return sized("low", layers=24, width=192, adam=False, seconds=LOW_S)()
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = common.parser(__doc__)
+    arguments.add_argument("--repeats", type=int, default=5, help="turns alone and turns shared, for each policy")
+    arguments.add_argument("--steps", type=int, default=100, help="high steps a turn")
+    arguments.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    arguments.add_argument("--greedy", metavar="ENDPOINT", help=argparse.SUPPRESS)
+    args = arguments.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    if args.greedy:
+        be_greedy(args.greedy)
+        return 0
+    facts = common.machine()
+    measured = {policy: measure(policy, args) for policy in POLICIES}
+    print(common.describe(facts))
+    print(show(measured))
+    fifo, paced = (measured[p]["slowdown"].median for p in ("fifo", "paced"))
+    nearer = paced - 1 < fifo - 1
+    print(f"paced is {'nearer to' if nearer else 'NOT nearer to'} the solo time: {paced:.2f} against {fifo:.2f}")
+    result: dict[str, Any] = {"machine": facts, "threads": args.threads, "policies": measured}
+    result["targets"] = {"paced below fifo": {"value": paced, "target": fifo, "met": nearer}}
+    common.report("priority", args.out, result)
+    return 0
+
+
+def measure(policy: str, args: Any) -> dict[str, Any]:
+    """Median high step seconds of each turn, alone and shared, and what the low job got done."""
+    workload = high_workload()
+    alone: list[float] = []
+    shared: list[float] = []
+    low_rates: list[float] = []
+    with (
+        running_daemon(policy=policy, threads=args.threads) as daemon,
+        client.submit(
+            workload.step,
+            example=workload.batch(0),
+            model=workload.model,
+            optimizer=workload.optimizer,
+            priority="high",
+            name="high",
+            endpoint=daemon.endpoint,
+        ) as job,
+        greedy_client(daemon.endpoint, args.threads),
+    ):
+        for repeat in range(args.repeats + 1):
+            pause(daemon.endpoint, True)
+            solo = median_step(job, workload, args.steps)
+            pause(daemon.endpoint, False)
+            before, began = low_steps(daemon.status()), time.monotonic()
+            next_to_low = median_step(job, workload, args.steps)
+            rate = (low_steps(daemon.status()) - before) / (time.monotonic() - began)
+            if repeat:  # the first turn warms up: the daemon measures and cuts both programs
+                alone.append(solo)
+                shared.append(next_to_low)
+                low_rates.append(rate)
+    slowdown = [s / a for s, a in zip(shared, alone, strict=True)]
+    return {
+        "alone_s": common.figure(alone),
+        "shared_s": common.figure(shared),
+        "slowdown": common.figure(slowdown),
+        "low_steps_per_s": common.figure(low_rates),
+        "samples": {"alone_s": alone, "shared_s": shared, "low_steps_per_s": low_rates},
+    }
+
+
+def median_step(job: Any, workload: Workload, steps: int) -> float:
+    """Median seconds from asking for a step to having its answer."""
+    times = []
+    for index in range(steps):
+        began = time.perf_counter()
+        job.step(*workload.batch(index)).result()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[steps // 2]
+
+
+def pause(endpoint: str, paused: bool) -> None:
+    """Hold the greedy job back, or let it go on, as an operator would."""
+    verb = "pause" if paused else "resume"
+    subprocess.run([*GPUMUX, "jobs", verb, GREEDY, "--endpoint", endpoint], check=True, stdout=subprocess.DEVNULL)
+
+
+def low_steps(status: dict[str, Any]) -> int:
+    return sum(job["steps_done"] for job in status["jobs"] if job["name"] == GREEDY)
+
+
+@contextmanager
+def greedy_client(endpoint: str, threads: int) -> Iterator[None]:
+    """A low client in a process of its own, training for as long as the block lasts."""
+    command = [sys.executable, "-m", "microbench.priority", "--greedy", endpoint, "--threads", str(threads)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        if child.stdout.readline() != "training\n":
+            child.wait()
+            raise RuntimeError(f"the greedy client ended with {child.returncode}")
+        try:
+            yield
+        finally:
+            pause(endpoint, False)
+            child.stdin.close()
+    if child.returncode:
+        raise RuntimeError(f"the greedy client ended with {child.returncode}")
+
+
+def be_greedy(endpoint: str) -> None:
+    """Train until stdin closes."""
+    workload = low_workload()
+    stop = threading.Event()
+
+    def watch() -> None:
+        sys.stdin.read()
+        stop.set()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    with client.submit(
+        workload.step,
+        example=workload.batch(0),
+        model=workload.model,
+        optimizer=workload.optimizer,
+        priority="low",
+        name=GREEDY,
+        endpoint=endpoint,
+        max_inflight=INFLIGHT,
+    ) as job:
+        float(job.step(*workload.batch(0)))
+        print("training", flush=True)
+        index = 0
+        while not stop.is_set():
+            job.step(*workload.batch(index := index + 1))
+    watcher.join()
+
+
+def show(measured: dict[str, dict[str, Any]]) -> str:
+    rows = []
+    for policy, m in measured.items():
+        alone, shared, slowdown, low = (m[k] for k in ("alone_s", "shared_s", "slowdown", "low_steps_per_s"))
+        row = [policy, f"{1e3 * alone.median:.2f}", f"{1e3 * shared.median:.2f}", f"{slowdown.median:.2f}"]
+        rows.append([*row, f"{slowdown.low:.2f}", f"{slowdown.high:.2f}", f"{low.median:.1f}"])
+    header = ["policy", "high alone ms", "next to low ms", "slowdown", "lowest", "highest", "low steps/s"]
+    return common.table(header, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The client programs through a real daemon: equal to their plain runs, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from clients import compare, demo, digits_cnn, digits_gan, digits_inference, digits_transformer
+from clients.common import INTERRUPTED
+from microbench.daemon import RunningDaemon, running_daemon
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon(threads=1) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(program, tmp_path: Path, name: str, *flags: str) -> dict:
+    out = tmp_path / f"{name}.json"
+    files = ["--json", str(out), "--save", str(tmp_path / f"{name}.pt")]
+    assert program.main(["--size", "tiny", *files, *flags]) == 0
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("program", [digits_cnn, digits_transformer, digits_gan], ids=lambda p: p.__name__)
+def test_equal_to_the_plain_run(program, daemon: RunningDaemon, tmp_path: Path):
+    flags = ["--steps", "25"]
+    ours = run(program, tmp_path, "gpumux", *flags, "--endpoint", daemon.endpoint)
+    plain = run(program, tmp_path, "plain", *flags, "--plain")
+    assert compare.compare(tmp_path / "gpumux.pt", tmp_path / "plain.pt") == []
+    assert compare.compare(tmp_path / "gpumux.json", tmp_path / "plain.json") == []
+    assert (ours["mode"], plain["mode"]) == ("gpumux", "plain")
+    assert ours["device_s"] > 0
+    assert daemon.status()["jobs"] == []
+
+
+def test_inference_is_served(daemon: RunningDaemon, tmp_path: Path):
+    flags = ["--steps", "30", "--priority", "high"]
+    ours = run(digits_inference, tmp_path, "gpumux", *flags, "--endpoint", daemon.endpoint)
+    plain = run(digits_inference, tmp_path, "plain", *flags, "--plain")
+    assert ours["accuracy"] == plain["accuracy"]
+    assert ours["sha256"] == plain["sha256"]
+    assert ours["extra"]["latency_s"]["p99.9"] > 0
+
+
+def test_scheduled_inference_is_served(daemon: RunningDaemon, tmp_path: Path):
+    ours = run(digits_inference, tmp_path, "a", "--steps", "30", "--rate", "200", "--endpoint", daemon.endpoint)
+    assert ours["steps"] == 30
+
+
+def test_no_daemon_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert digits_cnn.main(["--size", "tiny", "--endpoint", f"ipc://{tmp_path}/none.sock"]) == 1
+    assert "Traceback" not in (err := capsys.readouterr().err)
+    assert "digits_cnn" in err or "none.sock" in err
+
+
+def test_ctrl_c_closes_the_job(daemon: RunningDaemon):
+    command = [sys.executable, "-u", "-m", "clients.digits_cnn", "--size", "tiny", "--epochs", "100000"]
+    command += ["--endpoint", daemon.endpoint]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert "accuracy" in child.stdout.readline()
+        assert [job["name"] for job in daemon.status()["jobs"]] == ["digits-cnn"]
+        os.kill(child.pid, signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == INTERRUPTED
+    assert err.strip() == "interrupted"
+    end = time.monotonic() + 30
+    while daemon.status()["jobs"] and time.monotonic() < end:
+        pass
+    assert daemon.status()["jobs"] == []
+
+
+@pytest.mark.slow
+def test_the_demo_shows_what_it_claims(capfd: pytest.CaptureFixture[str]):
+    status = demo.main(["--quick"])
+    out, err = capfd.readouterr()
+    assert status == 0, out + err
+    assert "bit for bit" in out
+
+
+def test_the_demo_can_fail(tmp_path: Path):
+    """Its checks find unequal results, learning that did not happen and jobs that did not meet."""
+    clients = demo.roster(quick=True)
+    for client, began in zip(clients, (0.0, 5.0), strict=True):
+        for mode, value in (("gpumux", 1.0), ("plain", 2.0)):
+            torch.save({"w": torch.tensor(value)}, client.saved(tmp_path, mode))
+            outcome = {
+                "client": client.name, "steps": 1, "sha256": mode, "losses": [], "accuracy": [0.1, 0.2],
+                "began": began, "wall_s": 1.0,
+            }  # fmt: skip
+            client.json(tmp_path, mode).write_text(json.dumps(outcome))
+    found = "\n".join(demo.complaints(clients, tmp_path))
+    for words in ("digits_cnn: w: largest difference 1", "sha256", "rose by 0.100 only", "not run at the same time"):
+        assert words in found
+
+
+def test_a_client_that_fails_fails_the_demo():
+    with (
+        pytest.raises(demo.DemoFailed, match="ended with status 3"),
+        demo.running({"x": [sys.executable, "-c", "raise SystemExit(3)"]}),
+    ):
+        pass
