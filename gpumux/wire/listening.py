@@ -75,9 +75,13 @@ class Listening:
             raise ConfigError(f"can't listen on {self.endpoint.text}: {error}", "choose another --endpoint") from error
 
     def close(self) -> None:
-        """Close the socket. The lock is let go by `release`, after ZeroMQ has removed the file."""
+        """Close the socket; `release` follows when the context has ended."""
         self.socket.close()
 
     def release(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
+        """Remove the socket file, then let the next daemon have the endpoint."""
+        lock, path = self.lock, self.endpoint.path
+        if lock is not None and path is not None:
+            remove_stale(path)
+            lock.close()
+            self.lock = None

@@ -351,7 +351,7 @@ class Router:
             self._gatekeeper = None
         for listening in self._listening:
             listening.close()
-        self._context.term()  # ZeroMQ has removed its socket files when this returns
+        self._context.term()  # the sockets are closed when this returns, so their files may go
         for listening in self._listening:
             listening.release()
         self._listening.clear()

@@ -1,0 +1,187 @@
+"""The socket under a client's session, and the handshake that opens it. Not thread-safe: the
+session's lock guards every call but `poll` and `wake`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import zmq
+import zmq.utils.monitor
+
+import gpumux
+from gpumux.errors import DaemonGone, GpumuxError, ProtocolError, Refused, from_code
+from gpumux.wire.codec import decode, encode
+from gpumux.wire.curve import ClientCurve, secure_client
+from gpumux.wire.endpoint import Endpoint
+from gpumux.wire.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refusal, Welcome
+
+START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
+
+_NOBLOCK = (zmq.NOBLOCK,)
+_RETRY_MS = 50  # between attempts to connect
+_LINGER_MS = 200  # how long closing may wait to say goodbye
+_FULL_MS = 5_000  # how long a sender waits for a daemon that does not read
+_LOST = zmq.EVENT_DISCONNECTED
+_BARRED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_POLLIN = int(zmq.POLLIN)
+
+
+class Connection:
+    """One DEALER socket with a monitor, in a context of its own: closing it waits for nobody else."""
+
+    def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
+        self.endpoint = endpoint
+        self._parts: list[bytes] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+            if curve is not None:
+                self._socket.setsockopt(zmq.IPV6, "[" in endpoint.text)
+                secure_client(self._socket, curve)
+            self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_LOST | _BARRED)
+            self._socket.connect(endpoint.text)
+        except BaseException:
+            os.close(self._wake)
+            self._context.destroy(linger=0)
+            raise
+        self._recv = self._socket.recv
+        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+        self._poller = select.poll()
+        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor_fd, self._wake):
+            self._poller.register(fd, select.POLLIN)
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Raises DaemonGone when the daemon has not read for so long that the queue is full."""
+        try:
+            if len(parts) == 1:
+                self._socket.send(parts[0], zmq.NOBLOCK)
+            else:
+                self._send_several(parts)
+        except zmq.Again:
+            if not self._socket.poll(_FULL_MS, zmq.POLLOUT):
+                raise DaemonGone("the daemon does not take messages", "look at gpumux status") from None
+            self._send_several(parts)
+
+    def _send_several(self, parts: Sequence[bytes | memoryview]) -> None:
+        flags = [zmq.NOBLOCK | zmq.SNDMORE] * (len(parts) - 1) + [zmq.NOBLOCK]
+        deque(map(self._socket.send, parts, flags), maxlen=0)  # one C call: Ctrl-C can't split it
+
+    def receive(self) -> list[bytes] | None:
+        """The oldest message, None when none is there. It stays the oldest until `drop`.
+
+        Each frame goes into the list inside one C call, so that Ctrl-C can't lose it in between.
+        """
+        parts = self._parts
+        while not parts or self._socket.getsockopt(zmq.RCVMORE):
+            if not self.readable():
+                return None
+            parts.extend(map(self._recv, _NOBLOCK))
+        return parts
+
+    def drop(self) -> None:
+        """Forget the message `receive` returned."""
+        self._parts = []
+
+    def readable(self) -> bool:
+        """Whether a message waits. Also what ZeroMQ wants to be asked before anybody sleeps."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+    def poll(self, timeout: float) -> bool:
+        """Sleep until something may have happened, `timeout` seconds at most. True when the
+        connection itself may have changed (ask `lost`). One thread at a time, without the lock."""
+        ready = self._poller.poll(timeout * 1000)
+        changed = False
+        for fd, _ in ready:
+            if fd == self._wake:
+                try:
+                    os.eventfd_read(fd)
+                except BlockingIOError:
+                    pass
+            changed = changed or fd == self._monitor_fd
+        return changed
+
+    def wake(self) -> None:
+        """Make the thread in `poll` return."""
+        os.eventfd_write(self._wake, 1)
+
+    def lost(self) -> GpumuxError | None:
+        """The error to raise if the connection broke or was barred."""
+        error: GpumuxError | None = None
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
+            event = zmq.utils.monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event & _BARRED:
+                return Refused(
+                    f"{self.endpoint.text} does not accept this client's key",
+                    "have your NAME.key put among the daemon's clients, and check the daemon's own key",
+                )
+            error = DaemonGone(f"the daemon at {self.endpoint.text} is gone", START_IT)
+        return error
+
+    def close(self, linger: bool = False) -> None:
+        """Close, with `linger` after what is still to be said (a fifth of a second at most)."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=_LINGER_MS if linger else 0)
+        self._context.term()
+        os.close(self._wake)
+
+
+def hello(role: str, inline: bool) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        gpumux_version=gpumux.__version__,
+        role=role,
+        pid=os.getpid(),
+        torch_version=_torch_version(),
+        inline=inline,
+    )
+
+
+def _torch_version() -> str:
+    """Without importing it: that takes seconds, and `gpumux status` has no use for it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return str(torch.__version__)
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def handshake(connection: Connection, greeting: Hello, timeout: float) -> Welcome:
+    """Say `greeting` and wait for the answer. Raises DaemonGone when none comes in `timeout`
+    seconds, VersionMismatch and other refusals as the daemon gives them."""
+    deadline = time.monotonic() + timeout
+    connection.send(encode(greeting))
+    while True:
+        parts = connection.receive()
+        if parts is not None:
+            message, _ = decode(parts)
+            connection.drop()
+            if isinstance(message, Heartbeat):
+                continue
+            return _welcome(message)
+        error = connection.lost()
+        if error is not None:
+            raise error
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DaemonGone(f"no daemon answered at {connection.endpoint.text} in {timeout:g} s", START_IT)
+        connection.poll(left)
+
+
+def _welcome(message: Message) -> Welcome:
+    if isinstance(message, Refusal):
+        raise from_code(message.code, message.message, message.remedy)
+    if not isinstance(message, Welcome):
+        raise ProtocolError(f"the daemon answered Hello with {type(message).__name__}", "use one gpumux version")
+    return message
