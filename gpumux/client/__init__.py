@@ -1,0 +1,23 @@
+"""What a training program uses: `submit`, and the Job and StepFuture it gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpumux.client.future import StepFuture as StepFuture
+    from gpumux.client.job import Job as Job
+    from gpumux.client.submit import submit as submit
+
+__all__ = ["Job", "StepFuture", "submit"]
+
+_HOME = {"Job": "gpumux.client.job", "StepFuture": "gpumux.client.future", "submit": "gpumux.client.submit"}
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import; only who trains pays for it
+    if name in _HOME:
+        import importlib
+
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

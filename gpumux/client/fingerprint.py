@@ -37,6 +37,12 @@ def _in_library(path: str | None) -> bool:
     return path is None or path.startswith(_LIBRARY) or path.startswith("<")
 
 
+def _readable(value: Any) -> bool:
+    """Objects whose attributes a step may decide by: the user's own, and libraries' configurations."""
+    home = getattr(sys.modules.get(type(value).__module__), "__file__", "<")
+    return not _in_library(home) or type(value).__name__.endswith(("Config", "Namespace"))
+
+
 @dataclass(slots=True)
 class _Namespace:
     """Scalars of one dictionary (a module's attributes, a configuration object, globals)."""
@@ -62,7 +68,9 @@ class Change:
 class Fingerprint:
     """Built for one step function and the models and optimizers it was submitted with."""
 
-    def __init__(self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor]
+    ) -> None:
         self._params = list(params)
         self._spaces: list[_Namespace] = []
         self._cells: list[tuple[str, types.CellType]] = []
@@ -119,9 +127,7 @@ class Fingerprint:
                 self._namespace(label, space, sorted(k for k in names or () if k in space and _is_scalar(space[k])))
         elif isinstance(value, (list, dict, set)):
             self._container(label, value, depth)
-        elif hasattr(value, "__dict__") and not _in_library(getattr(sys.modules.get(type(value).__module__), "__file__", "<")):
-            self._object(label, value, depth)
-        elif hasattr(value, "__dict__") and type(value).__name__.endswith(("Config", "Namespace")):
+        elif hasattr(value, "__dict__") and _readable(value):
             self._object(label, value, depth)
 
     def _object(self, label: str, value: Any, depth: int) -> None:
@@ -162,7 +168,9 @@ class Fingerprint:
         try:
             spaces = tuple([s.read(s.values) for s in self._spaces])
         except KeyError as error:
-            raise NotRepeatable(f"{error} existed when the step was captured and is gone", "submit the step again") from None
+            raise NotRepeatable(
+                f"{error} existed when the step was captured and is gone", "submit the step again"
+            ) from None
         cells = tuple([_cell(c) for _, c in self._cells])
         sizes = tuple([len(v) for _, v in self._sized])
         grads = tuple([p.requires_grad for p in self._params])

@@ -12,6 +12,7 @@ Adam's `step`, so that operators get exactly the numbers the plain loop would gi
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import math
 import operator
@@ -178,16 +179,16 @@ class HostNode:
     def clone(self) -> HostNode:
         return self
 
-    def str(self) -> str:
+    def str(self) -> builtins.str:
         return f"{self.expr.value}"
 
-    def _graph_repr(self) -> str:
+    def _graph_repr(self) -> builtins.str:
         return self.str()
 
     def wrap_int(self, value: int) -> HostNode:
         return HostNode(self.scope, self.scope.const(value))
 
-    wrap_float = wrap_int  # type: ignore[assignment]
+    wrap_float = wrap_int
     wrap_bool = wrap_int
 
     def guard_int(self, file: Any = None, line: Any = None) -> int:
@@ -218,7 +219,7 @@ class HostNode:
     def sym_int(self) -> HostNode:
         return self if self.is_int() else self._apply("int")
 
-    def _apply(self, op: str, *others: HostNode) -> HostNode:
+    def _apply(self, op: builtins.str, *others: HostNode) -> HostNode:
         return HostNode(self.scope, self.scope.apply(op, self.expr, *(o.expr for o in others)))
 
 

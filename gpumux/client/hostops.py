@@ -92,7 +92,11 @@ def _binary(rec: Recorder, name: str, left: torch.Tensor, right: Any) -> Expr | 
 
 def _assign(rec: Recorder, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
     target = args[0]
-    expr = rec.scope.const(0.0 if target.is_floating_point() else 0) if name == "zero_" else _operand(rec, args[1], target.dtype)
+    expr = (
+        rec.scope.const(0.0 if target.is_floating_point() else 0)
+        if name == "zero_"
+        else _operand(rec, args[1], target.dtype)
+    )
     if expr is None or target.dtype not in (torch.float32, torch.float64, torch.int64):
         return False, None
     if target.dtype == torch.float32:

@@ -203,7 +203,9 @@ class _Build:
                 self._storage[raw] = self._put(Storage("const", len(s.key), len(self.consts)))
                 self.consts.append(s.key)
             else:
-                self._storage[raw] = self._put(Storage("input" if s.kind == "input" else "temp", s.nbytes, s.key if s.kind == "input" else -1))
+                self._storage[raw] = self._put(
+                    Storage("input" if s.kind == "input" else "temp", s.nbytes, s.key if s.kind == "input" else -1)
+                )
         return self._storage[raw]
 
     def _put(self, storage: Storage) -> int:
@@ -266,7 +268,13 @@ class _Build:
                 first.append(Op("aten.clone.default", (TensorRef(source),), tag, (clone,)))
                 source = clone
             target = self._view(
-                View(self._state(place.buffer), str(place.dtype).removeprefix("torch."), place.size, place.stride, place.offset)
+                View(
+                    self._state(place.buffer),
+                    str(place.dtype).removeprefix("torch."),
+                    place.size,
+                    place.stride,
+                    place.offset,
+                )
             )
             then.append(Op("aten.copy_.default", (TensorRef(target), TensorRef(source)), (), (target,)))
         return first + then

@@ -31,7 +31,7 @@ from gpumux.client.host import Expr, Scope, is_symbol
 from gpumux.client.patches import RngTape
 from gpumux.client.schema import Schema, bind, scalar_overload, schema_of
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
-from gpumux.program.fake import fake_call
+from gpumux.program.metafix import fake_call
 from gpumux.program.ir import Arg, Complex, Out, ScalarRef, Tag, TensorRef, View
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         self, scope: Scope, tape: RngTape, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
         allowed: Callable[[str], bool], device: str = "cpu",
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
         self.tape = tape
         self.record = Record()
@@ -111,7 +111,9 @@ class Recorder(TorchDispatchMode):
         """The view index of a fake tensor whose storage is known."""
         storage = self.storage_id(fake.untyped_storage())
         if storage is None:
-            raise CaptureError(f"{user_line()}: a tensor came from nowhere", "report this as a bug with the step's code")
+            raise CaptureError(
+                f"{user_line()}: a tensor came from nowhere", "report this as a bug with the step's code"
+            )
         view = View(
             storage, str(fake.dtype).removeprefix("torch."), tuple(fake.shape), tuple(fake.stride()),
             int(fake.storage_offset()),
@@ -126,7 +128,9 @@ class Recorder(TorchDispatchMode):
     def input(self, tensor: torch.Tensor, position: int) -> torch.Tensor:
         """A fake twin of one batch tensor, with the bytes its strides span and offset 0."""
         with self.fake_mode:
-            fake = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=self._device)
+            fake = torch.empty_strided(
+                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=self._device
+            )
         self.add_storage(fake.untyped_storage(), "input", position)
         self.record.inputs.append(self.view_of(fake))
         return fake
@@ -164,7 +168,9 @@ class Recorder(TorchDispatchMode):
             self.record.state_storage[buffer] = self.add_storage(base.untyped_storage(), "state", buffer)
         offset, rest = divmod(start, real.element_size())
         if rest:
-            raise CaptureError("parameters overlap at addresses that no strided view can express", "give them storages of their own")
+            raise CaptureError(
+                "parameters overlap at addresses that no strided view can express", "give them storages of their own"
+            )
         with self.fake_mode:
             fake = torch.empty(0, dtype=real.dtype, device=self._device)
             fake.set_(base.untyped_storage(), offset + real.storage_offset(), real.size(), real.stride())
@@ -293,7 +299,9 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, func: Any, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any, out: Any) -> None:
         outs = out if isinstance(out, (list, tuple)) else (out,)
-        fresh = [o for o in _leaves(outs) if isinstance(o, torch.Tensor) and self.storage_id(o.untyped_storage()) is None]
+        fresh = [
+            o for o in _leaves(outs) if isinstance(o, torch.Tensor) and self.storage_id(o.untyped_storage()) is None
+        ]
         if not fresh and not schema.mutable and self._pure_view(outs):
             return
         if any(isinstance(v, (int, float)) or is_symbol(v) for p, v in bind(schema, args, kwargs) if p.is_tensor):
@@ -320,7 +328,11 @@ class Recorder(TorchDispatchMode):
                 keywords.append((param.name, value))
         for o in fresh:
             writes.add(self.add_storage(o.untyped_storage(), "temp", None, str(o.dtype).removeprefix("torch.")))
-        slot = self.tape.draw((schema.target, repr(positional[1:]), self._shapes(outs))) if schema.random and self._draws(schema, fargs) else None
+        slot = (
+            self.tape.draw((schema.target, repr(positional[1:]), self._shapes(outs)))
+            if schema.random and self._draws(schema, fargs)
+            else None
+        )
         self.record.ops.append(
             RawOp(
                 schema.target, tuple(positional), tuple(sorted(keywords)), tuple(self._out(o) for o in outs),
@@ -407,13 +419,18 @@ class Recorder(TorchDispatchMode):
             return Tag("memory_format", str(fake).removeprefix("torch."))
         if isinstance(fake, torch.device):
             if fake.type != self._device.type:
-                raise CaptureError(f"{user_line()} places a tensor on {fake} inside the step", "let it follow its inputs' device")
+                raise CaptureError(
+                    f"{user_line()} places a tensor on {fake} inside the step", "let it follow its inputs' device"
+                )
             return Tag("device", "")
         if isinstance(fake, torch.Generator):
             raise CaptureError(
-                f"{user_line()} draws from a generator of its own", "drop generator=; the job has its own, seeded by submit(seed=...)"
+                f"{user_line()} draws from a generator of its own",
+                "drop generator=; the job has its own, seeded by submit(seed=...)",
             )
-        raise UnsupportedOperator(f"{user_line()}: {target} takes an argument of type {type(fake).__name__}", "replace the operator")
+        raise UnsupportedOperator(
+            f"{user_line()}: {target} takes an argument of type {type(fake).__name__}", "replace the operator"
+        )
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -73,7 +73,9 @@ def bind(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
     return bound
 
 
-def scalar_overload(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch._ops.OpOverload | None:
+def scalar_overload(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch._ops.OpOverload | None:
     """For a number where the schema wants a tensor (`mul.Tensor(x, 2.0)`): the overload that takes
     the number itself, which torch defines to compute the same."""
     packet = func.overloadpacket

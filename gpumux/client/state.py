@@ -18,10 +18,12 @@ from gpumux.errors import CaptureError
 
 @dataclass(slots=True)
 class Buffer:
-    """`home` keeps the local storages alive and says where sync() writes: (storage, start byte)."""
+    """`home` keeps the local storages alive and says where sync() writes: (storage, start byte).
+    `filled`: the local bytes mean something, so the daemon's buffer must start as a copy of them."""
 
     name: str
     nbytes: int
+    filled: bool = True
     home: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
 
@@ -46,7 +48,7 @@ class StateTable:
         self.tensors: list[tuple[str, torch.Tensor]] = []  # parameters and buffers, each once
         self._where: dict[int, tuple[int, int, int]] = {}  # storage -> (buffer, its bytes, start byte)
         self._index: dict[int, int] = {}  # id(param) -> index
-        self._placeholders: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
         self._at: dict[Place, torch.Tensor] = {}
         self._device = device
         self._collect()
@@ -89,7 +91,9 @@ class StateTable:
                 storages.setdefault(s._cdata, (s, name))
             elif s.nbytes() == 0 and s._cdata not in self._where:
                 self._where[s._cdata] = (self._add(name, 0, s, 0), 0, 0)
-        spans = sorted((s.data_ptr(), s.data_ptr() + s.nbytes(), order) for order, (s, _) in enumerate(storages.values()))
+        spans = sorted(
+            (s.data_ptr(), s.data_ptr() + s.nbytes(), order) for order, (s, _) in enumerate(storages.values())
+        )
         groups: list[tuple[int, int, list[int]]] = []
         for start, end, order in spans:
             if groups and start < groups[-1][1]:
@@ -108,7 +112,7 @@ class StateTable:
             del first
 
     def _add(self, name: str, nbytes: int, storage: torch.UntypedStorage | None = None, start: int = 0) -> int:
-        self.buffers.append(Buffer(name, nbytes, [(storage, start)] if storage is not None else []))
+        self.buffers.append(Buffer(name, nbytes, True, [(storage, start)] if storage is not None else []))
         return len(self.buffers) - 1
 
     # ---- looking up ----------------------------------------------------------------------------------
@@ -127,25 +131,43 @@ class StateTable:
     def param_index(self, tensor: Any) -> int | None:
         return self._index.get(id(tensor))
 
-    def adopt(self, name: str, tensor: torch.Tensor) -> Place:
-        """Make a local tensor (of an optimizer's state) part of the job's state."""
+    def adopt(self, path: tuple[Any, ...], name: str, tensor: torch.Tensor) -> Place:
+        """Make a local tensor (of an optimizer's state, or a gradient) part of the job's state. A new
+        tensor of the same layout at a path known already (after load_state_dict) takes over its buffer."""
+        key = (path, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
         if self.lookup(tensor) is None:
-            self._merge([tensor], [name])
+            old = self._at_path.get(key)
+            if old is not None and tensor.storage_offset() == old.storage_offset() and self._rehome(old, tensor):
+                pass
+            else:
+                self._merge([tensor], [name])
+        self._at_path[key] = tensor
         place = self.place(tensor)
         assert place is not None
-        self._at.setdefault(place, tensor)
+        self._at[place] = tensor
         return place
 
-    def placeholder(self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    def _rehome(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        before, after = old.untyped_storage(), new.untyped_storage()
+        buffer, nbytes, start = self._where[before._cdata]
+        if len(self.buffers[buffer].home) != 1 or after.nbytes() != before.nbytes():
+            return False
+        del self._where[before._cdata]
+        self._where[after._cdata] = (buffer, nbytes, start)
+        self.buffers[buffer].home = [(after, start)]
+        self._at = {place: t for place, t in self._at.items() if place.buffer != buffer}
+        return True
+
+    def placeholder(
+        self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor:
         """The local stand-in for state that a step makes (momentum, gradients): the same tensor each
         time it is asked for under one path and layout. Its memory stays untouched until sync()."""
-        key = (path, dtype, tuple(size), tuple(stride))
-        found = self._placeholders.get(key)
+        found = self._at_path.get((path, dtype, tuple(size), tuple(stride)))
         if found is None:
             with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
                 found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
-            self._placeholders[key] = found
-            self.adopt(name, found)
+            self.buffers[self.adopt(path, name, found).buffer].filled = False
         return found
 
     def local(self, place: Place) -> torch.Tensor:
@@ -156,7 +178,7 @@ class StateTable:
             with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
                 base = torch.empty(0, dtype=place.dtype)
                 offset = place.offset - start // base.element_size()
-                found = base.set_(storage, offset, place.size, place.stride)  # type: ignore[call-overload]
+                found = base.set_(storage, offset, place.size, place.stride)
             self._at[place] = found
         return found
 

@@ -122,10 +122,15 @@ def from_local(table: StateTable) -> tuple[Structure, list[Number]]:
 
     def leaf(value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
-            if value.dim() == 0 and value.dtype in _HOST_DTYPES and table.lookup(value) is None and value.device.type == "cpu":
+            if (
+                value.dim() == 0
+                and value.dtype in _HOST_DTYPES
+                and table.lookup(value) is None
+                and value.device.type == "cpu"
+            ):
                 number = value.item()
                 return HostLeaf(classes.var((value.dtype, repr(number)), number), value.dtype)
-            return DeviceLeaf(table.adopt(path_name(path, table), value))
+            return DeviceLeaf(table.adopt(path, path_name(path, table), value))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return HostLeaf(classes.var((type(value), repr(value)), value), None)
         if value is None or isinstance(value, (bool, str)):
@@ -136,5 +141,5 @@ def from_local(table: StateTable) -> tuple[Structure, list[Number]]:
     kept = []
     for i, p in enumerate(table.params):
         if p.grad is not None:
-            kept.append((i, table.adopt(f"grad.{table.param_names[i]}", p.grad)))
+            kept.append((i, table.adopt(("grad", i), f"grad.{table.param_names[i]}", p.grad)))
     return Structure(optimizers, tuple(kept), ()), classes.values

@@ -227,8 +227,14 @@ class Tracer:
                 freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p), i)
                 for i, o in enumerate(self.table.optimizers)
             )
-            gradients = {i: rec.view_of(rec.to_fake(p.grad)) for i, p in enumerate(self.table.params) if p.grad is not None}
-            changed = [(i, j, key, k, new) for i, j, key, k, old in groups if (new := self._group(rec, i, j, key, k)) is not old]
+            gradients = {
+                i: rec.view_of(rec.to_fake(p.grad)) for i, p in enumerate(self.table.params) if p.grad is not None
+            }
+            changed = [
+                (i, j, key, k, new)
+                for i, j, key, k, old in groups
+                if (new := self._group(rec, i, j, key, k)) is not old
+            ]
         return RawTrace(
             rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry
         )  # fmt: skip
@@ -278,8 +284,8 @@ def first_difference(a: RawTrace, b: RawTrace) -> str | None:
         longer = a if len(a.record.ops) > len(b.record.ops) else b
         op = longer.record.ops[min(len(a.record.ops), len(b.record.ops))]
         return f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where} is extra"
-    for x, y in zip(a.record.storages, b.record.storages, strict=False):
-        if (x.kind, x.nbytes, x.key) != (y.kind, y.nbytes, y.key):
+    for s, t in zip(a.record.storages, b.record.storages, strict=False):
+        if (s.kind, s.nbytes, s.key) != (t.kind, t.nbytes, t.key):
             return "a constant made inside the step has another value each time"
     if a.record.views != b.record.views or [str(e) for e in a.record.scalars] != [str(e) for e in b.record.scalars]:
         return "the sizes or the hyperparameter formulas differ"
@@ -294,4 +300,7 @@ def _brief(op: Any) -> str:
 
 
 def _results(raw: RawTrace) -> list[str]:
-    return [f"view{r.view}" if isinstance(r, TensorResult) else str(r.expr) if isinstance(r, HostResult) else repr(r) for r in raw.results]
+    return [
+        f"view{r.view}" if isinstance(r, TensorResult) else str(r.expr) if isinstance(r, HostResult) else repr(r)
+        for r in raw.results
+    ]

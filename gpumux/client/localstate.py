@@ -1,0 +1,87 @@
+"""Bringing the daemon's state home: into the local objects, or into dictionaries beside them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpumux.client.remote import byte_view
+from gpumux.client.state import Place, StateTable
+from gpumux.client.structure import DeviceLeaf, HostLeaf, thaw
+from gpumux.client.variants import State
+
+Pull = Callable[[Callable[[int, torch.Tensor], None]], None]
+
+
+def install(table: StateTable, state: State, pull: Pull) -> None:
+    """Overwrite local parameters, buffers, optimizer state and kept gradients with the daemon's."""
+
+    def write(buffer: int, data: torch.Tensor) -> None:
+        for storage, start in table.buffers[buffer].home:
+            byte_view(storage).copy_(data[start : start + storage.nbytes()])
+        table.buffers[buffer].filled = True
+
+    pull(write)
+    for _, tensor in table.tensors:
+        torch.autograd.graph.increment_version(tensor)  # so that autograd notices graphs made before
+    for optimizer, frozen in zip(table.optimizers, state.structure.optimizers, strict=True):
+        optimizer.state = _state(table, frozen, state, table.local)
+    kept = dict(state.structure.kept)
+    for i, p in enumerate(table.params):
+        p.grad = table.local(kept[i]) if i in kept else None
+
+
+def _state(table: StateTable, frozen: Any, state: State, tensor_at: Callable[[Place], torch.Tensor]) -> Any:
+    def make(leaf: Any) -> Any:
+        if isinstance(leaf, DeviceLeaf):
+            return tensor_at(leaf.place)
+        if isinstance(leaf, HostLeaf):
+            value = state.host[leaf.var]
+            return value if leaf.dtype is None else torch.tensor(value, dtype=leaf.dtype)
+        return leaf.value
+
+    out: Any = defaultdict(dict)
+    for (kind, key), tree in frozen:
+        out[table.params[key] if kind == "p" else key] = thaw(tree, make)
+    return out
+
+
+def dictionaries(table: StateTable, state: State, pull: Pull) -> dict[str, Any]:
+    """{"model": state_dict(s), "optimizer": state_dict(s)} of the daemon's state."""
+    fetched: dict[int, torch.Tensor] = {}
+    pull(lambda buffer, data: fetched.__setitem__(buffer, data.clone()))
+
+    def tensor_at(place: Place) -> torch.Tensor:
+        if place.buffer not in fetched:
+            return table.local(place).detach().clone()
+        base = torch.empty(0, dtype=place.dtype)
+        view = base.set_(fetched[place.buffer].untyped_storage(), place.offset, place.size, place.stride)
+        return view.clone(memory_format=torch.preserve_format)
+
+    def model_dict(model: torch.nn.Module) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in model.state_dict(keep_vars=True).items():
+            place = table.place(value) if isinstance(value, torch.Tensor) else None
+            out[key] = tensor_at(place) if place is not None else value
+        return out
+
+    def optimizer_dict(optimizer: Any, frozen: Any) -> dict[str, Any]:
+        before = optimizer.state
+        try:
+            optimizer.state = _state(table, frozen, state, tensor_at)
+            packed: dict[str, Any] = optimizer.state_dict()
+            return packed
+        finally:
+            optimizer.state = before
+
+    models: list[Any] = [model_dict(x) for x in table.models]
+    optimizers: list[Any] = [
+        optimizer_dict(o, f) for o, f in zip(table.optimizers, state.structure.optimizers, strict=True)
+    ]
+    return {
+        "model": models[0] if len(models) == 1 else models,
+        "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
+    }

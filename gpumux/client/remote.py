@@ -1,0 +1,224 @@
+"""The job's end of the data plane: Programs uploaded, slots filled and read, state moved.
+
+Local daemons share memory: a batch is copied once, into its slot, and results once, out of it. Over
+TCP the same tensors travel as frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpumux.client.lower import Lowered
+from gpumux.client.session import Session
+from gpumux.client.state import StateTable
+from gpumux.errors import GpumuxError, from_code
+from gpumux.program import codec
+from gpumux.program.ir import ALIGN, SlotLayout, slot_layout
+from gpumux.wire import messages as m
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A flat uint8 tensor over a local storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+@dataclass(slots=True)
+class Slot:
+    """Tensors over one slot of a Program's data segment, ready to copy into and out of."""
+
+    inputs: list[torch.Tensor]
+    results: list[torch.Tensor]
+
+
+class RemoteProgram:
+    """A Program in the daemon: its data segment and free slots."""
+
+    def __init__(self, number: int, lowered: Lowered, slots: int, memory: Any | None) -> None:
+        self.number = number
+        self.program = lowered.program
+        self.layout: SlotLayout = slot_layout(lowered.program)
+        self.free = list(range(slots - 1, -1, -1))
+        self.inline = memory is None
+        self._memory = memory
+        # Inline, the same slots lie in private memory; their bytes travel as frames.
+        size = slots * self.layout.nbytes
+        whole = torch.zeros(size, dtype=torch.uint8) if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
+        self._bytes = whole
+        self.slots = [self._slot(whole, i * self.layout.nbytes) for i in range(slots)]
+        self.copied_in = 0  # bytes copied from batches, ever
+
+    def _slot(self, whole: torch.Tensor, base: int) -> Slot:
+        views = self.program.views
+        inputs = [
+            _typed(whole, base + at, views[v].dtype, views[v].size, views[v].stride)
+            for at, v in zip(self.layout.inputs, self.program.inputs, strict=True)
+        ]
+        results = [
+            _typed(whole, base + at, views[v].dtype, views[v].size, None)
+            for at, v in zip(self.layout.results, self.program.results, strict=True)
+        ]
+        return Slot(inputs, results)
+
+    def fill(self, slot: int, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+        """Copy a batch into a slot, once. Returns the frames to send (none when memory is shared)."""
+        frames: list[bytes] = []
+        for at, target, source in zip(self.layout.inputs, self.slots[slot].inputs, tensors, strict=True):
+            target.copy_(source.detach())
+            self.copied_in += source.nbytes
+            if self.inline:
+                start = slot * self.layout.nbytes + at
+                storage = self.program.storages[self.program.views[self.program.inputs[len(frames)]].storage]
+                frames.append(self._bytes[start : start + storage.nbytes].numpy().tobytes())
+        return frames
+
+    def take(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
+        """The results of a slot as tensors of their own."""
+        if self.inline:
+            out = []
+            for target, frame in zip(self.slots[slot].results, frames, strict=True):
+                flat = torch.frombuffer(bytearray(frame), dtype=target.dtype) if len(frame) else target.reshape(-1)
+                out.append(flat.reshape(target.shape))
+            return out
+        return [t.clone() for t in self.slots[slot].results]
+
+    def release(self) -> None:
+        self.slots.clear()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._memory = None
+
+
+def _typed(
+    whole: torch.Tensor, offset: int, dtype: str, size: tuple[int, ...], stride: tuple[int, ...] | None
+) -> torch.Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    base = torch.empty(0, dtype=kind)
+    if stride is None:
+        stride = torch.empty(size, dtype=kind, device="meta").stride()
+    return base.set_(whole.untyped_storage(), offset // base.element_size(), size, stride)
+
+
+class Remote:
+    """Everything a job asks of its daemon."""
+
+    def __init__(self, session: Session, job: str, table: StateTable) -> None:
+        self.session = session
+        self.job = job
+        self._table = table
+        self._remote_index: dict[int, int] = {}  # job buffer -> the daemon's buffer
+        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.programs: dict[int, RemoteProgram] = {}
+        self._transfers = 0
+        self._ended: dict[int, tuple[m.TransferDone, Sequence[Any]]] = {}
+        self.ended: m.JobEnded | None = None
+
+    def call(self, make: Callable[..., Any], *args: Any, frames: Sequence[bytes] = ()) -> tuple[Any, Sequence[Any]]:
+        return self.session.call(make(0, self.job, *args), frames)
+
+    # ---- programs --------------------------------------------------------------------------------
+
+    def upload(self, lowered: Lowered) -> int:
+        """The Program's number in the daemon; equal Programs on equal buffers are sent once."""
+        encoded = codec.encode(lowered.program)
+        key = (codec.content_hash(lowered.program), lowered.binding)
+        if key in self._numbers:
+            return self._numbers[key]
+        fresh = [b for b in lowered.binding if b not in self._remote_index]
+        index = dict(self._remote_index)
+        for b in fresh:
+            index[b] = len(index)
+        number = len(self._numbers)
+        binding = [index[b] for b in lowered.binding]
+        sizes = [self._table.buffers[b].nbytes for b in fresh]
+        reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[encoded])
+        self._remote_index = index
+        self._numbers[key] = number
+        memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
+        self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory)
+        self.push([b for b in fresh if self._table.buffers[b].filled])
+        return number
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def resident(self) -> list[int]:
+        """Job buffers that exist in the daemon, in the daemon's order."""
+        return list(self._remote_index)
+
+    def _transfer(self, buffers: Sequence[int], push: bool) -> tuple[int, Any]:
+        self._transfers += 1
+        remote = [self._remote_index[b] for b in buffers]
+        reply, _ = self.call(m.OpenTransfer, self._transfers, remote, push)
+        memory = self.session.segment(reply.segment, reply.nbytes) if reply.segment and reply.nbytes else None
+        return self._transfers, memory
+
+    def _wait_transfer(self, number: int) -> Sequence[Any]:
+        self.session.wait(lambda: number in self._ended or self.ended is not None, None)
+        if number not in self._ended:
+            raise self.end_error()
+        done, frames = self._ended.pop(number)
+        if done.code:
+            raise from_code(done.code, done.message, done.remedy)
+        return frames
+
+    def end_error(self) -> GpumuxError:
+        ended = self.ended
+        if ended is None or not ended.code:
+            return from_code("job_closed", "the job is closed", "submit it again")
+        return from_code(ended.code, ended.message, ended.remedy)
+
+    def push(self, buffers: Sequence[int]) -> None:
+        """Copy local state to the daemon, in order with the steps submitted so far."""
+        if not buffers:
+            return
+        number, memory = self._transfer(buffers, True)
+        total = sum(aligned(self._table.buffers[b].nbytes) for b in buffers)
+        inline = memory is None
+        staging = (
+            torch.zeros(total, dtype=torch.uint8) if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
+        )
+        at = 0
+        for b in buffers:
+            for storage, start in self._table.buffers[b].home:
+                staging[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
+            at += aligned(self._table.buffers[b].nbytes)
+        frames = [staging.numpy().tobytes()] if inline else []
+        del staging, memory
+        self.session.post(m.FillTransfer(0, self.job, number, len(frames)), frames)
+        self._wait_transfer(number)
+
+    def pull(self, write: Callable[[int, torch.Tensor], None]) -> None:
+        """Fetch all state, after the steps submitted so far: `write(job buffer, its bytes)`."""
+        buffers = self.resident()
+        if not buffers:
+            return
+        number, memory = self._transfer(buffers, False)
+        frames = self._wait_transfer(number)
+        if memory is None:
+            staging = (
+                torch.frombuffer(bytearray(frames[0]), dtype=torch.uint8)
+                if frames and len(frames[0])
+                else torch.empty(0, dtype=torch.uint8)
+            )
+        else:
+            staging = torch.frombuffer(memory, dtype=torch.uint8)
+        at = 0
+        for b in buffers:
+            nbytes = self._table.buffers[b].nbytes
+            write(b, staging[at : at + nbytes])
+            at += aligned(nbytes)
+        del staging, memory
+
+    def on_transfer(self, done: m.TransferDone, frames: Sequence[Any]) -> None:
+        self._ended[done.transfer] = (done, frames)
+
+    def release(self) -> None:
+        for program in self.programs.values():
+            program.release()
+        self.programs.clear()

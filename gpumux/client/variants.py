@@ -1,0 +1,227 @@
+"""One captured function of a job: its variants, and which of them a call needs.
+
+A *case* is what the user can change: batch shapes, flags, baked scalars (at most `max_variants`). A
+case has *phases* the optimizer goes through by itself: its first step, RAdam's warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._prims_common import is_non_overlapping_and_dense
+
+from gpumux.client.fingerprint import Fingerprint
+from gpumux.client.host import Number
+from gpumux.client.lower import Lowered, lower
+from gpumux.client.stale import StaleGuard
+from gpumux.client.state import StateTable
+from gpumux.client.structure import Structure
+from gpumux.client.trace import RawTrace, Tracer, first_difference, hyper_name, hyperparameters
+from gpumux.errors import CaptureError, NotRepeatable, TooManyVariants
+
+MAX_PHASES = 8
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself when its strides fill memory without gaps or overlap, else a contiguous copy:
+    only such a layout can be laid into shared memory as it is."""
+    if tensor.is_contiguous() or is_non_overlapping_and_dense(tensor):
+        return tensor
+    return tensor.contiguous()
+
+
+def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+    """(hashable description, tensors in order) of a batch. Raises CaptureError for what is neither a
+    tensor nor a plain constant."""
+    if not kwargs and all(type(a) is torch.Tensor for a in args):
+        tensors = [dense(a) for a in args]
+        return tuple([(t.dtype, t.shape, t.stride(), t.requires_grad) for t in tensors]), tensors
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = []
+    parts: list[Any] = [str(spec)]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(dense(leaf))
+            t = tensors[-1]
+            parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            parts.append((type(leaf), leaf))
+        else:
+            raise CaptureError(
+                f"the batch holds a {type(leaf).__name__}", "pass tensors, numbers, strings and containers of them only"
+            )
+    return tuple(parts), tensors
+
+
+class HyperReader:
+    """Reads the optimizers' numbers at every call, without walking the groups again."""
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        self._slots = [
+            (hyper_name(i, j, key, k), optimizers[i].param_groups[j], key, k, isinstance(value, torch.Tensor))
+            for i, j, key, k, value in hyperparameters(optimizers)
+        ]
+
+    def read(self) -> dict[str, Number]:
+        out: dict[str, Number] = {}
+        for name, group, key, k, tensor in self._slots:
+            value = group[key] if k is None else group[key][k]
+            out[name] = value.item() if tensor or isinstance(value, torch.Tensor) else value
+        return out
+
+
+@dataclass(slots=True)
+class Made:
+    """A Program and its number in the daemon, None until it is uploaded."""
+
+    lowered: Lowered
+    number: int | None = None
+
+
+@dataclass(slots=True)
+class Phase:
+    """One trace and what was made of it, per set of kept gradients."""
+
+    entry: Structure
+    raw: RawTrace
+    made: dict[frozenset[int], Made] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class State:
+    """Where the job's Python side stands between two steps. Structures are compared by identity:
+    `Job` interns them."""
+
+    structure: Structure
+    host: list[Number]
+    keep: frozenset[int] = frozenset()  # parameters whose gradients the job keeps between steps
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one call runs: the Program, this call's numbers, and the batch tensors."""
+
+    made: Made
+    values: list[Number]
+    tensors: list[torch.Tensor]
+
+    def after(self, keep: frozenset[int]) -> State:
+        """Where the Python side stands when this call has run."""
+        scalars, host, _ = self.made.lowered.counts
+        return State(self.made.lowered.exit, self.values[scalars : scalars + host], keep)
+
+
+class StepFunction:
+    def __init__(
+        self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, guard: StaleGuard,
+        intern: Callable[[Structure], Structure], max_variants: int,
+    ) -> None:  # fmt: skip
+        self.fn = fn
+        self.name = getattr(fn, "__qualname__", "step")
+        self._table = table
+        self._tracer = tracer
+        self._guard = guard
+        self._intern = intern
+        self._max_variants = max_variants
+        self._cases: dict[Any, list[Phase]] = {}
+        self._hyper = HyperReader(table.optimizers)
+        with guard.quiet():
+            self._prints = Fingerprint(fn, table.models, table.optimizers, table.params)
+        self._last: tuple[Any, Any, list[Phase]] | None = None
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
+        """What a call made now runs. Captures what is missing. Raises CaptureError and its kin, or
+        KeepMore; nothing of the job changes then."""
+        key, tensors = batch_key(args, kwargs)
+        now = self._prints.read()
+        last = self._last
+        if last is not None and last[0] == key and last[1] == now:
+            phases = last[2]
+        else:
+            phases = self._case(key, now)
+            self._last = (key, now, phases)
+        env = self._hyper.read()
+        for i, value in enumerate(state.host):
+            env[f"s{i}"] = value
+        for phase in phases:
+            if phase.entry is state.structure:
+                made = phase.made.get(state.keep) or self._lower(phase, state)
+                values = made.lowered.evaluator.run(env)
+                if values is not None:
+                    return Choice(made, values, tensors)
+        made = self._capture(phases, args, kwargs, state)
+        values = made.lowered.evaluator.run(env)
+        assert values is not None, "a trace holds for the values it was made with"
+        return Choice(made, values, tensors)
+
+    def _case(self, key: Any, now: Any) -> list[Phase]:
+        phases = self._cases.get((key, now))
+        if phases is None:
+            if len(self._cases) >= self._max_variants:
+                raise TooManyVariants(
+                    f"{self.name} was captured for {len(self._cases)} combinations of batch shapes and Python values already, "
+                    f"and this call differs again: {self._difference(key, now)}",
+                    "keep batches of equal shape (drop the last one or pad it) and changing numbers out of closures; "
+                    "raise max_variants= if the variety is meant",
+                )
+            phases = self._cases[(key, now)] = []
+        return phases
+
+    def _difference(self, key: Any, now: Any) -> str:
+        last_key, last_now = list(self._cases)[-1]
+        if last_key != key:
+            return "another batch shape or type"
+        names = [c.name for c in self._prints.changes(last_now)]
+        return ", ".join(names[:3]) or "other modes (autocast, grad mode, precision)"
+
+    def _capture(self, phases: list[Phase], args: Any, kwargs: Any, state: State) -> Made:
+        if len(phases) >= MAX_PHASES:
+            guards = {g.where for p in phases for g in p.raw.guards}
+            raise TooManyVariants(
+                f"{self.name} takes another path at almost every step (Python decides by a hyperparameter or step count at "
+                f"{', '.join(sorted(guards)[:3])})",
+                "let the number reach an operator instead of a Python decision, or update it less often",
+            )
+        phase = Phase(state.structure, self._trace(args, kwargs, state))
+        made = self._lower(phase, state)
+        phases.append(phase)
+        return made
+
+    def _trace(self, args: Any, kwargs: Any, state: State) -> RawTrace:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, dense, (args, kwargs))
+        with self._guard.quiet():
+            first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints)
+            second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints)
+        difference = first_difference(first, second)
+        if difference is not None:
+            raise NotRepeatable(
+                f"{self.name} does not do the same thing twice: {difference}",
+                "a Python counter, random or numpy number must not decide what the step computes: pass it in as an argument tensor",
+            )
+        return first
+
+    def _lower(self, phase: Phase, state: State) -> Made:
+        lowered = lower(phase.raw, self._table, state.keep)
+        if lowered.reads_dropped:
+            if lowered.reads_dropped <= state.keep:
+                names = ", ".join(self._table.param_names[i] for i in sorted(lowered.reads_dropped)[:3])
+                raise CaptureError(
+                    f"{self.name} reads gradients ({names}, ...) that the steps run so far did not keep",
+                    "job.add(...) every step that uses another one's gradients before the first step, or run that step again first",
+                )
+            raise KeepMore(state.keep | lowered.reads_dropped)
+        made = Made(replace(lowered, exit=self._intern(lowered.exit)))
+        phase.made[state.keep] = made
+        return made
+
+
+class KeepMore(Exception):
+    """Capture found that the job must keep these parameters' gradients from step to step."""
+
+    def __init__(self, keep: frozenset[int]) -> None:
+        super().__init__("keep more gradients")
+        self.keep = keep
