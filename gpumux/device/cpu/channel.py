@@ -1,0 +1,129 @@
+"""Messages between the daemon and its CPU processes: SOCK_SEQPACKET, one message a packet.
+
+A packet is a tag byte and a body: msgpack, or a fixed struct for the two messages of the hot path
+(LAUNCH and DONE). Descriptors go from the daemon to its processes only, announced by a packet of
+their own, so that the hot path is a plain recv. Bodies longer than a packet go as several.
+
+    daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
+    zygote -> daemon     READY {facts} · EXITED [token, wait status]
+    daemon -> executor   LAUNCH struct (+ scalars with a step's first piece) · LOAD [] +fds · TRANSFER [..] +fd
+    executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED
+    checker -> daemon    CHECKED · REFUSED
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
+MAX_FDS = 4
+
+(MORE, DESCRIPTORS, FORK, KILL, READY, EXITED, LAUNCH, LOAD, TRANSFER) = range(9)
+(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED) = range(16, 23)
+
+LAUNCH_HEAD = struct.Struct("<BqqqIII")  # tag, launch, step, program, cut, piece, slot
+DONE_BODY = struct.Struct("<Bqdd")  # tag, launch, started, ended
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def pack(body: object) -> bytes:
+    packed: bytes = msgpack.packb(body)
+    return packed
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """Bodies come from our own processes: the limits of msgpack's default unpacker are enough."""
+    return msgpack.unpackb(data, strict_map_key=False)
+
+
+def packets(tag: int, body: object, fds: Sequence[int] = ()) -> list[tuple[bytes, Sequence[int]]]:
+    """A message as packets, each with the descriptors that go with it."""
+    packed, room = pack(body), PACKET - 1
+    made: list[tuple[bytes, Sequence[int]]] = [(bytes((DESCRIPTORS,)), ())] if fds else []
+    while len(packed) > room:
+        made.append((bytes((MORE,)) + packed[:room], ()))
+        packed = packed[room:]
+    made.append((bytes((tag,)) + packed, fds))
+    return made
+
+
+class Channel:
+    """One end of a socket pair. The daemon's ends are non-blocking, its processes' ends block."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._buffer = bytearray(PACKET)
+        self._view = memoryview(self._buffer)
+        self._parts: list[bytes] = []
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def send(self, tag: int, body: object, fds: Sequence[int] = ()) -> None:
+        """Send one message. Raises OSError when the peer is gone (or, non-blocking, does not read)."""
+        for packet, descriptors in packets(tag, body, fds):
+            self.send_packet(packet, descriptors)
+
+    def send_packet(self, packet: bytes, fds: Sequence[int] = ()) -> None:
+        if fds:
+            socket.send_fds(self.sock, [packet], list(fds))
+        else:
+            self.sock.send(packet)
+
+    def receive(self) -> tuple[int, memoryview, list[int]]:
+        """The next message: tag, body (valid until the next call), descriptors (the caller's to
+        close). Raises EOFError when the peer is gone, BlockingIOError when there is nothing."""
+        while True:
+            count = self._fill()
+            tag = self._buffer[0]
+            if tag == MORE:
+                self._parts.append(bytes(self._view[1:count]))
+                continue
+            if tag == DESCRIPTORS:
+                return self._receive_described()
+            if not self._parts:
+                return tag, self._view[1:count], []
+            whole = b"".join([*self._parts, self._view[1:count]])
+            self._parts.clear()
+            return tag, memoryview(whole), []
+
+    def _fill(self) -> int:
+        try:
+            count = self.sock.recv_into(self._buffer)
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise EOFError from error
+        if count == 0:
+            raise EOFError
+        return count
+
+    def _receive_described(self) -> tuple[int, memoryview, list[int]]:
+        data, fds, _flags, _address = socket.recv_fds(self.sock, PACKET, MAX_FDS)
+        if not data:
+            raise EOFError
+        return data[0], memoryview(data)[1:], list(fds)
+
+
+def memory_file(name: str, parts: Sequence[bytes]) -> int:
+    """A memfd holding `parts` end to end, for bodies too long for the socket. The caller closes it."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        for part in parts:
+            view = memoryview(part)
+            while len(view):
+                view = view[os.write(fd, view) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

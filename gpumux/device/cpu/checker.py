@@ -1,0 +1,47 @@
+"""The process that checks one Program: fake execution holds Python's lock for long, so it has its own.
+
+It is nice to the jobs that run, and an alarm ends it if it takes too long; the daemon reads that off
+its exit status.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+from typing import Any
+
+from gpumux.device.cpu.channel import CHECKED, REFUSED, Channel
+from gpumux.errors import GpumuxError, ProgramError
+from gpumux.program.check import check
+from gpumux.program.limits import Limits
+
+_NICE = 10
+
+
+def warm() -> None:
+    """Called in the zygote: what a check needs is imported with this module, so that no check pays for it."""
+
+
+def main(settings: dict[str, Any], fds: list[int]) -> None:
+    """In a fresh fork: descriptors are the channel and the encoded Program."""
+    os.nice(_NICE)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(settings["seconds"])
+    channel = Channel(socket.socket(fileno=fds[0]))
+    with mmap.mmap(fds[1], 0, prot=mmap.PROT_READ) as memory:
+        encoded = bytes(memory[:])
+    os.close(fds[1])
+    try:
+        report = check(encoded, Limits(**settings["limits"]), tuple(settings["extra_ops"]))
+    except GpumuxError as error:
+        channel.send(REFUSED, [error.code, error.message, error.remedy])
+        return
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
+        fault = ProgramError(f"the check of the program failed: {error}"[:500], "report the step that made it")
+        channel.send(REFUSED, [fault.code, fault.message, fault.remedy])
+        return
+    footprint = report.footprint
+    sizes = [footprint.state_bytes, footprint.transient_bytes, footprint.slot_bytes]
+    channel.send(CHECKED, [report.content_hash, sizes, len(report.program.ops)])

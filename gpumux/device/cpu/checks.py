@@ -1,0 +1,124 @@
+"""Checks under way: a bounded number of short-lived processes, the rest in line. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gpumux.device.contract import ProgramChecked, ProgramRefused
+from gpumux.device.cpu import channel as wire
+from gpumux.device.cpu.channel import CHECKED, REFUSED, Channel, unpack
+from gpumux.device.cpu.jobs import ending
+from gpumux.device.cpu.warm import WarmProcess
+from gpumux.model import Fault, Footprint, JobId, ProgramId
+from gpumux.program.limits import Limits
+
+CHECK_S = 120  # a check that takes longer is refused
+
+
+@dataclass(slots=True)
+class Check:
+    """One check. Its process answers on `channel` just before it ends."""
+
+    job: JobId
+    program: ProgramId
+    encoded: bytes
+    digest: bytes
+    channel: Channel | None = None
+    token: int = -1
+    cancelled: bool = False
+
+
+def digest(encoded: bytes) -> bytes:
+    return hashlib.blake2b(encoded, digest_size=32).digest()
+
+
+class Checks:
+    """Checks of all jobs. At most `at_once` processes."""
+
+    def __init__(self, at_once: int, limits: Limits, extra_ops: Sequence[str]) -> None:
+        self._at_once = at_once
+        self._settings: dict[str, Any] = {
+            "limits": asdict(limits), "extra_ops": list(extra_ops), "seconds": CHECK_S,
+        }  # fmt: skip
+        self._waiting: deque[Check] = deque()
+        self._running: dict[int, Check] = {}  # by token
+        self._passed: dict[tuple[JobId, ProgramId], tuple[bytes, Footprint]] = {}
+
+    def submit(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
+        self._waiting.append(Check(job, program, encoded, digest(encoded)))
+
+    def footprint(self, job: JobId, program: ProgramId, encoded: bytes) -> Footprint | None:
+        """What the check of exactly these bytes found; None when they were not checked."""
+        found = self._passed.get((job, program))
+        return found[1] if found and found[0] == digest(encoded) else None
+
+    def start(self, warm: WarmProcess) -> None:
+        """Start what there is room for."""
+        while self._waiting and len(self._running) < self._at_once:
+            check = self._waiting.popleft()
+            ours, theirs = wire.pair()
+            ours.setblocking(False)
+            check.channel = Channel(ours)
+            program = wire.memory_file("gpumux-check", [check.encoded])
+            check.token = warm.fork("checker", self._settings, (theirs.detach(), program))
+            check.encoded = b""
+            self._running[check.token] = check
+
+    def exited(self, token: int, status: int | str) -> ProgramChecked | ProgramRefused | None:
+        """A process ended: what there is to tell. Nothing when it is none of ours, or was cancelled."""
+        check = self._running.pop(token, None)
+        if check is None or check.channel is None:
+            return None
+        answer = self._read(check.channel, check) or self._died(check, status)
+        check.channel.close()
+        if check.cancelled:
+            return None
+        if isinstance(answer, ProgramChecked):
+            self._passed[check.job, check.program] = (check.digest, answer.footprint)
+        return answer
+
+    @property
+    def running(self) -> list[int]:
+        """Tokens of the checks under way."""
+        return list(self._running)
+
+    def forget(self, job: JobId) -> list[int]:
+        """Drop a job's checks; tokens of the processes to kill."""
+        self._waiting = deque(check for check in self._waiting if check.job != job)
+        for key in [key for key in self._passed if key[0] == job]:
+            del self._passed[key]
+        doomed = [check for check in self._running.values() if check.job == job]
+        for check in doomed:
+            check.cancelled = True
+        return [check.token for check in doomed]
+
+    def close(self) -> None:
+        """The processes are gone, or about to go with the warm one."""
+        for check in self._running.values():
+            if check.channel is not None:
+                check.channel.close()
+        self._running.clear()
+        self._waiting.clear()
+
+    def _read(self, channel: Channel, check: Check) -> ProgramChecked | ProgramRefused | None:
+        try:
+            tag, body, _ = channel.receive()
+        except (EOFError, BlockingIOError):
+            return None
+        said = unpack(body)
+        if tag == REFUSED:
+            return ProgramRefused(check.job, check.program, Fault(*said))
+        assert tag == CHECKED
+        content_hash, sizes, op_count = said
+        return ProgramChecked(check.job, check.program, Footprint(*sizes), content_hash, op_count)
+
+    def _died(self, check: Check, status: int | str) -> ProgramRefused:
+        how = ending(status)
+        if "SIGALRM" in how:
+            how = f"took longer than {CHECK_S} s"
+        fault = Fault("program", f"the check of the program {how}", "submit a smaller step")
+        return ProgramRefused(check.job, check.program, fault)

@@ -1,0 +1,441 @@
+"""The CPU as a device: jobs run in processes of their own, forked from a warm one. No torch here.
+
+    CpuDevice --- WarmProcess (zygote) --- forks --+-- executor, one a job
+        |                                          +-- checker, one a check
+        +------------ a channel to each executor --+
+
+Launches go straight to the executors; the zygote only starts, kills and reaps. What an executor
+leaves unanswered when it dies is answered here, once both its channel and its process have ended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpumux.device.contract import (
+    DeviceEvent,
+    JobLost,
+    JobUnloaded,
+    Launch,
+    LaunchDone,
+    LaunchFailed,
+    MemoryFigures,
+    ProgramLoaded,
+    ProgramRefused,
+    Recut,
+    Segment,
+    TransferDone,
+)  # fmt: skip
+from gpumux.device.cpu import channel as wire
+from gpumux.device.cpu.checks import Checks
+from gpumux.device.cpu.jobs import Command, Descriptors, Executor, Listing, Load, Move
+from gpumux.device.cpu.memory import available_bytes
+from gpumux.device.cpu.schedule import Schedule
+from gpumux.device.cpu.warm import WarmProcess
+from gpumux.errors import ConfigError
+from gpumux.model import DeviceInfo, Fault, JobId, JobSpec, LaunchId, ProgramId, TransferId
+from gpumux.program.limits import DEFAULT, Limits
+
+PIECE_S = 0.002
+OPEN_S = 120.0
+CLOSE_S = 10.0
+_UNKNOWN = Fault("unknown_job", "the device holds no such job", "open the job first")
+
+
+class CpuDevice:
+    """See gpumux.device.contract.Device. `threads` 0 means half the cores, so that two jobs fit;
+    `cores` 0 means all this process may use."""
+
+    def __init__(
+        self, *, threads: int = 0, cores: int = 0, allow_ops: Sequence[str] = (), limits: Limits = DEFAULT
+    ) -> None:
+        self._cores = cores or len(os.sched_getaffinity(0))
+        self._threads = threads or max(1, self._cores // 2)
+        self._parallel = max(1, self._cores // self._threads)
+        self._checks = Checks(max(1, self._cores // 2), limits, allow_ops)
+        self._schedule: Schedule[Command] = Schedule(self._parallel)
+        self._jobs: dict[JobId, Executor] = {}
+        self._by_token: dict[int, Executor] = {}
+        self._by_fd: dict[int, Executor] = {}
+        self._events: list[DeviceEvent] = []
+        self._warm: WarmProcess | None = None
+        self._warm_writes = False
+        self._total = 0
+
+    # ---- the contract ----------------------------------------------------------------------------
+
+    def open(self) -> DeviceInfo:
+        if self._threads > self._cores:
+            raise ConfigError(f"{self._threads} threads on {self._cores} cores", "use --threads with no more than that")
+        self._total = available_bytes()
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._start_warm()
+        self._epoll.poll(OPEN_S)
+        self._hear_warm()
+        if self._warm is None or self._warm.facts is None:
+            self.close()
+            raise ConfigError(
+                "the process that runs torch did not start", "see what it printed; try python -c 'import torch'"
+            )
+        return DeviceInfo(
+            kind="cpu",
+            name=_cpu_name(),
+            memory_bytes=self._total,
+            parallel=self._parallel,
+            threads=self._threads,
+            torch_version=str(self._warm.facts["torch"]),
+            piece_target_s={"low": PIECE_S, "high": PIECE_S},
+        )
+
+    def filenos(self) -> Sequence[int]:
+        return [self._epoll.fileno()]
+
+    def poll(self) -> list[DeviceEvent]:
+        if self._total == 0:
+            return []
+        for fd, _ in self._epoll.poll(0):
+            executor = self._by_fd.get(fd)
+            if executor is not None:
+                self._hear(executor)
+            elif fd == self._bell:
+                os.eventfd_read(self._bell)
+            elif self._warm is not None:
+                self._warm.flush()
+                self._hear_warm()
+        self._hand_over()
+        self._watch_warm()
+        events, self._events = self._events, []
+        return events
+
+    def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
+        self._checks.submit(job, program, encoded)
+        if self._warm is not None:
+            self._checks.start(self._warm)
+            self._watch_warm()
+        else:
+            self._tell(ProgramRefused(job, program, _NO_WARM))
+
+    def open_job(self, job: JobId, spec: JobSpec) -> None:
+        if job in self._jobs:
+            return
+        if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 63:
+            fault = (
+                _NO_WARM
+                if self._warm is None
+                else Fault("program", "the seed is not a 64-bit integer", "choose another")
+            )
+            self._tell(JobLost(job, fault))
+            return
+        ours, theirs = wire.pair()
+        ours.setblocking(False)
+        page_fd = wire.memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
+        page = mmap.mmap(page_fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+        settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S}
+        token = self._warm.fork("executor", settings, (theirs.detach(), page_fd))
+        executor = Executor(job, token, wire.Channel(ours), page)
+        self._jobs[job] = self._by_token[token] = self._by_fd[ours.fileno()] = executor
+        self._epoll.register(ours.fileno(), select.EPOLLIN)
+        self._schedule.open(job)
+        self._watch_warm()
+
+    def load_program(
+        self,
+        job: JobId,
+        program: ProgramId,
+        encoded: bytes,
+        new_buffers: Sequence[int],
+        binding: Sequence[int],
+        data: Segment,
+        slots: int,
+    ) -> None:
+        executor = self._live(job)
+        fault = _UNKNOWN if executor is None else self._refuses(executor, program, encoded, new_buffers, data)
+        if executor is None or fault is not None:
+            self._tell(ProgramRefused(job, program, fault or _UNKNOWN))
+            return
+        description = wire.pack(
+            {"program": program, "new_buffers": list(new_buffers), "binding": list(binding), "slots": slots,
+             "data_bytes": data.nbytes}
+        )  # fmt: skip
+        length = len(description).to_bytes(8, "little")
+        fd = wire.memory_file("gpumux-load", [length, description, encoded])
+        load = Load(program, Descriptors((fd, os.dup(data.fd))), sum(new_buffers) + data.nbytes)
+        executor.charged += load.nbytes
+        self._submit(job, load, None)
+
+    def launch(self, launch: Launch) -> None:
+        executor = self._jobs.get(launch.job)
+        if executor is None:
+            self._tell(LaunchFailed(launch.launch, _UNKNOWN), JobLost(launch.job, _UNKNOWN))
+        elif not executor.unloading:
+            self._submit(launch.job, launch, launch.stream)
+
+    def transfer(
+        self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
+    ) -> None:
+        if self._live(job) is None:
+            self._tell(TransferDone(job, transfer, _UNKNOWN))
+            return
+        self._submit(
+            job, Move(transfer, tuple(buffers), Descriptors((os.dup(segment.fd),)), segment.nbytes, into_device), None
+        )
+
+    def unload(self, job: JobId) -> None:
+        for token in self._checks.forget(job):
+            self._kill(token)
+        executor = self._jobs.get(job)
+        if executor is None:
+            self._tell(JobUnloaded(job))
+            return
+        if executor.unloading:
+            return
+        executor.unloading = True
+        self._kill(executor.token)
+        for command in self._schedule.drop(job):
+            _release(command)
+        self._events = [event for event in self._events if not _of_job(event, job)]
+        self._hand_over()
+
+    def memory(self) -> MemoryFigures:
+        by_job = {job: executor.memory for job, executor in self._jobs.items()}
+        return MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job)
+
+    def close(self) -> None:
+        if self._total == 0:
+            return
+        for job in list(self._jobs):
+            self.unload(job)
+        waited = 0
+        while self._jobs and self._warm is not None and waited < CLOSE_S * 10:
+            waited += not self._epoll.poll(0.1)
+            self.poll()
+        if self._warm is not None:
+            self._warm.close()
+            self._warm = None
+        for executor in list(self._jobs.values()):
+            self._let_go(executor)
+        self._checks.close()
+        self._epoll.close()
+        os.close(self._bell)
+        self._events.clear()
+        self._total = 0
+
+    # ---- executors -------------------------------------------------------------------------------
+
+    def _live(self, job: JobId) -> Executor | None:
+        executor = self._jobs.get(job)
+        return None if executor is None or executor.unloading else executor
+
+    def _submit(self, job: JobId, command: Command, stream: int | None) -> None:
+        self._schedule.submit(job, command, stream)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        for job, command in self._schedule.hand_over():
+            executor = self._jobs[job]
+            try:
+                _send(executor.channel, command)
+            except (struct.error, OverflowError, ValueError, TypeError) as error:
+                executor.failure = Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
+                self._kill(executor.token)
+            except OSError:
+                pass  # it is gone; the end of its channel will tell
+
+    def _hear(self, executor: Executor) -> None:
+        try:
+            while True:
+                tag, body, _ = executor.channel.receive()
+                if not executor.unloading:
+                    self._take(executor, tag, body)
+        except BlockingIOError:
+            return
+        except EOFError:
+            executor.ended = True
+            del self._by_fd[executor.channel.fileno()]
+            self._epoll.unregister(executor.channel.fileno())
+            self._bury(executor)
+
+    def _take(self, executor: Executor, tag: int, body: memoryview) -> None:
+        job = executor.job
+        if tag == wire.DONE:
+            launch, started, ended = _DONE.unpack(body)
+            self._schedule.done(job)
+            self._events.append(LaunchDone(LaunchId(launch), started, ended))
+            return
+        said = wire.unpack(body)
+        if tag == wire.FAILED:
+            executor.failure = Fault(*said[1:])
+        elif tag == wire.LOADED:
+            self._schedule.done(job)
+            program, pieces, bounds, table, ops = said
+            executor.programs[program] = Listing(table, ops, {0: bounds})
+            self._events.append(ProgramLoaded(job, program, tuple(pieces)))
+        elif tag == wire.REFUSED:
+            load = self._schedule.done(job)
+            if isinstance(load, Load):
+                executor.charged -= load.nbytes
+                del executor.transients[load.program]
+                self._events.append(ProgramRefused(job, load.program, Fault(*said[1:])))
+        elif tag == wire.RECUT:
+            program, cut, pieces, bounds, _through_python = said
+            executor.programs[program].bounds[cut] = bounds
+            executor.programs[program].bounds.pop(cut - 2, None)
+            self._events.append(Recut(job, program, cut, tuple(pieces)))
+        elif tag == wire.TRANSFERRED:
+            self._schedule.done(job)
+            transfer, code, message, remedy = said
+            self._events.append(TransferDone(job, transfer, Fault(code, message, remedy) if code else None))
+
+    def _bury(self, executor: Executor) -> None:
+        """Once its channel and its process have both ended, answer for it."""
+        if not executor.ended or executor.status is None or self._jobs.get(executor.job) is not executor:
+            return
+        job = executor.job
+        unfinished = self._schedule.drop(job)
+        self._let_go(executor)
+        for token in self._checks.forget(job):
+            self._kill(token)
+        if executor.unloading:
+            self._events.append(JobUnloaded(job))
+            return
+        first = unfinished[0] if unfinished else None
+        fault = executor.failure or executor.crash(first if isinstance(first, Launch) else None)
+        for command in unfinished:
+            _release(command)
+            if isinstance(command, Launch):
+                self._events.append(LaunchFailed(command.launch, fault))
+            elif isinstance(command, Load):
+                self._events.append(ProgramRefused(job, command.program, fault))
+            else:
+                self._events.append(TransferDone(job, command.transfer, fault))
+        self._events.append(JobLost(job, fault))
+
+    def _let_go(self, executor: Executor) -> None:
+        del self._jobs[executor.job]
+        del self._by_token[executor.token]
+        self._by_fd.pop(executor.channel.fileno(), None)
+        executor.channel.close()
+        executor.page.close()
+
+    def _refuses(
+        self, executor: Executor, program: ProgramId, encoded: bytes, new_buffers: Sequence[int], data: Segment
+    ) -> Fault | None:
+        footprint = self._checks.footprint(executor.job, program, encoded)
+        if footprint is None:
+            return Fault("program", "the program was not checked", "check these bytes before loading them")
+        if program in executor.transients:
+            return Fault("program", f"program {program} is loaded already", "choose another number")
+        wanted = sum(new_buffers) + data.nbytes + footprint.transient_bytes
+        free = self.memory().free_bytes
+        if wanted > free:
+            message = f"the program needs {wanted} bytes and {free} are free"
+            return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
+        executor.transients[program] = footprint.transient_bytes
+        return None
+
+    # ---- the warm process ------------------------------------------------------------------------
+
+    def _start_warm(self) -> None:
+        self._warm = WarmProcess()
+        self._warm_writes = False
+        self._epoll.register(self._warm.channel.fileno(), select.EPOLLIN)
+
+    def _watch_warm(self) -> None:
+        if self._warm is not None and self._warm.wants_write != self._warm_writes:
+            self._warm_writes = self._warm.wants_write
+            mask = select.EPOLLIN | (select.EPOLLOUT if self._warm_writes else 0)
+            self._epoll.modify(self._warm.channel.fileno(), mask)
+
+    def _hear_warm(self) -> None:
+        if self._warm is None:
+            return
+        try:
+            for token, status in self._warm.receive():
+                self._exited(token, status)
+            self._checks.start(self._warm)
+        except EOFError:
+            self._lose_warm(self._warm)
+
+    def _exited(self, token: int, status: int | str) -> None:
+        executor = self._by_token.get(token)
+        if executor is None:
+            answer = self._checks.exited(token, status)
+            if answer is not None:
+                self._events.append(answer)
+            return
+        executor.status = status
+        if not executor.ended:
+            self._hear(executor)  # what it said last comes before its end
+        self._bury(executor)
+
+    def _lose_warm(self, warm: WarmProcess) -> None:
+        """It died, and the kernel killed its children with it. Start another for the jobs to come,
+        unless it never got as far as being ready: then the next one would not either."""
+        how = f"ended with the process that started it, which {warm.close()}"
+        self._warm = None
+        if warm.facts is not None:
+            self._start_warm()
+        for executor in list(self._jobs.values()):
+            executor.status = how
+            self._bury(executor)
+        for token in self._checks.running:
+            answer = self._checks.exited(token, how)
+            if answer is not None:
+                self._events.append(answer)
+
+    def _kill(self, token: int) -> None:
+        if self._warm is not None:
+            self._warm.kill(token)
+            self._watch_warm()
+
+    def _tell(self, *events: DeviceEvent) -> None:
+        """Events nobody sent: ring, so that whoever waits on our descriptors looks."""
+        self._events.extend(events)
+        os.eventfd_write(self._bell, 1)
+
+
+_DONE = struct.Struct("<" + wire.DONE_BODY.format[2:])
+_NO_WARM = Fault("executor_crashed", "the process that starts executors is gone", "restart the daemon; see its log")
+
+
+def _send(channel: wire.Channel, command: Command) -> None:
+    if isinstance(command, Launch):
+        head = wire.LAUNCH_HEAD.pack(
+            wire.LAUNCH, command.launch, command.step, command.program, command.cut, command.piece, command.slot
+        )
+        # The executor keeps a step's scalars: they go with its first piece only.
+        channel.sock.send(head + wire.pack(command.scalars) if command.piece == 0 else head)
+        return
+    try:
+        if isinstance(command, Load):
+            channel.send(wire.LOAD, [], command.held.fds)
+        else:
+            body = [command.transfer, command.buffers, command.nbytes, command.into_device]
+            channel.send(wire.TRANSFER, body, command.held.fds)
+    finally:
+        command.held.close()
+
+
+def _release(command: Command) -> None:
+    """Close what a command that will never be sent holds."""
+    if not isinstance(command, Launch):
+        command.held.close()
+
+
+def _of_job(event: DeviceEvent, job: JobId) -> bool:
+    return getattr(event, "job", None) == job
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return "CPU"

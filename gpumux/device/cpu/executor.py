@@ -1,0 +1,211 @@
+"""The process that runs one job: its state, its programs, one piece at a time.
+
+It blocks in `recv`, runs what it is told, in order, and answers. A failure of the job's work is
+answered with FAILED, and then the process ends: its state is worth nothing any more. A crash needs
+no answer, the daemon sees the end of the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Callable
+from time import monotonic, perf_counter
+from typing import Any
+
+import torch
+
+from gpumux.device.cpu.channel import (
+    DONE,
+    DONE_BODY,
+    FAILED,
+    LAUNCH,
+    LAUNCH_HEAD,
+    LOAD,
+    LOADED,
+    RECUT,
+    REFUSED,
+    TRANSFER,
+    TRANSFERRED,
+    Channel,
+    unpack,
+)
+from gpumux.device.cpu.graph import turn_off_optimisation
+from gpumux.device.cpu.interp import first_lines
+from gpumux.device.cpu.loaded import LoadedProgram
+from gpumux.device.cpu.numerics import CurrentNumerics
+from gpumux.device.cpu.operands import allocate, over
+from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
+from gpumux.program.codec import decode
+from gpumux.program.ir import ALIGN
+
+IDLE_S = 2  # after this long without a message, collect garbage
+_HEAD = LAUNCH_HEAD.size - 1
+
+
+class Executor:
+    def __init__(self, channel: Channel, settings: dict[str, Any], progress: Callable[[int], None]) -> None:
+        self._channel = channel
+        self._target_s: float = settings["target_s"]
+        self._progress = progress
+        self._buffers: list[torch.Tensor] = []
+        self._programs: dict[int, LoadedProgram] = {}
+        self._numerics = CurrentNumerics()
+        self._python_s = python_cost()
+
+    def serve(self) -> None:
+        """Until the daemon closes the channel (EOFError) or the job fails (returns)."""
+        channel, idle = self._channel, False
+        while True:
+            try:
+                tag, body, fds = channel.receive()
+            except BlockingIOError:
+                if not idle:
+                    gc.collect()
+                idle = True
+                continue
+            idle = False
+            if tag == LAUNCH:
+                if not self._launch(body):
+                    return
+            elif tag == LOAD:
+                self._load(fds)
+            elif tag == TRANSFER:
+                self._transfer(unpack(body), fds)
+
+    def _launch(self, body: memoryview) -> bool:
+        """Run a piece and say so; whether the job lives on."""
+        launch, step, program, cut, piece, slot = _LAUNCH_BODY.unpack_from(body)
+        scalars = unpack(body[_HEAD:]) if piece == 0 else None
+        started = monotonic()
+        try:
+            loaded = self._programs.get(program)
+            if loaded is None:
+                raise ProgramError(f"no program {program} is loaded", "load a program before launching it")
+            self._numerics.apply(loaded.program.numerics)
+            ended_step = loaded.run(step, cut, piece, slot, scalars)
+        except GpumuxError as error:
+            self._channel.send(FAILED, [launch, error.code, error.message, error.remedy])
+            return False
+        self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, monotonic()))
+        if ended_step:
+            self._recut(program, loaded)
+        return True
+
+    def _recut(self, program: int, loaded: LoadedProgram) -> None:
+        pieces = loaded.recut()
+        if pieces is not None:
+            gc.freeze()
+            self._channel.send(RECUT, [program, loaded.newest, pieces, loaded.bounds, loaded.through_python])
+
+    def _load(self, fds: list[int]) -> None:
+        """Descriptors: the load's description and encoded program, the data segment."""
+        description, data_fd = fds
+        program = -1
+        kept = len(self._buffers)
+        try:
+            with mmap.mmap(description, 0, prot=mmap.PROT_READ) as memory:
+                program, load = _read_load(memory)
+                decoded = decode(bytes(memory[load["start"] :]))
+            data = mmap.mmap(data_fd, load["data_bytes"]) if load["data_bytes"] else mmap.mmap(-1, ALIGN)
+            self._buffers.extend(allocate(n) for n in load["new_buffers"])
+            bound = [self._buffer(i) for i in load["binding"]]
+            loaded = LoadedProgram(decoded, bound, data, load["slots"], self._target_s, self._python_s, self._progress)
+        except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
+            del self._buffers[kept:]
+            fault = error if isinstance(error, GpumuxError) else _refusal(error)
+            self._channel.send(REFUSED, [program, fault.code, fault.message, fault.remedy])
+            return
+        finally:
+            os.close(description)
+            os.close(data_fd)
+        self._programs[program] = loaded
+        gc.collect()
+        gc.freeze()
+        targets = [op.target for op in decoded.ops]
+        table = list(dict.fromkeys(targets))
+        place = {target: index for index, target in enumerate(table)}
+        listing = [loaded.guesses(), loaded.bounds, table, [place[target] for target in targets]]
+        self._channel.send(LOADED, [program, *listing])
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        if not 0 <= index < len(self._buffers):
+            raise ProgramError(f"no state buffer {index}", "name buffers by their order of allocation")
+        return self._buffers[index]
+
+    def _transfer(self, body: Any, fds: list[int]) -> None:
+        transfer, buffers, nbytes, into_device = body
+        try:
+            with mmap.mmap(fds[0], nbytes) if nbytes else mmap.mmap(-1, ALIGN) as memory:
+                self._copy(memory, buffers, nbytes, into_device)
+        except (GpumuxError, RuntimeError, ValueError, IndexError, OSError) as error:
+            fault = error if isinstance(error, GpumuxError) else JobFailed(f"the transfer failed: {first_lines(error)}")
+            self._channel.send(TRANSFERRED, [transfer, fault.code, fault.message, fault.remedy])
+            return
+        finally:
+            os.close(fds[0])
+        self._channel.send(TRANSFERRED, [transfer, "", "", ""])
+
+    def _copy(self, memory: mmap.mmap, buffers: list[int], nbytes: int, into_device: bool) -> None:
+        at = 0
+        for index in buffers:
+            buffer = self._buffer(index)
+            if at + buffer.numel() > nbytes:
+                raise JobFailed(f"the transfer's segment has {nbytes} bytes, too few for its buffers", "make it larger")
+            shared = over(memory, at, buffer.numel())
+            if into_device:
+                buffer.copy_(shared)
+            else:
+                shared.copy_(buffer)
+            at += -(-buffer.numel() // ALIGN) * ALIGN
+            del shared  # the mapping can't be closed under a tensor
+
+
+_LAUNCH_BODY = struct.Struct("<" + LAUNCH_HEAD.format[2:])  # without the tag
+
+
+def _read_load(memory: mmap.mmap) -> tuple[int, dict[str, Any]]:
+    size = int.from_bytes(memory[:8], "little")
+    load: dict[str, Any] = unpack(memory[8 : 8 + size])
+    load["start"] = 8 + size
+    return load["program"], load
+
+
+def _refusal(error: BaseException) -> GpumuxError:
+    text = first_lines(error)
+    if isinstance(error, MemoryError) or "allocate memory" in text:
+        return AdmissionRefused(f"there is no memory for the program: {text}", "free some, or use smaller batches")
+    return ProgramError(f"the program can't be loaded: {text}", "check its state bindings and sizes")
+
+
+def python_cost() -> float:
+    """Seconds an operator takes from Python beyond what it takes in a graph, about 2e-6."""
+    x, one = torch.zeros(1), torch.ones(1)
+    add = torch.ops.aten.add_.Tensor
+    samples: list[float] = []
+    for _ in range(200):
+        began = perf_counter()
+        add(x, one)
+        samples.append(perf_counter() - began)
+    return max(0.0, sorted(samples)[100] - 0.4e-6)
+
+
+def main(settings: dict[str, Any], fds: list[int]) -> None:
+    """In a fresh fork: descriptors are the channel and the page that says which operator runs."""
+    sock = socket.socket(fileno=fds[0])
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", IDLE_S, 0))
+    page = memoryview(mmap.mmap(fds[1], mmap.PAGESIZE)).cast("I")
+    os.close(fds[1])
+    torch.set_num_threads(settings["threads"])
+    turn_off_optimisation()
+    torch.default_generator.manual_seed(settings["seed"])
+    gc.disable()  # a collection in the middle of a step would stop it for tens of milliseconds
+
+    def progress(op: int) -> None:
+        page[0] = op + 1
+
+    with torch.inference_mode():
+        Executor(Channel(sock), settings, progress).serve()

@@ -1,0 +1,119 @@
+"""What the daemon's side of the CPU device remembers of each job and process. No torch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gpumux.device.contract import Launch
+from gpumux.device.cpu.channel import Channel
+from gpumux.model import Fault, JobId, ProgramId, TransferId
+
+UNKNOWN_STATUS = "ended, and nobody could say how"
+
+
+class Descriptors:
+    """Descriptors of a command under way, ours to close exactly once: sent, or never to be sent."""
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.fds = tuple(fds)
+
+    def close(self) -> None:
+        fds, self.fds = self.fds, ()
+        for fd in fds:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load on its way: its description and program, and the data segment."""
+
+    program: ProgramId
+    held: Descriptors
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A transfer on its way, and its segment."""
+
+    transfer: TransferId
+    buffers: tuple[int, ...]
+    held: Descriptors
+    nbytes: int
+    into_device: bool
+
+
+Command = Launch | Load | Move
+
+
+@dataclass(slots=True)
+class Listing:
+    """The operators of a loaded program and its newest cuts: what a crash report is made of."""
+
+    table: list[str]
+    ops: list[int]  # indices into table
+    bounds: dict[int, list[int]] = field(default_factory=dict)
+
+    def describe(self, launch: Launch, last_op: int | None) -> str:
+        """The operators the process was at when it died; `last_op` is the one it named last."""
+        bounds = self.bounds.get(launch.cut)
+        if bounds is None or not 0 <= launch.piece < len(bounds) - 1:
+            return f"piece {launch.piece} of cut {launch.cut}"
+        start, stop = bounds[launch.piece], bounds[launch.piece + 1]
+        if last_op is not None and start <= last_op < stop:
+            return f"operator {last_op} ({self.table[self.ops[last_op]]})"
+        distinct = list(dict.fromkeys(self.table[i] for i in self.ops[start:stop]))
+        more = f" and {len(distinct) - 6} more" if len(distinct) > 6 else ""
+        return f"one of operators {start} to {stop - 1} ({', '.join(distinct[:6])}{more})"
+
+
+@dataclass(slots=True)
+class Executor:
+    """One job's process, seen from the daemon. `page` holds one more than the operator it runs when it
+    runs them one by one; `failure` is what it said before it ended."""
+
+    job: JobId
+    token: int
+    channel: Channel
+    page: mmap.mmap
+    charged: int = 0  # bytes of its buffers and data segments
+    transients: dict[ProgramId, int] = field(default_factory=dict)  # of its programs, loaded or loading
+    programs: dict[ProgramId, Listing] = field(default_factory=dict)
+    unloading: bool = False
+    ended: bool = False  # its end of the channel is closed
+    status: int | str | None = None  # how it ended: a wait status, or words
+    failure: Fault | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes it holds. Its programs never run at once, so they share the transient part."""
+        return self.charged + max(self.transients.values(), default=0)
+
+    def crash(self, launch: Launch | None) -> Fault:
+        """Why the job is lost when the process said nothing before it ended."""
+        doing = ""
+        if launch is not None:
+            listing = self.programs.get(launch.program)
+            named = int.from_bytes(self.page[:4], "little") - 1
+            last_op = named if named >= 0 and launch.cut == 0 else None
+            doing = f" while running {listing.describe(launch, last_op)} of program {launch.program}" if listing else ""
+        return Fault(
+            "executor_crashed",
+            f"the process running the job {ending(self.status)}{doing}",
+            "look for values the operator can't take (indices out of range, division by zero); other jobs are unharmed",
+        )
+
+
+def ending(status: int | str | None) -> str:
+    """A wait status in words: "died of SIGSEGV"."""
+    if not isinstance(status, int):
+        return status or UNKNOWN_STATUS
+    number = status & 0x7F
+    if number:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"died of {name}" + (", as when the machine runs out of memory" if number == signal.SIGKILL else "")
+    return f"exited with status {status >> 8}"

@@ -1,0 +1,166 @@
+"""A program ready to run in an executor: its cuts, and the measuring that leads from one to the next.
+
+    cut 0   guessed: pieces of equal numbers of operators, run one by one through Python. The first step
+            verifies every output (and warms caches: its times are not used), the second is timed.
+    cut 1   by measured time, as graphs. After SETTLE_STEPS steps the pieces' own times are compared with
+            the prediction; if they are far from the target the program is cut once more:
+    cut 2   by those times.
+
+Steps keep the cut they began with, so the one before the newest stays.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from gpumux.device.cpu.frame import Context, Frame
+from gpumux.device.cpu.interp import Interpreter
+from gpumux.device.cpu.operands import Operands
+from gpumux.device.cpu.pieces import Piece, PieceBuilder, sources
+from gpumux.device.cpu.randomness import Replays, repeated_slots
+from gpumux.errors import ProgramError
+from gpumux.program.cut import GUESSED_OP_SECONDS, cut, cut_unmeasured, piece_seconds
+from gpumux.program.ir import Program
+
+SETTLE_STEPS = 8
+FAR = 1.5  # pieces this many times longer or shorter than aimed at are worth cutting again
+
+
+class LoadedProgram:
+    """One program bound to its job's buffers. `python_s` is what running an operator through Python
+    costs more than in a graph, seconds; it is taken off the measured times."""
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: Sequence[torch.Tensor],
+        data: mmap.mmap,
+        slots: int,
+        target_s: float,
+        python_s: float,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.program = program
+        self._target_s = target_s
+        self._python_s = python_s
+        self._progress = progress
+        self.operands = Operands(program, buffers, data, slots)
+        self._replays = Replays(repeated_slots(program))
+        self._context = Context(program, self.operands, self._replays)
+        self._interpreter = Interpreter(self._context, progress)
+        self._builder: PieceBuilder | None = None
+        self._frame: Frame | None = None
+        self._steps = 0  # whole steps done under the newest cut
+        self._op_s: list[float] = []
+        self._piece_s: list[list[float]] = []
+        self.newest = 0
+        self._gates = sorted({gate.op for gate in program.gates})
+        self._bounds = {0: cut_unmeasured(len(program.ops), target_s, self._gates)}
+        self._pieces: dict[int, list[Piece]] = {}
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the newest cut's pieces start, and the number of operators at the end."""
+        return self._bounds[self.newest]
+
+    def guesses(self) -> tuple[float, ...]:
+        """Seconds of the pieces of cut 0, unmeasured."""
+        return piece_seconds([GUESSED_OP_SECONDS] * len(self.program.ops), self._bounds[0])
+
+    def run(self, step: int, cut: int, piece: int, slot: int, scalars: Sequence[float | int] | None) -> bool:
+        """Run one piece; whether it ended its step. `scalars` come with piece 0 and stay for the step.
+        Raises JobFailed, ProgramError."""
+        bounds = self._bounds.get(cut)
+        if bounds is None or not 0 <= piece < len(bounds) - 1:
+            raise ProgramError(f"no piece {piece} of cut {cut}", "this is a bug in the daemon: report it")
+        frame = self._begin(step, cut, slot, scalars) if piece == 0 else self._frame
+        if frame is None or (frame.step, frame.cut, frame.next_piece) != (step, cut, piece):
+            raise ProgramError(
+                f"piece {piece} of step {step} is out of order", "this is a bug in the daemon: report it"
+            )
+        if cut == 0:
+            seconds = self._interpreter.run(frame, bounds[piece], bounds[piece + 1], verify=self._first(0))
+            if self._first(1):
+                self._op_s.extend(seconds)
+        elif self._settling(cut):
+            began = perf_counter()
+            self._pieces[cut][piece].run(frame)
+            self._piece_s[piece].append(perf_counter() - began)
+        else:
+            self._pieces[cut][piece].run(frame)
+        frame.next_piece += 1
+        if frame.next_piece < len(bounds) - 1:
+            return False
+        self._finish(frame)
+        return True
+
+    def recut(self) -> tuple[float, ...] | None:
+        """After a whole step: predicted seconds of each piece of a new cut (`newest`), if there is
+        reason for one."""
+        if self.newest == 0 and self._steps == 2:
+            return self._cut([max(0.2e-6, s - self._python_s) for s in self._op_s])
+        if self.newest == 1 and self._steps == SETTLE_STEPS:
+            return self._cut_again()
+        return None
+
+    @property
+    def through_python(self) -> dict[str, str]:
+        """Operators no graph can say, each with the reason; empty before the first measured cut."""
+        return self._builder.through_python if self._builder else {}
+
+    def _first(self, step: int) -> bool:
+        """Whether this is whole step number `step` of cut 0, for its measuring."""
+        return self.newest == 0 and self._steps == step
+
+    def _settling(self, cut: int) -> bool:
+        return cut == 1 and self.newest == 1 and self._steps < SETTLE_STEPS
+
+    def _begin(self, step: int, cut: int, slot: int, scalars: Sequence[float | int] | None) -> Frame:
+        if scalars is None or len(scalars) != len(self.program.scalars):
+            given = "none" if scalars is None else len(scalars)
+            raise ProgramError(f"{given} scalars where the program takes {len(self.program.scalars)}", "send one each")
+        operands = self.operands.slot(slot)
+        self._frame = Frame(operands, slot, scalars, [None] * len(self.program.storages), step, cut)
+        self._replays.begin()
+        self._progress(-1)
+        self.operands.begin(operands)
+        return self._frame
+
+    def _finish(self, frame: Frame) -> None:
+        self.operands.finish(frame.slot, sources(self._context, frame))
+        self._frame = None
+        if frame.cut == self.newest:
+            self._steps += 1
+
+    def _cut(self, op_s: list[float]) -> tuple[float, ...]:
+        if self._builder is None:
+            self._builder = PieceBuilder(self._context, self._interpreter)
+        bounds = cut(op_s, self._target_s, gates=self._gates)
+        pieces = [self._builder.build(start, stop) for start, stop in pairwise(bounds)]
+        self._bounds.pop(self.newest - 1, None)
+        self._pieces.pop(self.newest - 1, None)
+        self.newest += 1
+        self._bounds[self.newest], self._pieces[self.newest] = bounds, pieces
+        self._op_s, self._steps = op_s, 0
+        self._piece_s = [[] for _ in pieces]
+        return piece_seconds(op_s, bounds)
+
+    def _cut_again(self) -> tuple[float, ...] | None:
+        """Scale each operator's time by how wrong its piece's prediction was."""
+        op_s = list(self._op_s)
+        for (start, stop), samples in zip(pairwise(self._bounds[1]), self._piece_s, strict=True):
+            predicted = sum(op_s[start:stop])
+            if samples and predicted > 0:
+                factor = median(samples) / predicted
+                op_s[start:stop] = [s * factor for s in op_s[start:stop]]
+        real = piece_seconds(op_s, self._bounds[1])
+        long = max(real, default=0.0) > FAR * self._target_s
+        short = len(real) > 1 and sum(real) / len(real) < self._target_s / FAR
+        again = cut(op_s, self._target_s, gates=self._gates)
+        return self._cut(op_s) if (long or short) and again != self._bounds[1] else None

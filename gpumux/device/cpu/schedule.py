@@ -1,0 +1,122 @@
+"""Which launch goes to which executor next. Pure: no processes, no clock.
+
+At most `parallel` pieces run at once, over all jobs. A job's commands (launches, loads, transfers)
+keep their order. When a slot is free it goes to the oldest launch of the highest-priority stream
+among the jobs that are not running one.
+
+Handing ahead: the next piece of a job that is running one may be handed to its executor already, so
+that no round trip through the daemon lies between its pieces. That is done for one piece only, and
+only while no idle job's launch of the same or a higher priority waits for a slot: a piece handed
+ahead takes over its job's slot, so it would pass that launch by. What arrives later waits for two
+pieces at most; how many low launches may be out while a high job is active is the core's to bound.
+
+Loads and transfers need no slot (they are not pieces), but are handed over only when the job's
+executor has nothing else to do, and nothing is handed behind them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from gpumux.model import JobId
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Command(Generic[T]):
+    """`stream` None: not a piece, needs no slot."""
+
+    what: T
+    stream: int | None
+    age: int = 0
+
+
+@dataclass(slots=True)
+class Lane(Generic[T]):
+    """One job's commands: waiting here, and handed to its executor (oldest first)."""
+
+    waiting: deque[Command[T]] = field(default_factory=deque)
+    handed: deque[Command[T]] = field(default_factory=deque)
+
+    @property
+    def runs_piece(self) -> bool:
+        return bool(self.handed) and self.handed[0].stream is not None
+
+    @property
+    def next_stream(self) -> int | None:
+        """The stream of the launch that is next in line, None when it is no launch."""
+        return self.waiting[0].stream if self.waiting else None
+
+
+class Schedule(Generic[T]):
+    def __init__(self, parallel: int) -> None:
+        self.parallel = parallel
+        self.pieces_running = 0
+        self._lanes: dict[JobId, Lane[T]] = {}
+        self._busy: dict[JobId, Lane[T]] = {}  # those with something waiting: the only ones worth a look
+        self._age = 0
+
+    def open(self, job: JobId) -> None:
+        self._lanes[job] = Lane()
+
+    def drop(self, job: JobId) -> list[T]:
+        """Forget a job; its unfinished commands, oldest first. Its slot is free."""
+        lane = self._lanes.pop(job, None)
+        self._busy.pop(job, None)
+        if lane is None:
+            return []
+        self.pieces_running -= lane.runs_piece
+        return [command.what for command in (*lane.handed, *lane.waiting)]
+
+    def submit(self, job: JobId, what: T, stream: int | None) -> None:
+        self._age += 1
+        lane = self._busy[job] = self._lanes[job]
+        lane.waiting.append(Command(what, stream, self._age))
+
+    def done(self, job: JobId) -> T | None:
+        """The job's executor has finished the oldest command handed to it."""
+        lane = self._lanes.get(job)
+        if lane is None or not lane.handed:
+            return None
+        self.pieces_running -= lane.runs_piece
+        what = lane.handed.popleft().what
+        self.pieces_running += lane.runs_piece
+        return what
+
+    def running(self, job: JobId) -> T | None:
+        """What the job's executor is busy with."""
+        lane = self._lanes.get(job)
+        return lane.handed[0].what if lane and lane.handed else None
+
+    def hand_over(self) -> Iterator[tuple[JobId, T]]:
+        """Commands to send now, in order. Each is counted as handed when it is yielded."""
+        busy = list(self._busy.items())
+        for job, lane in busy:
+            if not lane.handed and lane.next_stream is None:
+                yield self._hand(job, lane)
+        free = self.parallel - self.pieces_running
+        candidates = [(job, lane) for job, lane in busy if not lane.handed and lane.next_stream is not None]
+        candidates.sort(key=lambda item: (-(item[1].next_stream or 0), item[1].waiting[0].age))
+        for job, lane in candidates[: max(free, 0)]:
+            yield self._hand(job, lane)
+        left = candidates[max(free, 0) :]
+        highest_left = max((lane.next_stream or 0 for _, lane in left), default=None)
+        for job, lane in busy:
+            stream = lane.next_stream  # None, too, when all it had has just been handed over
+            if stream is None or len(lane.handed) != 1 or not lane.runs_piece:
+                continue
+            if highest_left is None or stream > highest_left:
+                yield self._hand(job, lane)
+
+    def _hand(self, job: JobId, lane: Lane[T]) -> tuple[JobId, T]:
+        command = lane.waiting.popleft()
+        if not lane.waiting:
+            del self._busy[job]
+        self.pieces_running -= lane.runs_piece
+        lane.handed.append(command)
+        self.pieces_running += lane.runs_piece
+        return job, command.what

@@ -1,0 +1,104 @@
+"""The zygote seen from the daemon: ask it for processes, hear how they ended. No torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from gpumux.device.cpu import channel as wire
+from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, Channel, packets, unpack
+
+_CLOSE_S = 10.0
+
+
+class WarmProcess:
+    """`start` it, then `fork` and `kill`; call `receive` when its descriptor is readable and `flush` when
+    it is writable and `wants_write` says so. Tokens name its children."""
+
+    def __init__(self) -> None:
+        ours, theirs = wire.pair()
+        with theirs:
+            arguments = [sys.executable, "-m", "gpumux.device.cpu.zygote", str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+            )
+        ours.setblocking(False)
+        self.channel = Channel(ours)
+        self.facts: dict[str, Any] | None = None  # once it is ready
+        self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._token = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._outbox)
+
+    def fork(self, kind: str, settings: dict[str, Any], fds: Sequence[int]) -> int:
+        """Ask for a process; its token. The descriptors are taken over and closed once sent."""
+        self._token += 1
+        self._post(FORK, [self._token, kind, settings], fds)
+        return self._token
+
+    def kill(self, token: int) -> None:
+        self._post(KILL, token)
+
+    def flush(self) -> None:
+        """Send what can be sent without waiting."""
+        while self._outbox:
+            packet, fds = self._outbox[0]
+            try:
+                self.channel.send_packet(packet, fds)
+            except BlockingIOError:
+                return
+            except OSError:
+                pass  # it is gone; `receive` will say so
+            self._outbox.popleft()
+            _close(fds)
+
+    def receive(self) -> list[tuple[int, int | str]]:
+        """Children that ended: token, and a wait status or the reason there never was a process.
+        Raises EOFError when the warm process itself is gone."""
+        ended: list[tuple[int, int | str]] = []
+        while True:
+            try:
+                tag, body, _ = self.channel.receive()
+            except BlockingIOError:
+                return ended
+            except EOFError:
+                if ended:
+                    return ended  # said first; the end is still there at the next call
+                raise
+            if tag == READY:
+                self.facts = unpack(body)
+            elif tag == EXITED:
+                token, status, reason = unpack(body)
+                ended.append((token, reason if status is None else status))
+
+    def close(self) -> str:
+        """End it, wait for it; how it ended, in words. Its children are killed by the kernel."""
+        self.channel.close()
+        for _, fds in self._outbox:
+            _close(fds)
+        self._outbox.clear()
+        try:
+            code = self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return f"died of signal {-code}" if code < 0 else f"exited with status {code}"
+
+    def _post(self, tag: int, body: object, fds: Sequence[int] = ()) -> None:
+        self._outbox.extend(packets(tag, body, fds))
+        self.flush()
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
