@@ -52,9 +52,11 @@ class Completions:
         program.slot_bytes = event.footprint.slot_bytes
         # A program that runs on the state of the job's earlier ones adds only what it asks for anew.
         state_bytes = aligned_total(program.new_buffers, ALIGN)
-        footprint = Footprint(state_bytes, event.footprint.transient_bytes, event.footprint.slot_bytes)
+        # The device speaks of one slot, the core charges the whole data segment.
+        slot_bytes = program.slots * program.slot_bytes
+        footprint = Footprint(state_bytes, event.footprint.transient_bytes, slot_bytes)
         try:
-            self._check_user(job, footprint, program.slots)
+            self._check_user(job, footprint)
             if job.session.inline:
                 program.outline = outline(program.encoded)
         except GpumuxError as error:
@@ -66,12 +68,12 @@ class Completions:
         )
         self._desk.feed(ev.ProgramOffered(job.id, program.id, footprint))
 
-    def _check_user(self, job: JobRecord, footprint: Footprint, slots: int) -> None:
+    def _check_user(self, job: JobRecord, footprint: Footprint) -> None:
         limit = self._desk.config.max_bytes_per_user
         if not limit:
             return
         held = self._desk.user_bytes(job.session.peer.uid)
-        asked = footprint.state_bytes + footprint.transient_bytes + slots * footprint.slot_bytes
+        asked = footprint.state_bytes + footprint.transient_bytes + footprint.slot_bytes
         if held + asked > limit:
             raise AdmissionRefused(
                 f"{asked} bytes more than the {held} you hold would pass the {limit} one user may have",

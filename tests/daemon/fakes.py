@@ -1,0 +1,257 @@
+"""A device and a router in memory, for the loop's tests. Both check that they are used by contract."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from gpumux.config import Config
+from gpumux.daemon.loop import Loop
+from gpumux.daemon.report import Identity
+from gpumux.device import contract as dev
+from gpumux.metrics.registry import Metrics
+from gpumux.model import DeviceInfo, Fault, Footprint, JobId, Peer, ProgramId, SessionId
+from gpumux.program import codec
+from gpumux.program.ir import slot_layout
+from gpumux.wire import messages as msg
+from gpumux.wire import router as wire
+from gpumux.wire.dataplane import Segment
+
+INFO = DeviceInfo("fake", "a fake", 1 << 30, 1, 0, "none", {"low": 0.002, "high": 0.002})
+BAD = b"bad"  # a Program the fake refuses to check
+UNLOADABLE = b"unloadable"  # one it refuses to load
+BROKEN = Fault("program", "it is broken", "mend it")
+
+
+@dataclass
+class FakeProgram:
+    program: object
+    segment: Segment
+    slots: int
+
+
+@dataclass
+class FakeJob:
+    buffers: list[int] = field(default_factory=list)
+    programs: dict[ProgramId, FakeProgram] = field(default_factory=dict)
+
+
+class FakeDevice:
+    """Does nothing until told: `finish()` completes the oldest launch, transfer or load. A program
+    has one piece; running it adds one to every float32 of its first input."""
+
+    def __init__(self):
+        self.jobs: dict[JobId, FakeJob] = {}
+        self.work: deque = deque()
+        self.events: list = []
+        self.checked: set = set()
+        self.launched: list[dev.Launch] = []
+
+    def open(self):
+        return INFO
+
+    def filenos(self):
+        return []
+
+    def poll(self):
+        events, self.events = self.events, []
+        return events
+
+    def check(self, job, program, encoded):
+        assert job in self.jobs, "checked before open_job"
+        if encoded == BAD:
+            self.events.append(dev.ProgramRefused(job, program, BROKEN))
+            return
+        nbytes = 4096 if encoded == UNLOADABLE else slot_layout(codec.decode(encoded)).nbytes
+        self.checked.add((job, program, encoded))
+        self.events.append(dev.ProgramChecked(job, program, Footprint(0, 64, nbytes), "hash", 1))
+
+    def open_job(self, job, spec):
+        assert job not in self.jobs
+        self.jobs[job] = FakeJob()
+
+    def load_program(self, job, program, encoded, new_buffers, binding, data, slots):
+        assert (job, program, encoded) in self.checked, "loaded before it was checked"
+        if encoded == UNLOADABLE:
+            self.events.append(dev.ProgramRefused(job, program, BROKEN))
+            return
+        state = self.jobs[job]
+        decoded = codec.decode(encoded)
+        assert data.nbytes == slots * slot_layout(decoded).nbytes
+        state.buffers += new_buffers
+        state.programs[program] = FakeProgram(decoded, Segment.adopt(os.dup(data.fd), data.nbytes), slots)
+        self.events.append(dev.ProgramLoaded(job, program, (0.001,)))
+
+    def launch(self, launch):
+        program = self.jobs[launch.job].programs[launch.program]
+        assert launch.slot < program.slots
+        assert launch.piece == 0
+        self.launched.append(launch)
+        self.work.append(launch)
+
+    def transfer(self, job, transfer, buffers, segment, into_device):
+        sizes = [self.jobs[job].buffers[b] for b in buffers]
+        assert segment.nbytes >= sum(sizes)
+        self.work.append((job, transfer, Segment.adopt(os.dup(segment.fd), segment.nbytes), into_device))
+
+    def unload(self, job):
+        self.work = deque(item for item in self.work if not self._drops(item, job))
+        state = self.jobs.pop(job, None)
+        for program in state.programs.values() if state else ():
+            program.segment.close()
+        self.events.append(dev.JobUnloaded(job))
+
+    def _drops(self, item, job):
+        if isinstance(item, dev.Launch):
+            return item.job == job
+        if item[0] == job:
+            item[2].close()
+        return item[0] == job
+
+    def lose(self, job, fault):
+        """The executor dies."""
+        for item in [i for i in self.work if isinstance(i, dev.Launch) and i.job == job]:
+            self.events.append(dev.LaunchFailed(item.launch, fault))
+        for program in self.jobs[job].programs.values():
+            program.segment.close()
+        self.work = deque(item for item in self.work if not self._drops(item, job))
+        del self.jobs[job]
+        self.events.append(dev.JobLost(job, fault))
+
+    def finish(self, now=0.0):
+        item = self.work.popleft()
+        if isinstance(item, dev.Launch):
+            self._run(item)
+            self.events.append(dev.LaunchDone(item.launch, now, now + 0.001))
+        else:
+            job, transfer, segment, into_device = item
+            if not into_device:
+                with segment.view() as view:
+                    view[:4] = b"made"
+            segment.close()
+            self.events.append(dev.TransferDone(job, transfer))
+
+    def _run(self, launch):
+        program = self.jobs[launch.job].programs[launch.program]
+        layout = slot_layout(program.program)
+        if not layout.inputs or not layout.results:
+            return
+        base = launch.slot * layout.nbytes
+        with program.segment.view() as view:
+            source = view[base + layout.inputs[0] : base + layout.inputs[0] + 16].cast("f")
+            target = view[base + layout.results[0] : base + layout.results[0] + 16].cast("f")
+            for i in range(4):
+                target[i] = source[i] + 1
+            source.release()
+            target.release()
+
+    def memory(self):
+        return dev.MemoryFigures(1 << 30, 1 << 30, {})
+
+    def close(self):
+        for job in list(self.jobs):
+            self.unload(job)
+        self.events.clear()
+
+
+class FakeRouter:
+    """What clients say is pushed in; what they would hear is kept. Messages pass the real codec's
+    checks on the way out, so that a test can't accept what the wire would not carry."""
+
+    def __init__(self):
+        self.counters: Counter[str] = Counter()
+        self.arrivals: list[wire.Arrival] = []
+        self.sent: list[tuple[SessionId, msg.Message, list[bytes]]] = []
+        self.segments: dict[tuple[SessionId, int], int] = {}
+        self.open: dict[SessionId, Peer] = {}
+        self.read = 0
+
+    def fds(self):
+        return []
+
+    def receive(self, now):
+        arrivals, self.arrivals = self.arrivals, []
+        return arrivals
+
+    def expire(self, now):
+        return []
+
+    def next_deadline(self, now):
+        return float("inf")
+
+    def send(self, session, message, frames=()):
+        if session not in self.open:
+            return False
+        wire.encode(message, frames)
+        self.sent.append((session, message, [bytes(f) for f in frames]))
+        return True
+
+    def send_segment(self, session, segment, fd, nbytes):
+        assert os.fstat(fd).st_size == nbytes
+        self.segments[session, segment] = nbytes
+        return session in self.open
+
+
+class Daemon:
+    """A loop over the fakes, and clients' words to it."""
+
+    def __init__(self, config: Config | None = None, shared_limit: int = 1 << 30):
+        self.now = 100.0
+        self.device, self.router = FakeDevice(), FakeRouter()
+        self.metrics = Metrics(msg.FROM_CLIENT)
+        identity = Identity(config or Config(), ["ipc:///fake"], INFO, 0.0)
+        self.loop = Loop(identity, self.router, self.device, self.metrics, shared_limit, clock=lambda: self.now)
+        self.refs = 0
+
+    def close(self):
+        self.device.close()
+        self.loop.close()
+
+    def turn(self):
+        """Turns until nothing is left to do but what the fake device holds back."""
+        while True:
+            self.loop.turn()
+            self.loop.core.check_invariants()
+            if not (self.device.events or self.router.arrivals or self.loop.desk.events):
+                return
+
+    def connect(self, name: str, uid: int = 1000, inline: bool = False) -> str:
+        peer = Peer(uid, uid, 1)
+        self.router.open[name] = peer
+        hello = msg.Hello(1, "0", "client", 1, "", inline)
+        self.router.arrivals.append(wire.Opened(SessionId(name), peer, hello, inline))
+        self.turn()
+        return name
+
+    def disconnect(self, name: str, reason: str = "gone"):
+        peer = self.router.open.pop(name)
+        self.router.arrivals.append(wire.Closed(SessionId(name), peer, reason))
+        self.turn()
+
+    def say(self, session: str, message: msg.Message, *frames: bytes):
+        """One message, and everything that comes of it at once: [(message, frames)] to that session."""
+        self.router.arrivals.append(wire.Incoming(SessionId(session), self.router.open[session], message, list(frames)))
+        return self.hear(session)
+
+    def hear(self, session: str):
+        """What the session has been sent since the last time anybody listened."""
+        self.turn()
+        new = self.router.sent[self.router.read :]
+        self.router.read = len(self.router.sent)
+        return [(message, frames) for to, message, frames in new if to == session]
+
+    def ref(self) -> int:
+        self.refs += 1
+        return self.refs
+
+    def open_job(self, session: str, job: str, inflight: int = 2, priority: int = 0, name: str = "a job"):
+        answer = self.say(session, msg.OpenJob(self.ref(), job, name, priority, 1.0, 1.1, None, inflight, 0))
+        assert [type(m) for m, _ in answer] == [msg.JobOpened], answer
+        return job
+
+    def load(self, session: str, job: str, program, number: int = 0, new_buffers=(), binding=()):
+        encoded = program if isinstance(program, bytes) else codec.encode(program)
+        return self.say(session, msg.LoadProgram(self.ref(), job, number, list(new_buffers), list(binding)), encoded)
+
+
