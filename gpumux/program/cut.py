@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import ceil, isfinite
@@ -53,18 +52,20 @@ def piece_seconds(op_seconds: Sequence[float], boundaries: Sequence[int]) -> tup
 def _even(clock: Sequence[float], start: int, end: int, target_s: float) -> list[int]:
     """Boundaries of [start, end) nearest to equal shares of its time. A boundary is off its ideal place
     by half an operator at most, so no piece is longer than a share and one operator."""
-    total = clock[end] - clock[start]
     # A hair under a whole number of targets must not become one piece more.
-    pieces = min(max(ceil(total / target_s - 1e-9), 1), end - start)
-    found = [start]
-    for k in range(1, pieces):
-        ideal = clock[start] + total * k / pieces
-        after = bisect_left(clock, ideal, start + 1, end)
-        before = after - 1
-        nearest = before if ideal - clock[before] < clock[after] - ideal else after
-        if found[-1] < nearest < end:
-            found.append(nearest)
-    return [*found, end]
+    total = clock[end] - clock[start]
+    pieces = max(ceil(total / target_s - 1e-9), 1)
+    share = total / pieces
+
+    def ideals(before: int) -> int:
+        """How many ideal places lie before the middle of operator `before`."""
+        middle = (clock[before] + clock[before + 1]) / 2 - clock[start]
+        return min(int(middle / share), pieces - 1)
+
+    if pieces == 1:
+        return [start, end]
+    # Between the middles of its two neighbours a boundary is the nearest to any place.
+    return [start, *[at for at in range(start + 1, end) if ideals(at) > ideals(at - 1)], end]
 
 
 def _merged(op_seconds: Sequence[float], boundaries: list[int], min_s: float, target_s: float) -> list[int]:

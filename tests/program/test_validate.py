@@ -1,0 +1,170 @@
+"""Structure: what a hostile Program tries, one rule at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from gpumux.errors import ProgramError
+from gpumux.program.builder import ProgramBuilder
+from gpumux.program.ir import Gate, Numerics, Op, Program, ScalarRef, Storage, Tag, TensorRef, View, slot_layout
+from gpumux.program.limits import Limits
+from gpumux.program.validate import const_bytes, state_slots, validate, written_storages
+from tests.program import samples
+from tests.program.strategies import programs
+
+ADD = samples.add_one()
+OP = ADD.ops[0]
+CONST = Program((Storage("const", 3, 0),), (View(0, "uint8", (3,), (1,)),), (), (), (0,), consts=(b"abc",))
+
+
+@settings(deadline=None, max_examples=100)
+@given(programs())
+def test_well_formed_programs_pass(program):
+    validate(program)
+    assert slot_layout(program).nbytes > 0
+    assert sum(state_slots(program)) == sum(s.nbytes for s in program.storages if s.kind == "state")
+    assert const_bytes(program) == sum(map(len, program.consts))
+
+
+@pytest.mark.parametrize("name", samples.ALL)
+def test_samples_pass(name):
+    validate(samples.ALL[name]())
+
+
+def with_view(**changes: object) -> Program:
+    return replace(ADD, views=(ADD.views[0], replace(ADD.views[1], **changes)))
+
+
+def with_op(**changes: object) -> Program:
+    return replace(ADD, ops=(replace(OP, **changes),))
+
+
+def with_storages(*storages: Storage) -> Program:
+    return replace(ADD, storages=storages)
+
+
+BROKEN = {
+    "view past its storage": with_view(size=(5,)),
+    "view offset past its storage": with_view(offset=1),
+    "view stride past its storage": with_view(stride=(2,)),
+    "view on no storage": with_view(storage=2),
+    "view on storage -1": with_view(storage=-1),
+    "negative size": with_view(size=(-1,)),
+    "negative stride": with_view(stride=(-1,), offset=3),
+    "negative offset": with_view(offset=-1),
+    "ranks differ": with_view(stride=(1, 1)),
+    "unknown dtype": with_view(dtype="float8"),
+    "expanded beyond all bounds": with_view(size=(1 << 40, 1 << 40), stride=(0, 0)),
+    "a huge stride": with_view(size=(1,), stride=(1 << 62,)),
+    "empty but of huge size": with_view(size=(0, 1 << 62), stride=(1, 1)),
+    "argument view missing": with_op(args=(TensorRef(9), 1)),
+    "argument view -1": with_op(args=(TensorRef(-1), 1)),
+    "argument nested view missing": with_op(args=((1, (TensorRef(9),)),)),
+    "keyword view missing": with_op(kwargs=(("other", TensorRef(9)),)),
+    "output view missing": with_op(outs=(7,)),
+    "output nested view missing": with_op(outs=((7,),)),
+    "scalar missing": with_op(args=(TensorRef(0), ScalarRef(0))),
+    "scalar -1": with_op(args=(TensorRef(0), ScalarRef(-1))),
+    "keywords unsorted": with_op(kwargs=(("b", 1), ("a", 1))),
+    "keyword twice": with_op(kwargs=(("a", 1), ("a", 2))),
+    "another device": with_op(kwargs=(("device", Tag("device", "cuda:1")),)),
+    "a dtype of its own": with_op(kwargs=(("dtype", Tag("dtype", "qint8")),)),
+    "a sparse layout": with_op(kwargs=(("layout", Tag("layout", "sparse_coo")),)),
+    "a memory format of its own": with_op(kwargs=(("memory_format", Tag("memory_format", "x")),)),
+    "a tag of unknown kind": with_op(kwargs=(("x", Tag("generator", "")),)),
+    "used before it is made": with_op(args=(TensorRef(1), 1)),
+    "never made": with_op(outs=(None,)),
+    "input count": replace(ADD, inputs=()),
+    "input view missing": replace(ADD, inputs=(4,)),
+    "input view -1": replace(ADD, inputs=(-1,)),
+    "input on a temporary": replace(ADD, inputs=(1,)),
+    "input away from its start": replace(ADD, views=(*ADD.views, View(0, "float32", (3,), (1,), 1)), inputs=(2,)),
+    "input slot": with_storages(Storage("input", 16, 1), ADD.storages[1]),
+    "input slot twice": with_storages(Storage("input", 16, 0), Storage("input", 16, 0)),
+    "state slot missing": with_storages(*ADD.storages, Storage("state", 4, 1)),
+    "state slot -1": with_storages(*ADD.storages, Storage("state", 4)),
+    "temporary with a slot": with_storages(ADD.storages[0], Storage("temp", 16, 0)),
+    "storage of unknown kind": with_storages(*ADD.storages, Storage("shared", 4, 0)),
+    "storage of negative size": with_storages(*ADD.storages, Storage("state", -4, 0)),
+    "storage too large": with_storages(*ADD.storages, Storage("state", 1 << 47, 0)),
+    "constant missing": replace(CONST, consts=()),
+    "constant of another size": replace(CONST, consts=(b"ab",)),
+    "constant without storage": replace(CONST, consts=(b"abc", b"d")),
+    "result missing": replace(ADD, results=(5,)),
+    "result -1": replace(ADD, results=(-1,)),
+    "gate at no operator": replace(ADD, gates=(Gate(1, "wait", "x"),)),
+    "gate of unknown kind": replace(ADD, gates=(Gate(0, "hold", "x"),)),
+    "unknown precision": replace(ADD, numerics=Numerics(matmul_precision="lowest")),
+    "unknown default dtype": replace(ADD, numerics=Numerics(default_dtype="int8")),
+    "a flag that is none": replace(ADD, numerics=Numerics(deterministic=1)),
+    "unknown device": replace(ADD, device="xla"),
+    "unknown kind": replace(ADD, kind="cuda"),
+    "unknown scalar kind": replace(ADD, scalars=("complex",)),
+    "random slot of an operator that draws nothing": with_op(random=0),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_structure_is_refused(what):
+    with pytest.raises(ProgramError) as error:
+        validate(BROKEN[what])
+    assert error.value.message
+    assert error.value.remedy
+
+
+def test_an_operator_may_not_return_storage_it_was_not_given():
+    b = ProgramBuilder()
+    mine, other = b.state("float32", (4,)), b.state("float32", (4,))
+    b.add_op("aten.add_.Scalar", mine, 1, outs=(other.view,))
+    with pytest.raises(ProgramError, match="not given"):
+        validate(b.build())
+
+
+def test_a_temporary_is_made_once():
+    b = ProgramBuilder()
+    x = b.input("float32", (4,))
+    y = b.call("aten.add.Scalar", x, 1, size=(4,))
+    b.add_op("aten.add.Scalar", x, 2, outs=(y.view,))
+    with pytest.raises(ProgramError, match="not given"):
+        validate(b.build())
+
+
+def random_ops(*slots: tuple[str, int | None]) -> Program:
+    b = ProgramBuilder()
+    x = b.input("float32", (4,))
+    for target, slot in slots:
+        b.call(target, x, size=(4,), random=slot)
+    return b.build()
+
+
+def test_random_slots():
+    draw, other = "aten.bernoulli.default", "aten.rand_like.default"
+    validate(random_ops((draw, 0), (draw, 0), (other, 1), (draw, 0)))
+    for slots in ([(draw, None)], [(draw, 1)], [(draw, 0), (other, 0)], [(draw, 0), (draw, 2)], [(draw, -1)]):
+        with pytest.raises(ProgramError, match="random"):
+            validate(random_ops(*slots))
+
+
+def test_counts_are_limited():
+    step = samples.sgd_linear()
+    for limits in (Limits(ops=3), Limits(views=3), Limits(storages=3), Limits(tensors=1), Limits(dims=1)):
+        with pytest.raises(ProgramError, match=r"limit|at most"):
+            validate(step, limits)
+
+
+def test_written_storages():
+    step = samples.sgd_linear()
+    assert written_storages(step) == {2}
+    b = ProgramBuilder()
+    x = b.input("float32", (2, 3, 4))
+    mean, var = b.state("float32", (3,)), b.state("float32", (3,))
+    out = [b.add_tensor("temp", "float32", s) for s in ((2, 3, 4), (3,), (3,))]
+    b.add_op("aten.native_batch_norm.default", x, None, None, mean, var, True, 0.1, 1e-5, outs=out)
+    assert written_storages(b.build()) == {1, 2}
+    b.add_op("aten._foreach_add_.Scalar", (x, mean), 1.0)
+    assert written_storages(b.build()) == {0, 1, 2}
+    added = Program(step.storages, step.views, (Op("lib.op.default", (TensorRef(0),)),), step.inputs, ())
+    assert written_storages(added) == {0}
