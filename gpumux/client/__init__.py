@@ -19,5 +19,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         import importlib
 
-        return getattr(importlib.import_module(_HOME[name]), name)
+        found = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = found  # importing the submodule `submit` has just put that under the function's name
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
