@@ -125,7 +125,7 @@ class CpuDevice:
     def open_job(self, job: JobId, spec: JobSpec) -> None:
         if job in self._jobs:
             return
-        if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 63:
+        if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 64:
             fault = (
                 _NO_WARM
                 if self._warm is None
