@@ -39,6 +39,7 @@ def parser(description: str, *, epochs: int, batch_size: int = 64) -> argparse.A
         "--threads", type=positive, default=1, help="torch threads with --plain; equal to the daemon's to compare"
     )
     flags.add_argument("--save", type=Path, metavar="FILE", help="write the final state (torch.save)")
+    flags.add_argument("--gate", action="store_true", help="say ready before the loop and wait for a line on stdin")
     flags.add_argument("--json", type=Path, metavar="FILE", help="write steps, history, times and the state's hash")
     return flags
 
@@ -76,6 +77,16 @@ class Outcome:
             self.queue_s += future.times.queue_s
             self.device_s += future.times.device_s
             self.steps += 1
+
+
+READY = "ready\n"
+
+
+def gate(args: argparse.Namespace) -> None:
+    """Where programs that are to run side by side wait for each other (--gate)."""
+    if args.gate:
+        print(READY, end="", flush=True)
+        sys.stdin.readline()
 
 
 def outcome(args: argparse.Namespace, client: str) -> Outcome:

@@ -13,13 +13,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.common import INTERRUPTED
+from clients.common import INTERRUPTED, READY
 from clients.compare import compare
 from microbench.daemon import DaemonFailed, running_daemon
 
@@ -64,21 +63,26 @@ def roster(quick: bool) -> list[Client]:
     ]
 
 
-@contextmanager
-def running(commands: dict[str, list[str]]) -> Iterator[None]:
-    """Run programs side by side, print their lines as they come, wait for all on leaving.
+def run_together(commands: dict[str, list[str]]) -> None:
+    """Run programs side by side, their loops started at one moment, and print their lines as they come.
 
     Raises DemoFailed when one fails. Whatever happens, none is left running.
     """
-    children: dict[str, subprocess.Popen[str]] = {}
-    readers = []
+    children = {
+        label: subprocess.Popen(
+            [*command, "--gate"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for label, command in commands.items()
+    }
+    ready = {label: threading.Event() for label in children}
+    readers = [threading.Thread(target=_echo, args=(label, c, ready[label])) for label, c in children.items()]
     try:
-        for label, command in commands.items():
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            children[label] = child
-            readers.append(threading.Thread(target=_echo, args=(label, child)))
-            readers[-1].start()
-        yield
+        for reader in readers:
+            reader.start()
+        for event in ready.values():
+            event.wait()
+        for child in children.values():
+            _open_gate(child)
         for child in children.values():
             child.wait()
     finally:
@@ -88,16 +92,40 @@ def running(commands: dict[str, list[str]]) -> Iterator[None]:
                 child.wait()
         for reader in readers:
             reader.join()
+        for child in children.values():
+            _close(child)
     failed = {label: child.returncode for label, child in children.items() if child.returncode}
     if failed:
         raise DemoFailed("; ".join(f"{label} ended with status {status}" for label, status in failed.items()))
 
 
-def _echo(label: str, child: subprocess.Popen[str]) -> None:
+def _echo(label: str, child: subprocess.Popen[str], ready: threading.Event) -> None:
+    """Print what a child says. One that ends is as good as ready: nobody waits for it."""
     assert child.stdout is not None
-    with child.stdout:
-        for line in child.stdout:
+    for line in child.stdout:
+        if line == READY:
+            ready.set()
+        else:
             print(f"[{label}] {line}", end="", flush=True)
+    ready.set()
+
+
+def _open_gate(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    try:
+        child.stdin.write("\n")
+        child.stdin.flush()
+    except BrokenPipeError:  # it has ended; its status says why
+        pass
+
+
+def _close(child: subprocess.Popen[str]) -> None:
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
 
 
 def share(clients: Sequence[Client], scratch: Path) -> None:
@@ -109,16 +137,14 @@ def share(clients: Sequence[Client], scratch: Path) -> None:
             f"{c.priority:>4}": c.command(scratch, "--priority", c.priority, "--endpoint", daemon.endpoint)
             for c in clients
         }
-        with running(commands):
-            pass
+        run_together(commands)
     print("\nthe daemon has shut down cleanly; now each job again, without gpumux\n", flush=True)
 
 
 def alone(clients: Sequence[Client], scratch: Path) -> None:
     """The reference runs, one after the other."""
     for client in clients:
-        with running({"plain": client.command(scratch, "--plain", "--threads", str(THREADS))}):
-            pass
+        run_together({"plain": client.command(scratch, "--plain", "--threads", str(THREADS))})
 
 
 def table(clients: Sequence[Client], scratch: Path) -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clients.common import Progress, final_state, finish, outcome, parser, run
+from clients.common import Progress, final_state, finish, gate, outcome, parser, run
 from clients.data import digits
 from clients.job import Future, open_job
 from clients.models.gan import NOISE, gan
@@ -78,6 +78,7 @@ def train(args: argparse.Namespace) -> None:
         images = job.add(sample, example=(noise,))
         distances.append(frechet(images(noise).result(), data.x_train))
         pending: list[Future] = []
+        gate(args)
         result.began = time.monotonic()
         for done in range(1, total + 1):
             pending += [job.step(next(batches)[0]), generator_step()]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clients.common import Progress, final_state, finish, outcome, parser, run
+from clients.common import Progress, final_state, finish, gate, outcome, parser, run
 from clients.data import Digits, digits
 from clients.job import Future, Job, open_job
 from clients.models.cnn import cnn
@@ -61,6 +61,7 @@ def serve(args: argparse.Namespace) -> None:
         endpoint=args.endpoint,
     ) as job:
         asked = [next(batches) for _ in range(requests)]
+        gate(args)
         result.began = time.monotonic()
         answers = ask(job, [x for x, _ in asked], args.rate, progress.show)
         result.wall_s = time.monotonic() - result.began

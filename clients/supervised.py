@@ -8,7 +8,7 @@ import time
 import torch
 from torch import nn
 
-from clients.common import Progress, final_state, finish, outcome
+from clients.common import Progress, final_state, finish, gate, outcome
 from clients.data import Digits
 from clients.job import Future, Step, open_job
 
@@ -46,6 +46,7 @@ def fit(
         correct = job.add(count_correct, example=test)
         result.accuracy.append(float(correct(*test)) / len(data.y_test))
         pending: list[Future] = []
+        gate(args)
         result.began = time.monotonic()
         for done in range(1, total + 1):
             pending.append(job.step(*next(batches)))

@@ -9,27 +9,20 @@ All three take turns in one run; the ratio is gpumux over echo, of each turn's m
 
 from __future__ import annotations
 
-import argparse
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import zmq
 from torch import Tensor
 
 from gpumux import client
 from microbench import common
 from microbench.daemon import running_daemon
+from microbench.rtt_echo import Measure, raw_echo
 
 TARGET = 3.0
-PAYLOAD = bytes(64)  # about what a step message weighs
-REPLY_S = 10.0
 
 
 def nothing(x: Tensor) -> Tensor:
@@ -42,26 +35,22 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--repeats", type=int, default=9, help="turns of each")
     arguments.add_argument("--trips", type=int, default=500, help="round trips a turn")
     arguments.add_argument("--policy", default="paced", help="of the daemon")
-    arguments.add_argument("--serve-echo", metavar="ENDPOINT", help=argparse.SUPPRESS)
     args = arguments.parse_args(argv)
-    if args.serve_echo:
-        serve_echo(args.serve_echo)
-        return 0
     torch.set_num_threads(1)
     facts = common.machine()
     x = torch.zeros(())
     with (
-        echo_client() as echo,
+        raw_echo() as echo,
         running_daemon(policy=args.policy, threads=1) as daemon,
         client.submit(nothing, example=(x,), priority="high", name="rtt", endpoint=daemon.endpoint) as job,
     ):
-        ways: dict[str, Callable[[], Any]] = {
-            "direct": lambda: nothing(x),
-            "echo": echo,
-            "gpumux": lambda: job.step(x).result(),
-        }
-        if ways["gpumux"]().item() != 1.0:
+        if job.step(x).result().item() != 1.0:
             raise RuntimeError("the step's answer is wrong")
+        ways = {
+            "direct": timed(lambda: nothing(x)),
+            "echo": echo,
+            "gpumux": timed(lambda: job.step(x).result()),
+        }
         samples = turns(ways, args.repeats, args.trips)
     measured = {name: summary(runs) for name, runs in samples.items()}
     medians = {name: [common.percentile(run, 0.5) for run in runs] for name, runs in samples.items()}
@@ -77,17 +66,26 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def turns(ways: dict[str, Callable[[], Any]], repeats: int, trips: int) -> dict[str, list[list[float]]]:
+def timed(trip: Callable[[], Any]) -> Measure:
+    """A function that makes so many trips -> seconds of each."""
+
+    def measure(trips: int) -> list[float]:
+        samples = []
+        for _ in range(trips):
+            began = time.perf_counter()
+            trip()
+            samples.append(time.perf_counter() - began)
+        return samples
+
+    return measure
+
+
+def turns(ways: dict[str, Measure], repeats: int, trips: int) -> dict[str, list[list[float]]]:
     """Seconds of every trip, by way and turn, after one turn to warm up."""
     samples: dict[str, list[list[float]]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
-        for name, trip in ways.items():
-            run = []
-            for _ in range(trips):
-                began = time.perf_counter()
-                trip()
-                run.append(time.perf_counter() - began)
-            samples[name].append(run)
+        for name, measure in ways.items():
+            samples[name].append(measure(trips))
     return {name: runs[1:] for name, runs in samples.items()}
 
 
@@ -109,37 +107,6 @@ def show(measured: dict[str, dict[str, Any]]) -> str:
         times = (median.median, median.low, median.high, m["p90_s"], m["p99_s"], m["p999_s"])
         rows.append([name, *(f"{1e6 * seconds:.1f}" for seconds in times)])
     return common.table(["us a round trip", "median", "lowest", "highest", "p90", "p99", "p99.9"], rows)
-
-
-@contextmanager
-def echo_client() -> Iterator[Callable[[], Any]]:
-    """A call that sends one frame to an echo in another process and waits for it to come back."""
-    with tempfile.TemporaryDirectory(prefix="gm-") as directory:
-        endpoint = f"ipc://{Path(directory)}/echo.sock"
-        child = subprocess.Popen([sys.executable, "-m", "microbench.rtt", "--serve-echo", endpoint])
-        try:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.linger = 0
-                socket.rcvtimeo = int(1e3 * REPLY_S)
-                socket.connect(endpoint)
-
-                def trip() -> bytes:
-                    socket.send(PAYLOAD)
-                    return socket.recv()
-
-                trip()
-                yield trip
-        finally:
-            child.kill()
-            child.wait()
-
-
-def serve_echo(endpoint: str) -> None:
-    """Send every message back, until killed."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.bind(endpoint)
-        while True:
-            socket.send_multipart(socket.recv_multipart())
 
 
 if __name__ == "__main__":
