@@ -10,18 +10,26 @@ import mmap
 import os
 import signal
 import socket
+from dataclasses import replace
 from typing import Any
 
 from gpumux.device.cpu.channel import CHECKED, REFUSED, Channel
 from gpumux.errors import GpumuxError, ProgramError
 from gpumux.program.check import check
+from gpumux.program.codec import encode
+from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 from gpumux.program.limits import Limits
 
 _NICE = 10
 
 
 def warm() -> None:
-    """Called in the zygote: what a check needs is imported with this module, so that no check pays for it."""
+    """Called in the zygote: torch imports hundreds of modules at its first fake operator, which no
+    check should have to wait for. Nothing is computed."""
+    x = View(0, "float32", (1,), (1,))
+    op = Op("aten.add.Tensor", (TensorRef(0), TensorRef(0)), outs=(1,))
+    storages = (Storage("input", 4, 0), Storage("temp", 4))
+    check(encode(Program(storages, (x, replace(x, storage=1)), (op,), (0,), (1,))))
 
 
 def main(settings: dict[str, Any], fds: list[int]) -> None:

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from typing import Any
 
 import torch
@@ -56,7 +57,10 @@ class Zygote:
         parent = os.getpid()
         alive, held = os.pipe()
         try:
-            pid = os.fork()
+            with warnings.catch_warnings():
+                # numpy's BLAS keeps an idle thread, which looks after itself across a fork; nothing else runs here.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
         except OSError as error:
             os.close(alive)
             os.close(held)
@@ -104,11 +108,11 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.name_process("gpumux-zygote")
     control = Channel(socket.socket(fileno=fd))
-    checker.warm()
-    gc.collect()
-    gc.freeze()
-    control.send(READY, {"torch": torch.__version__, "pid": os.getpid()})
     try:
+        control.send(READY, {"torch": torch.__version__})
+        checker.warm()  # while the daemon and its first client get going
+        gc.collect()
+        gc.freeze()  # what is here now is never garbage, here or in a child
         Zygote(control).serve()
     except (EOFError, BrokenPipeError):
         pass  # the daemon is gone

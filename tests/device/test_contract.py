@@ -1,0 +1,331 @@
+"""What every device must do, whatever it is made of (gpumux/device/contract.py)."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+
+from gpumux.device.contract import (
+    Device, JobLost, JobUnloaded, Launch, LaunchDone, LaunchFailed, ProgramChecked, ProgramLoaded, ProgramRefused,
+    Recut, Segment, TransferDone,
+)  # fmt: skip
+from gpumux.model import JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
+from gpumux.program.codec import encode
+from gpumux.program.ir import Op, Program, Storage, TensorRef, View, slot_layout
+from tests.device.harness import Case, Driver, SharedMemory
+from tests.program import samples
+
+
+def floats(*values: float) -> bytes:
+    return struct.pack(f"{len(values)}f", *values)
+
+
+def numbers(data: bytes) -> tuple[float, ...]:
+    return struct.unpack(f"{len(data) // 4}f", data)
+
+
+def test_open_says_what_the_device_is(case: Case) -> None:
+    device = case.narrow()
+    info = device.open()
+    try:
+        assert info.kind == case.name
+        assert info.parallel == 1
+        assert info.memory_bytes > 0
+        assert set(info.piece_target_s) == {"low", "high"}
+        assert device.filenos()
+    finally:
+        device.close()
+
+
+def test_close_can_be_repeated_and_frees_its_descriptors(case: Case) -> None:
+    before = os.listdir("/proc/self/fd")
+    device = case.narrow()
+    device.open()
+    device.open_job(JobId("a" * 32), JobSpec("left open"))
+    device.close()
+    device.close()
+    assert device.poll() == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_check_tells_size_and_hash(driver: Driver) -> None:
+    job = driver.open()
+    program = samples.sgd_linear()
+    driver.device.check(job.job, ProgramId(7), encode(program))
+    answer = driver.until(ProgramChecked, job.job)
+    assert answer.program == 7
+    assert answer.op_count == len(program.ops)
+    assert answer.footprint.state_bytes >= 12
+    assert answer.footprint.slot_bytes == slot_layout(program).nbytes
+    assert len(answer.content_hash) == 64
+
+
+@pytest.mark.parametrize("encoded", [b"", b"nonsense", encode(samples.add_one())[:-3]], ids=["empty", "noise", "cut"])
+def test_check_refuses_what_is_no_program(driver: Driver, encoded: bytes) -> None:
+    job = driver.open()
+    driver.device.check(job.job, ProgramId(1), encoded)
+    assert driver.until(ProgramRefused, job.job).fault.code == "program"
+
+
+def test_check_refuses_an_operator_outside_the_list_by_name(driver: Driver) -> None:
+    view = View(0, "float32", (1,), (1,))
+    op = Op("aten.from_file.default", (TensorRef(0),), outs=(0,))
+    program = Program((Storage("state", 4, 0),), (view,), (op,), (), ())
+    job = driver.open()
+    driver.device.check(job.job, ProgramId(1), encode(program))
+    assert "from_file" in driver.until(ProgramRefused, job.job).fault.message
+
+
+def test_load_needs_the_very_bytes_that_were_checked(driver: Driver) -> None:
+    job = driver.open()
+    driver.device.check(job.job, ProgramId(1), encode(samples.add_one()))
+    driver.until(ProgramChecked, job.job)
+    shared = SharedMemory(4096)
+    other = encode(samples.counter())
+    driver.device.load_program(job.job, ProgramId(1), other, [4], [0], shared.segment, 1)
+    assert driver.until(ProgramRefused, job.job).fault.code == "program"
+    shared.close()
+
+
+def test_a_step_takes_inputs_and_gives_results(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.add_one())
+    for slot in (0, 1, 0):
+        job.put(program, 0, floats(1, 2, 3, slot), slot)
+        job.step(program, slot=slot)
+        if driver.case.computes:
+            assert numbers(job.get(program, 0, 16, slot)) == (2, 3, 4, slot + 1)
+
+
+def test_an_empty_program_runs(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.empty())
+    for _ in range(5):
+        (done,) = job.step(program)
+        assert done.started <= done.ended
+
+
+def test_state_starts_at_zero_and_lives_across_steps_and_cuts(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.counter(), [4])
+    for count in range(1, 14):
+        job.step(program, [0.5])
+        if driver.case.computes:
+            assert numbers(job.get(program, 0, 4)) == (0.5 * count,)
+
+
+def test_a_measured_program_is_cut_anew(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.sgd_linear(), [12])
+    for _ in range(2):
+        job.step(program, [0.1])
+    recut = driver.until(Recut, job.job)
+    assert recut.cut == 1
+    assert recut.program == program
+    assert len(recut.pieces) >= 1
+    assert all(seconds >= 0 for seconds in recut.pieces)
+    job.step(program, [0.1])
+
+
+def test_a_step_that_began_before_a_recut_keeps_its_cut(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.counter(), [4])
+    job.step(program, [1.0])
+    launches = [*job.launch(program, [1.0]), *job.launch(program, [1.0]), *job.launch(program, [1.0])]
+    for launch in launches:  # all of them under cut 0; the device cuts after the first
+        driver.done(launch)
+    driver.until(Recut, job.job)
+    job.step(program, [1.0])
+    if driver.case.computes:
+        assert numbers(job.get(program, 0, 4)) == (5.0,)
+
+
+def test_two_programs_share_a_jobs_state(driver: Driver) -> None:
+    job = driver.open()
+    first = job.load(samples.counter(), [4])
+    second = job.load(samples.counter(), [], [0])
+    job.step(first, [1.0])
+    job.step(second, [10.0])
+    if driver.case.computes:
+        assert numbers(job.get(second, 0, 4)) == (11.0,)
+
+
+def test_launches_of_a_job_run_in_order(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.counter(), [4])
+    launches = [launch for _ in range(6) for launch in job.launch(program, [1.0])]
+    times = [driver.done(launch) for launch in launches]
+    for earlier, later in zip(times, times[1:], strict=False):
+        assert earlier.ended <= later.started
+
+
+def test_a_free_slot_goes_to_the_highest_priority_then_to_the_oldest(narrow: Driver) -> None:
+    jobs = [narrow.open() for _ in range(4)]
+    programs = [job.load(samples.counter(), [4]) for job in jobs]
+    running, old, young, high = jobs
+    # No event is read in between, so the device can't have noticed that the first one ended.
+    first = running.launch(programs[0], [1.0], stream=0)[0]
+    second = old.launch(programs[1], [1.0], stream=0)[0]
+    third = young.launch(programs[2], [1.0], stream=0)[0]
+    urgent = high.launch(programs[3], [1.0], stream=1)[0]
+    again = running.launch(programs[0], [1.0], stream=0)[0]
+    done = [narrow.done(launch) for launch in (first, urgent, second, third, again)]
+    assert done == sorted(done, key=lambda d: d.started)
+    for earlier, later in zip(done, done[1:], strict=False):
+        assert earlier.ended <= later.started
+
+
+def test_transfers_go_both_ways_in_order_with_launches(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.counter(), [4, 8], [0])
+    job.transfer([1, 0], [8, 4], b"ABCDEFGH".ljust(64, b"\0") + floats(5.0))
+    job.launch(program, [1.0])
+    job.launch(program, [1.0])
+    pulled = job.transfer([0, 1], [4, 8])
+    if driver.case.computes:
+        assert numbers(pulled[:4]) == (7.0,)
+        assert pulled[64:72] == b"ABCDEFGH"
+
+
+@pytest.mark.parametrize("buffers", [[1], [-1], [0, 0]], ids=["no such", "negative", "too many for the segment"])
+def test_a_bad_transfer_is_answered_and_the_job_lives_on(driver: Driver, buffers: list[int]) -> None:
+    job = driver.open()
+    program = job.load(samples.counter(), [4])
+    shared = SharedMemory(64)
+    driver.device.transfer(job.job, TransferId(1), buffers, shared.segment, True)
+    answer = driver.until(TransferDone, job.job)
+    assert answer.fault is not None
+    shared.close()
+    job.step(program, [2.0])
+    if driver.case.computes:
+        assert numbers(job.get(program, 0, 4)) == (2.0,)
+
+
+def test_a_load_that_does_not_fit_is_refused_and_the_job_lives_on(driver: Driver) -> None:
+    job = driver.open()
+    held = driver.device.memory().by_job[job.job]
+    job.try_load(samples.counter(), [1 << 50])
+    assert driver.until(ProgramRefused | ProgramLoaded, job.job).fault.code == "admission_refused"
+    assert driver.device.memory().by_job[job.job] == held
+    program = job.load(samples.counter(), [4])
+    job.step(program, [1.0])
+
+
+@pytest.mark.parametrize("binding", [[], [1], [-1]], ids=["missing", "no such", "negative"])
+def test_a_load_with_a_wrong_binding_is_refused_and_gives_its_memory_back(driver: Driver, binding: list[int]) -> None:
+    job = driver.open()
+    held = driver.device.memory().by_job[job.job]
+    job.try_load(samples.counter(), [4], binding)
+    refused = driver.until(ProgramRefused | ProgramLoaded, job.job)
+    assert isinstance(refused, ProgramRefused)
+    assert driver.device.memory().by_job[job.job] == held
+
+
+def test_memory_is_charged_and_comes_back(driver: Driver) -> None:
+    free = driver.device.memory().free_bytes
+    job = driver.open()
+    job.load(samples.counter(), [4, 1 << 20], [0])
+    figures = driver.device.memory()
+    assert figures.by_job[job.job] >= (1 << 20) + 4
+    assert figures.free_bytes <= free - (1 << 20)
+    driver.unload(job.job)
+    assert driver.device.memory().free_bytes == free
+    assert job.job not in driver.device.memory().by_job
+
+
+def test_unload_in_the_middle_says_nothing_more_of_the_job(driver: Driver) -> None:
+    job, other = driver.open(), driver.open()
+    program, kept = job.load(samples.counter(), [4]), other.load(samples.counter(), [4])
+    launches = {launch for _ in range(50) for launch in job.launch(program, [1.0])}
+    driver.done(min(launches))
+    driver.unread.clear()
+    driver.unload(job.job)
+    other.step(kept, [1.0])
+    spoken = [e for e in driver.unread if isinstance(e, LaunchDone | LaunchFailed) and e.launch in launches]
+    assert spoken == []
+    assert not [e for e in driver.unread if isinstance(e, JobLost | JobUnloaded)]
+
+
+def test_unload_is_idempotent(driver: Driver) -> None:
+    job = driver.open()
+    driver.device.unload(job.job)
+    driver.unload(job.job)
+    driver.unload(job.job)
+
+
+def test_unload_drops_a_check_under_way(driver: Driver) -> None:
+    job, other = driver.open(), driver.open()
+    driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear()))
+    driver.unload(job.job)
+    other.load(samples.counter(), [4])
+    assert not [e for e in driver.unread if isinstance(e, ProgramChecked | ProgramRefused) and e.job == job.job]
+
+
+def test_verbs_on_an_unknown_job_are_answered(driver: Driver) -> None:
+    job, shared = JobId("f" * 32), SharedMemory(64)
+    driver.device.launch(Launch(LaunchId(1 << 40), job, StepId(0), ProgramId(1), 0, 0, 0, (), 0))
+    assert driver.failed(LaunchId(1 << 40)).fault.code == "unknown_job"
+    assert driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job)
+    driver.device.transfer(job, TransferId(1), [0], shared.segment, False)
+    assert driver.until(TransferDone, job).fault is not None
+    driver.device.load_program(job, ProgramId(1), b"", [], [], shared.segment, 1)
+    assert driver.until(ProgramRefused, job).fault.code == "unknown_job"
+    driver.unload(job)
+    shared.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "cut", "piece", "slot", "scalars"),
+    [(9, 0, 0, 0, (1.0,)), (1, 5, 0, 0, (1.0,)), (1, 0, 3, 0, (1.0,)), (1, 0, 0, 2, (1.0,)), (1, 0, 0, 0, ())],
+    ids=["program", "cut", "piece", "slot", "scalars"],
+)
+def test_a_launch_of_what_is_not_there_fails_the_job(
+    driver: Driver, program: int, cut: int, piece: int, slot: int, scalars: tuple[float, ...]
+) -> None:
+    job = driver.open()
+    job.load(samples.counter(), [4])
+    launch = LaunchId((1 << 41) + hash((program, cut, piece, slot, len(scalars))) % 1000)
+    driver.device.launch(Launch(launch, job.job, StepId(0), ProgramId(program), cut, piece, slot, scalars, 0))
+    fault = driver.failed(launch).fault
+    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert isinstance(lost, JobLost)
+    assert lost.fault == fault
+
+
+def test_a_lost_job_takes_everything_outstanding_with_it(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.counter(), [4])
+    shared = SharedMemory(64)
+    bad = job.launch(program, [], 0)
+    behind = [launch for _ in range(3) for launch in job.launch(program, [1.0])]
+    driver.device.transfer(job.job, TransferId(3), [0], shared.segment, False)
+    for launch in (*bad, *behind):
+        assert driver.failed(launch).fault.message
+    transferred = driver.wait_for(lambda e: isinstance(e, TransferDone) and e.job == job.job)
+    assert isinstance(transferred, TransferDone)
+    assert transferred.fault is not None
+    assert driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert job.job not in driver.device.memory().by_job
+    shared.close()
+
+
+def test_the_callers_descriptors_stay_its_own(driver: Driver) -> None:
+    job = driver.open()
+    program, encoded = samples.add_one(), encode(samples.add_one())
+    driver.device.check(job.job, ProgramId(1), encoded)
+    driver.until(ProgramChecked, job.job)
+    nbytes = slot_layout(program).nbytes
+    fd = os.memfd_create("mine")
+    os.ftruncate(fd, nbytes)
+    driver.device.load_program(job.job, ProgramId(1), encoded, [], [], Segment(fd, nbytes), 1)
+    os.close(fd)  # the device has its own by now
+    assert driver.until(ProgramLoaded, job.job)
+
+
+def test_devices_keep_the_protocol(case: Case) -> None:
+    device: Device = case.narrow()
+    for name in ("open", "filenos", "poll", "check", "open_job", "load_program", "launch", "transfer", "unload",
+                 "memory", "close"):  # fmt: skip
+        assert callable(getattr(device, name))
