@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from gpumux.errors import ProgramError
 from gpumux.program import schemas
 from gpumux.program.ir import ITEM_BYTES, Arg, Complex, Op, Out, Program, ScalarRef, Tag, TensorRef, View
+from gpumux.program.metafix import fake_call
 from gpumux.program.plan import rounded
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -58,7 +59,7 @@ class FakeRun:
         kwargs = {name: self._value(arg) for name, arg in op.kwargs}
         self._bounded(op)
         try:
-            returned = schema.overload(*args, **kwargs)
+            returned = fake_call(schema.overload, tuple(args), kwargs, self._program.device)
         except ProgramError:
             raise
         except Exception as e:

@@ -13,9 +13,22 @@ import torch
 
 aten = torch.ops.aten
 
+# Operators without any shape rule in torch, whose result is like this argument.
+_LIKE: dict[Any, int] = {
+    aten.multi_margin_loss_backward.default: 1,
+    aten.multilabel_margin_loss_backward.default: 1,
+    aten.fractional_max_pool3d_backward.default: 1,
+    aten._standard_gamma_grad.default: 0,
+    aten._sample_dirichlet.default: 0,
+    aten._dirichlet_grad.default: 0,
+    aten.binomial.default: 0,
+}
+
 
 def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
     """`func(*args, **kwargs)` under the FakeTensorMode that is active."""
+    if func in _LIKE:
+        return torch.empty_like(args[_LIKE[func]])
     out = func(*args, **kwargs)
     if func is aten.native_batch_norm.default and device == "cpu":
         return _batch_norm(args, out)
