@@ -4,13 +4,14 @@ session's lock guards every call but `poll` and `wake`.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import select
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 import zmq.utils.monitor
@@ -24,7 +25,7 @@ from gpumux.wire.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Re
 
 START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
 
-_NOBLOCK = (zmq.NOBLOCK,)
+_NOBLOCK = (int(zmq.NOBLOCK),)
 _RETRY_MS = 50  # between attempts to connect
 _LINGER_MS = 200  # how long closing may wait to say goodbye
 _FULL_MS = 5_000  # how long a sender waits for a daemon that does not read
@@ -38,7 +39,7 @@ class Connection:
 
     def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
         self.endpoint = endpoint
-        self._parts: list[bytes] = []
+        self._frames: list[zmq.Frame] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
@@ -53,10 +54,11 @@ class Connection:
             os.close(self._wake)
             self._context.destroy(linger=0)
             raise
-        self._recv = self._socket.recv
+        self._receive_frame: Callable[[int], zmq.Frame] = functools.partial(self._socket.recv, copy=False)  # type: ignore[assignment]
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+        self._socket_fd = int(self._socket.getsockopt(zmq.FD))
         self._poller = select.poll()
-        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor_fd, self._wake):
+        for fd in (self._socket_fd, self._monitor_fd, self._wake):
             self._poller.register(fd, select.POLLIN)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
@@ -75,39 +77,48 @@ class Connection:
         flags = [zmq.NOBLOCK | zmq.SNDMORE] * (len(parts) - 1) + [zmq.NOBLOCK]
         deque(map(self._socket.send, parts, flags), maxlen=0)  # one C call: Ctrl-C can't split it
 
-    def receive(self) -> list[bytes] | None:
+    def receive(self, expected: bool = False) -> list[bytes] | None:
         """The oldest message, None when none is there. It stays the oldest until `drop`.
 
-        Each frame goes into the list inside one C call, so that Ctrl-C can't lose it in between.
+        `expected` skips a question to ZeroMQ when something very likely waits. Each frame goes into
+        the list inside one C call, so that Ctrl-C can't lose it in between.
         """
-        parts = self._parts
-        while not parts or self._socket.getsockopt(zmq.RCVMORE):
-            if not self.readable():
+        frames = self._frames
+        while not frames or frames[-1].more:
+            if not expected and not self.readable():
                 return None
-            parts.extend(map(self._recv, _NOBLOCK))
-        return parts
+            try:
+                frames.extend(map(self._receive_frame, _NOBLOCK))
+            except zmq.Again:
+                expected = False  # woken by something else; ask
+        return [frame.bytes for frame in frames]
 
     def drop(self) -> None:
         """Forget the message `receive` returned."""
-        self._parts = []
+        self._frames = []
 
     def readable(self) -> bool:
         """Whether a message waits. Also what ZeroMQ wants to be asked before anybody sleeps."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
-    def poll(self, timeout: float) -> bool:
-        """Sleep until something may have happened, `timeout` seconds at most. True when the
-        connection itself may have changed (ask `lost`). One thread at a time, without the lock."""
-        ready = self._poller.poll(timeout * 1000)
-        changed = False
-        for fd, _ in ready:
-            if fd == self._wake:
-                try:
-                    os.eventfd_read(fd)
-                except BlockingIOError:
-                    pass
-            changed = changed or fd == self._monitor_fd
-        return changed
+    def poll(self, timeout: float) -> tuple[bool, bool]:
+        """Sleep until something may have happened, `timeout` seconds at most: (a message may wait,
+        the connection may have changed, ask `lost`). One thread at a time, without the lock."""
+        message = broken = False
+        for fd, _ in self._poller.poll(timeout * 1000):
+            if fd == self._socket_fd:
+                message = True
+            elif fd == self._monitor_fd:
+                broken = True
+            else:
+                self._clear_wake()
+        return message, broken
+
+    def _clear_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass  # read already
 
     def wake(self) -> None:
         """Make the thread in `poll` return."""

@@ -7,7 +7,9 @@ it receives it hands to whoever it is for; the others sleep on a condition until
 them takes over when the leader has what it waited for.
 
 ZeroMQ's descriptor signals changes, not levels: after any call on the socket its events must be
-looked at before somebody sleeps on it. `_drain` does that, and everybody who sends drains.
+looked at before somebody sleeps on it. `_drain` does that. `_stale` says that it is still to be done:
+a sender leaves it to whoever sleeps next, and does it itself only while a leader sleeps already.
+Asking costs as much as a message, so nobody asks twice.
 
 A background thread sends heartbeats, drains while nobody waits, and notices a silent daemon.
 
@@ -62,6 +64,7 @@ class Session:
         self._leader: int | None = None  # thread that sleeps on the socket
         self._sleepers = 0  # threads that wait on the condition
         self._draining = False
+        self._stale = True
         self._mailbox = Mailbox()
         self._segments: dict[int, Segment] = {}
         self._heard = self._sent = time.monotonic()
@@ -153,7 +156,9 @@ class Session:
             self._raise_if_dead()
             self._connection.send(parts)
             self._sent = time.monotonic()
-            self._drain()
+            self._stale = True
+            if self._leader is not None:
+                self._drain()
 
     def _check_sizes(self, msg: Message, frames: Payload) -> None:
         most = self.welcome.max_message_bytes
@@ -193,37 +198,39 @@ class Session:
         self._check_process()
         deadline = None if timeout is None else time.monotonic() + timeout
         me = threading.get_ident()
-        changed = False
+        woken = broken = False
         try:
             while True:
                 with self._lock:
-                    left = self._look(predicate, deadline, changed)
-                    if left is None:
+                    left = _FOREVER if deadline is None else deadline - time.monotonic()
+                    if self._look(predicate, woken, broken, left):
                         return True
                     if left <= 0:
                         return False
                     if self._leader is not None:
+                        woken = broken = False
                         self._sleep(left)
-                        changed = False
                         continue
                     self._leader = me
-                changed = self._connection.poll(left)
+                woken, broken = self._connection.poll(left)
                 self._leader = None
         finally:
             self._step_down(me)
 
-    def _look(self, predicate: Callable[[], bool], deadline: float | None, changed: bool) -> float | None:
-        """None when the predicate holds, otherwise the seconds left."""
+    def _look(self, predicate: Callable[[], bool], woken: bool, broken: bool, left: float) -> bool:
+        """Receive what there is until the predicate holds, and say whether it does."""
         if self._draining:
             raise GpumuxError("a handler can't wait for the daemon", "wait in the thread that asked")
-        if not self._closed:
-            self._drain()
-            if changed and self._dead is None:
-                self._check_connection()
         if predicate():
-            return None
+            return True
+        if not self._closed and (woken or self._stale or left <= 0):
+            self._drain(predicate, expected=woken)
+            if broken and self._dead is None:
+                self._check_connection()
+            if predicate():
+                return True
         self._raise_if_dead()
-        return _FOREVER if deadline is None else deadline - time.monotonic()
+        return False
 
     def _sleep(self, timeout: float) -> None:
         self._sleepers += 1
@@ -240,15 +247,15 @@ class Session:
             with self._lock:
                 self._changed.notify_all()
 
-    def _drain(self) -> None:
-        """Hand over all that has arrived. Needs the lock."""
+    def _drain(self, predicate: Callable[[], bool] | None = None, expected: bool = False) -> None:
+        """Hand over all that has arrived, or as much as makes `predicate` true. Needs the lock."""
         if self._draining:
             return  # a handler posts: the drain below it goes on afterwards
-        self._draining = True
+        self._draining = self._stale = True
         some = False
         try:
-            while (parts := self._connection.receive()) is not None:
-                some = True
+            while (parts := self._connection.receive(expected)) is not None:
+                some, expected = True, False
                 self._heard = time.monotonic()
                 try:
                     self._dispatch(parts)
@@ -256,6 +263,9 @@ class Session:
                     self._connection.drop()  # a handler's mistake must not come back for ever
                     raise
                 self._connection.drop()
+                if predicate is not None and predicate():
+                    return
+            self._stale = False
         finally:
             self._draining = False
             if some:

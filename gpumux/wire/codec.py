@@ -22,6 +22,9 @@ from gpumux.wire.messages import PROTOCOL_VERSION, REGISTRY, Hello, LoadProgram,
 MAX_CONTROL_BYTES = 16 << 20  # of a message's first frame; the router allows clients far less
 Frame = TypeVar("Frame", bytes, memoryview)
 
+_PACK_BYTES = 512
+_SMALL_BYTES = 512
+
 MAX_FRAMES = 4096  # payload frames of one message
 
 
@@ -83,20 +86,19 @@ def encode(msg: Message, frames: Sequence[bytes | memoryview] = ()) -> list[byte
     if spec is None:
         raise ProtocolError(f"{type(msg).__name__} is not a message")
     values = spec.read(msg)
-    for name, check, value in zip(spec.names, spec.checks, values, strict=True):
-        if not check(value):
-            values = _mend(spec, values, name)
-            break
+    if not all(map(operator.call, spec.checks, values)):
+        values = _mend(spec, values)
     expected = values[spec.frames] if spec.frames >= 0 else spec.fixed_frames
     if len(frames) != expected or expected > MAX_FRAMES:
         raise ProtocolError(f"{type(msg).__name__} announces {expected} payload frames and has {len(frames)}")
-    head: bytes = msgpack.packb((spec.tag, *values))
+    # A Packer starts with a quarter of a megabyte unless told otherwise: system calls, page faults.
+    head: bytes = msgpack.Packer(buf_size=_PACK_BYTES).pack((spec.tag, *values))
     if len(head) > MAX_CONTROL_BYTES:
         raise ProtocolError(f"{type(msg).__name__} is {len(head)} bytes long, {MAX_CONTROL_BYTES} at most are allowed")
     return [head, *frames]
 
 
-def _mend(spec: _Spec, values: tuple[Any, ...], first_wrong: str) -> tuple[Any, ...]:
+def _mend(spec: _Spec, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Own code may say 1 for 1.0 and write a long sentence; anything else that is wrong stays so."""
     mended = list(values)
     for i in spec.floats:
@@ -105,9 +107,8 @@ def _mend(spec: _Spec, values: tuple[Any, ...], first_wrong: str) -> tuple[Any, 
     for i in spec.prose:
         if isinstance(mended[i], str):
             mended[i] = clip(mended[i])
-    for name, check, value in zip(spec.names, spec.checks, mended, strict=True):
-        if not check(value):
-            raise ProtocolError(_complaint(spec, name, value))
+    if not all(map(operator.call, spec.checks, mended)):
+        raise _misfit(spec, mended)
     return tuple(mended)
 
 
@@ -129,9 +130,8 @@ def decode(frames: Sequence[Frame], max_control_bytes: int = MAX_CONTROL_BYTES) 
         _check_version(spec, values)
     if len(values) != spec.arity:
         raise ProtocolError(f"{spec.make.__name__} has {spec.arity} fields, {len(values)} came")
-    for name, check, value in zip(spec.names, spec.checks, values, strict=True):
-        if not check(value):
-            raise ProtocolError(_complaint(spec, name, value))
+    if not all(map(operator.call, spec.checks, values)):
+        raise _misfit(spec, values)
     expected = values[spec.frames] if spec.frames >= 0 else spec.fixed_frames
     if len(frames) - 1 != expected or expected > MAX_FRAMES:
         raise ProtocolError(f"{spec.make.__name__} announces {expected} payload frames, {len(frames) - 1} came")
@@ -139,10 +139,15 @@ def decode(frames: Sequence[Frame], max_control_bytes: int = MAX_CONTROL_BYTES) 
 
 
 def _unpack(head: bytes | memoryview, size: int) -> list[Any]:
-    if _wide_containers(bytes(head)) > MAX_DEPTH:
-        _walk(bytes(head))
+    # msgpack makes a list of the announced length before it reads the items, so a few kilobytes of
+    # nested headers could announce gigabytes. In a small frame no honest one announces much.
+    most = size
+    if size > _SMALL_BYTES:
+        most = MAX_LIST
+        if _wide_containers(bytes(head)) > MAX_DEPTH:
+            _walk(bytes(head))
     try:
-        body = msgpack.unpackb(head, max_array_len=MAX_LIST, max_map_len=MAX_LIST, max_ext_len=0)
+        body = msgpack.unpackb(head, max_array_len=most, max_map_len=most, max_ext_len=0)
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a first frame that is not msgpack: {type(error).__name__}") from error
     if type(body) is not list or not body:
@@ -151,8 +156,7 @@ def _unpack(head: bytes | memoryview, size: int) -> list[Any]:
 
 
 def _wide_containers(head: bytes) -> int:
-    """An upper bound on array16/32 and map16/32 headers. msgpack makes a list of the announced
-    length before it reads the items, so a few kilobytes of nested ones could announce gigabytes."""
+    """An upper bound on the number of array16/32 and map16/32 headers."""
     return head.count(0xDC) + head.count(0xDD) + head.count(0xDE) + head.count(0xDF)
 
 
@@ -211,6 +215,9 @@ def version_mismatch(theirs: int, who: str) -> VersionMismatch:
     )
 
 
-def _complaint(spec: _Spec, name: str, value: object) -> str:
-    shown = repr(value) if isinstance(value, (int, float, bool)) else type(value).__name__
-    return f"{spec.make.__name__}.{name} does not fit its type or limits ({clip(shown)[:80]})"
+def _misfit(spec: _Spec, values: Sequence[Any]) -> ProtocolError:
+    """The error that names the first field which does not fit."""
+    triples = zip(spec.names, spec.checks, values, strict=True)
+    name, value = next((name, value) for name, check, value in triples if not check(value))
+    shown = repr(value) if isinstance(value, (bool, int, float)) else type(value).__name__
+    return ProtocolError(f"{spec.make.__name__}.{name} does not fit its type or limits ({shown[:80]})")

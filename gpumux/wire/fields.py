@@ -50,7 +50,8 @@ def checker_for(name: str, hint: Any) -> Check:
     if simple is not None:
         return _is_natural if hint is int and name in NATURAL else simple
     if isinstance(hint, types.UnionType):
-        return _either([checker_for(name, option) for option in typing.get_args(hint)])
+        first, second = (checker_for(name, option) for option in typing.get_args(hint))
+        return _either(first, second)
     if typing.get_origin(hint) is list:
         return _list_of(checker_for(name, typing.get_args(hint)[0]))
     if hint == dict[str, Any]:
@@ -109,11 +110,8 @@ def _list_of(item: Check) -> Check:
     return check
 
 
-def _either(options: list[Check]) -> Check:
-    def check(value: Any) -> bool:
-        return any(option(value) for option in options)
-
-    return check
+def _either(first: Check, second: Check) -> Check:
+    return lambda value: first(value) or second(value)
 
 
 def _is_tree(value: Any) -> bool:

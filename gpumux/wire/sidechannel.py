@@ -21,6 +21,7 @@ import socket
 import struct
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from gpumux.errors import ConfigError
@@ -131,6 +132,8 @@ class SideChannel:
 
     def expire(self, now: float) -> None:
         """Close connections that have kept their nonce to themselves for too long."""
+        if not self._pending:
+            return
         for fd, pending in list(self._pending.items()):
             if now - pending.since >= PENDING_S:
                 del self._pending[fd]
@@ -138,7 +141,9 @@ class SideChannel:
 
     def next_deadline(self) -> float:
         """When `expire` has something to do, inf when nothing waits."""
-        return min((pending.since + PENDING_S for pending in self._pending.values()), default=float("inf"))
+        if not self._pending:
+            return inf
+        return min(pending.since for pending in self._pending.values()) + PENDING_S
 
     def close(self) -> None:
         for session in list(self._by_session):
