@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,12 @@ from gpumux.daemon.desk import Desk, as_fault, log
 from gpumux.daemon.requests import move, start_load
 from gpumux.daemon.segments import SharedSegment
 from gpumux.device.contract import Launch, Segment
-from gpumux.errors import GpumuxError
+from gpumux.errors import DaemonGone, GpumuxError, JobClosed
 from gpumux.model import Fault
 from gpumux.wire import messages as msg
+
+# Ends that say nothing about the job itself: its client left, somebody closed it, the daemon leaves.
+_NOT_ITS_FAULT = (JobClosed.code, DaemonGone.code)
 
 
 class Executor:
@@ -116,7 +120,8 @@ class Executor:
         fault = c.fault or Fault("", "", "")
         if c.fault is not None:
             self._desk.metrics.job_failed(fault.code)
-            log.warning("job %s: failed (%s): %s", job.short, fault.code, fault.message)
+            level = logging.INFO if fault.code in _NOT_ITS_FAULT else logging.WARNING
+            log.log(level, "job %s: ended (%s): %s", job.short, fault.code, fault.message)
         else:
             log.info("job %s: closed", job.short)
         self._refuse_waiting(job, fault)

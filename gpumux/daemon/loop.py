@@ -16,11 +16,9 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 from typing import Any
-
-import zmq
 
 from gpumux.config import Config
 from gpumux.core import events as ev
@@ -34,6 +32,7 @@ from gpumux.daemon.execute import Executor
 from gpumux.daemon.offload import Offload
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
+from gpumux.daemon.waiter import Waiter
 from gpumux.device.contract import Device
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
@@ -43,6 +42,7 @@ from gpumux.wire.messages import Leaving
 IDLE_GC_S = 0.25  # nothing to do for this long: a good moment for a full collection
 BUSY_GC_S = 10.0  # never idle for this long: a young collection, which is short
 MAX_WAIT_S = 1.0
+ALL = frozenset({"device", "sockets", "clients", "wakeup"})
 
 
 class Wakeup:
@@ -94,17 +94,18 @@ class Loop:
         self._requests = Requests(self.desk, self.status)
         self._completions = Completions(self.desk)
         self._executor = Executor(self.desk)
-        self._poller = zmq.Poller()
-        self._device_fds: frozenset[int] = frozenset()
+        self._waiter = Waiter([source for source in router.fds() if not isinstance(source, int)])
+        self._waiter.follow("clients", [source for source in router.fds() if isinstance(source, int)])
+        self._waiter.follow("wakeup", [self._wakeup.fd])
+        self._device_fds: tuple[int, ...] = ()
         self._stop_reason: str | None = None
         self._leave_by = inf
         self._next_gc = inf
         self._young_gc = inf
         self._next_call = inf
+        self._alarm = inf  # the earliest of what _seldom looks after
         self.every_s = inf
         self.on_time: Callable[[], None] = _nothing
-        for fd in [*router.fds(), self._wakeup.fd]:
-            self._poller.register(fd, zmq.POLLIN)
         self.desk.feed(ev.DeviceOpened(identity.device))
         self._settle(self._clock())
 
@@ -130,14 +131,15 @@ class Loop:
         while not (self.core.drained or self._clock() >= self._leave_by):
             self.turn(self._wait())
 
-    def turn(self, messages: bool = True) -> None:
-        """Handle everything that is ready, and all that follows from it. `messages` False: the
-        poll saw nothing from clients, so don't ask for any."""
+    def turn(self, ready: Collection[str] = ALL) -> None:
+        """Handle everything that is ready, and all that follows from it. `ready`: who the wait says
+        may have something; asking the others would only cost time."""
         now = self._clock()
-        for event in self._device.poll():
-            self._completions.handle(event)
-            self._settle(now)
-        if messages:
+        if "device" in ready:
+            for event in self._device.poll():
+                self._completions.handle(event)
+                self._settle(now)
+        if "sockets" in ready or "clients" in ready:
             for arrival in self._router.receive(now):
                 self._arrived(arrival, now)
                 self._settle(now)
@@ -145,8 +147,8 @@ class Loop:
             for arrival in self._router.expire(now):
                 self._arrived(arrival, now)
                 self._settle(now)
-        self._seldom(now)
-        if self.desk.events:
+        if "wakeup" in ready or now >= self._alarm:
+            self._seldom(now)
             self._settle(now)
         self._metrics.loop_busy.inc(max(0.0, self._clock() - now))
 
@@ -164,33 +166,24 @@ class Loop:
             self._next_call = now + self.every_s
             self.on_time()
 
-    def _wait(self) -> bool:
-        """Wait until something is ready; whether clients may have sent something."""
+    def _wait(self) -> Collection[str]:
+        """Wait until something is ready; who may have it."""
         fds = self._device.filenos()
-        if self._device_fds.symmetric_difference(fds):
-            self._follow(frozenset(fds))
+        if self._device_fds != tuple(fds):
+            self._device_fds = tuple(fds)
+            self._waiter.follow("device", fds)
         now = self._clock()
-        until = min(self._router.next_deadline(now), self._leave_by, self._next_gc, self._next_call, now + MAX_WAIT_S)
-        if self._executor.wake_at is not None:
-            until = min(until, self._executor.wake_at)
-        # Rounded up to poll's milliseconds: returning just before a deadline would spin until it.
-        ready = self._poller.poll(int((until - now) * 1000.0 + 0.999) if until > now else 0)
-        messages = False
-        for source, _ in ready:
-            if source == self._wakeup.fd:
-                self._wakeup.clear()
-            elif source not in self._device_fds:
-                messages = True
+        until = self._alarm = min(
+            self._leave_by,
+            self._next_call,
+            inf if self._executor.wake_at is None else self._executor.wake_at,
+        )
+        until = min(until, self._router.next_deadline(now), self._next_gc, now + MAX_WAIT_S)
+        ready = self._waiter.wait(max(0.0, until - now))
+        if "wakeup" in ready:
+            self._wakeup.clear()
         self._collect_garbage(bool(ready))
-        return messages
-
-    def _follow(self, fds: frozenset[int]) -> None:
-        """Poll the device's descriptors as they are now."""
-        for fd in self._device_fds - fds:
-            self._poller.unregister(fd)
-        for fd in fds - self._device_fds:
-            self._poller.register(fd, zmq.POLLIN)
-        self._device_fds = fds
+        return ready
 
     def _collect_garbage(self, busy: bool) -> None:
         """The collector is off (daemon/serve.py): a full one takes longer than many steps. It runs
@@ -258,6 +251,7 @@ class Loop:
         self._offload.close()
         for job in list(self.desk.books.jobs):
             self.desk.books.forget_job(job)
+        self._waiter.close()
         self._wakeup.close()
 
     # ---- what it says of itself

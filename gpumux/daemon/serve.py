@@ -2,7 +2,7 @@
 
 Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 75 the endpoint is
 taken, 78 the configuration is wrong or the device can't be had. SIGTERM and SIGINT ask for a clean
-stop; a second one ends the process at once.
+stop; another SIGINT, a second later, ends the process at once.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from gpumux.wire.router import Router
 
 EX_OK, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 70, 75, 78
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
+IMPATIENT_S = 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
 
 log = logging.getLogger("gpumux.daemon")
@@ -190,15 +191,19 @@ def keep_crashes(config: Config, stack: ExitStack) -> None:
 
 @contextmanager
 def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the daemon; the second one is not waited for."""
+    """SIGTERM and SIGINT stop the daemon. Wrappers (timeout, terminals, containers) like to deliver
+    one request twice, so only an interrupt that comes well after the first ends the process at once."""
     numbers = (signal.SIGTERM, signal.SIGINT)
+    since: list[float] = []
 
-    def first(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
+    def asked(number: int, frame: FrameType | None) -> None:
+        since.append(time.monotonic())
+        if number == signal.SIGINT and since[-1] - since[0] > IMPATIENT_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         stop(f"the daemon got {signal.Signals(number).name}")
 
-    before = {number: signal.signal(number, first) for number in numbers}
+    before = {number: signal.signal(number, asked) for number in numbers}
     try:
         yield
     finally:
