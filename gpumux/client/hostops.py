@@ -37,6 +37,8 @@ def run(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _foreach(rec, name.removeprefix("_foreach_"), args, kwargs)
     if name in ("zero_", "fill_", "copy_"):
         return _assign(rec, name, args)
+    if name in ("neg", "neg_", "sqrt") and len(args) == 1:
+        return _unary(rec, name, args[0])
     inplace = name.endswith("_")
     if name.rstrip("_") not in _ARITHMETIC or not isinstance(args[0], torch.Tensor):
         return False, None
@@ -88,6 +90,17 @@ def _binary(rec: Recorder, name: str, left: torch.Tensor, right: Any) -> Expr | 
     if left.dtype == torch.int64 and name != "div":
         return rec.scope.apply(name, a, b)
     return None
+
+
+def _unary(rec: Recorder, name: str, tensor: torch.Tensor) -> tuple[bool, Any]:
+    if tensor.dtype not in (torch.float32, torch.float64) or (name == "sqrt" and _value(rec, tensor).value < 0):
+        return False, None
+    prefix = "f32." if tensor.dtype == torch.float32 and name == "sqrt" else ""
+    expr = rec.scope.apply(prefix + name.rstrip("_"), _value(rec, tensor))
+    if name == "neg_":
+        _set(rec, tensor, expr)
+        return True, tensor
+    return True, _new(rec, expr, tensor.dtype)
 
 
 def _assign(rec: Recorder, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]:

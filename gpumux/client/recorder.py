@@ -29,10 +29,10 @@ from gpumux.client import hostops
 from gpumux.client.blame import user_line
 from gpumux.client.host import Expr, Scope, is_symbol
 from gpumux.client.patches import RngTape
-from gpumux.client.schema import Schema, bind, scalar_overload, schema_of
+from gpumux.client.schema import Schema, bind, functional_overload, scalar_overload, schema_of
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
-from gpumux.program.metafix import fake_call
 from gpumux.program.ir import Arg, Complex, Out, ScalarRef, Tag, TensorRef, View
+from gpumux.program.metafix import fake_call
 
 aten = torch.ops.aten
 
@@ -215,7 +215,23 @@ class Recorder(TorchDispatchMode):
                 f"{user_line()} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)",
                 "keep the decision on the device (torch.where, masks), or return the tensor from the step and read it outside",
             )
+        if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):
+            functional = functional_overload(func)
+            if functional is not None:
+                return self._into(
+                    kwargs["out"], self._device_op(functional, args, {k: v for k, v in kwargs.items() if k != "out"})
+                )
         return self._device_op(func, args, kwargs)
+
+    def _into(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """`out=` written as the operator and a copy, which any device can carry out."""
+        if tuple(out.shape) != tuple(result.shape) or out.dtype != result.dtype:
+            raise UnsupportedOperator(
+                f"{user_line()} gives out= a tensor of another shape or type than the result",
+                "drop out=, or make them alike",
+            )
+        self._device_op(aten.copy_.default, (out, result), {})
+        return out
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
         key = tensor.untyped_storage()._cdata if not isinstance(tensor, FakeTensor) else None
@@ -298,7 +314,7 @@ class Recorder(TorchDispatchMode):
     # ---- writing an operator down ----------------------------------------------------------------
 
     def _write(self, func: Any, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any, out: Any) -> None:
-        outs = out if isinstance(out, (list, tuple)) else (out,)
+        outs = _returns(func, out)
         fresh = [
             o for o in _leaves(outs) if isinstance(o, torch.Tensor) and self.storage_id(o.untyped_storage()) is None
         ]
@@ -431,6 +447,14 @@ class Recorder(TorchDispatchMode):
         raise UnsupportedOperator(
             f"{user_line()}: {target} takes an argument of type {type(fake).__name__}", "replace the operator"
         )
+
+
+def _returns(func: Any, out: Any) -> Sequence[Any]:
+    """What an operator returned, one entry a return of its schema."""
+    declared = len(func._schema.returns)
+    if declared == 1:
+        return (out,)
+    return out if declared else ()
 
 
 def _leaves(value: Any) -> list[Any]:

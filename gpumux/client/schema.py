@@ -73,6 +73,19 @@ def bind(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
     return bound
 
 
+def functional_overload(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """For an `out=` form with one output: the form that makes its own result from the same inputs."""
+    outs = [a for a in func._schema.arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
+    if len(outs) != 1 or outs[0].name != "out" or len(func._schema.returns) != 1:
+        return None
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "out"]
+    for name in func.overloadpacket.overloads():
+        other: torch._ops.OpOverload = getattr(func.overloadpacket, name)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted and not other._schema.is_mutable:
+            return other
+    return None
+
+
 def scalar_overload(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch._ops.OpOverload | None:

@@ -82,7 +82,7 @@ def freeze_state(state: Any, table: StateTable, leaf: Callable[[Any, tuple[Any, 
         index = table.param_index(key)
         name = ("p", index) if index is not None else ("k", key)
         items.append((name, freeze(value, leaf, (which, name))))
-    return tuple(sorted(items, key=lambda item: repr(item[0])))
+    return tuple(items)
 
 
 def path_name(path: tuple[Any, ...], table: StateTable) -> str:

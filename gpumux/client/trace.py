@@ -90,6 +90,15 @@ def hyper_values(optimizers: Sequence[Any]) -> dict[str, Number]:
     return out
 
 
+class Settled(Exception):
+    """The first trace changed Python variables (a lazily filled configuration): they keep their new
+    values, and tracing again must change nothing more. Never shown to users."""
+
+    def __init__(self, changes: list[Change]) -> None:
+        super().__init__("traced once more")
+        self.changes = changes
+
+
 class Tracer:
     def __init__(self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu") -> None:
         self.table = table
@@ -98,10 +107,10 @@ class Tracer:
 
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
-        host_values: Sequence[Number], prints: Fingerprint,
+        host_values: Sequence[Number], prints: Fingerprint, settle: bool = False,
     ) -> RawTrace:  # fmt: skip
         """Run `fn(*args, **kwargs)` once over fake tensors from `entry`. Local state is as before when
-        this returns or raises. Raises CaptureError and its kin."""
+        this returns or raises. Raises CaptureError and its kin, and with `settle` Settled."""
         scope = Scope(blame.user_line)
         tape = RngTape()
 
@@ -139,9 +148,11 @@ class Tracer:
                     f"the step raised {type(error).__name__} while it was captured, at {blame.traceback_line(error)}: {error}",
                     "run the step once without gpumux to see whether it works; a step may not read tensor values in Python",
                 ) from error
+        stuck = [c for c in changes if not c.flag]
+        if stuck and settle:
+            raise Settled(stuck)
         for change in changes:
             change.restore()
-        stuck = [c for c in changes if not c.flag]
         if stuck:
             names = ", ".join(f"{c.name} ({c.old!r} -> {c.new!r})" for c in stuck[:3])
             raise NotRepeatable(

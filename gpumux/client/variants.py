@@ -12,24 +12,34 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._prims_common import is_non_overlapping_and_dense
 
-from gpumux.client.fingerprint import Fingerprint
+from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Number
 from gpumux.client.lower import Lowered, lower
 from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
-from gpumux.client.trace import RawTrace, Tracer, first_difference, hyper_name, hyperparameters
+from gpumux.client.trace import RawTrace, Settled, Tracer, first_difference, hyper_name, hyperparameters
 from gpumux.errors import CaptureError, NotRepeatable, TooManyVariants
 
 MAX_PHASES = 8
 
 
+def _fills_memory(tensor: torch.Tensor) -> bool:
+    """Whether the strides cover memory without gaps or overlap, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself when its strides fill memory without gaps or overlap, else a contiguous copy:
     only such a layout can be laid into shared memory as it is."""
-    if tensor.is_contiguous() or is_non_overlapping_and_dense(tensor):
+    if tensor.is_contiguous() or _fills_memory(tensor):
         return tensor
     return tensor.contiguous()
 
@@ -132,10 +142,24 @@ class StepFunction:
         with guard.quiet():
             self._prints = Fingerprint(fn, table.models, table.optimizers, table.params)
         self._last: tuple[Any, Any, list[Phase]] | None = None
+        self._settling: list[Change] | None = None  # None: nothing was traced yet
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
         """What a call made now runs. Captures what is missing. Raises CaptureError and its kin, or
         KeepMore; nothing of the job changes then."""
+        try:
+            return self._choose(args, kwargs, state)
+        except Settled as settled:
+            self._settling = settled.changes
+            self._cases.clear()
+        try:
+            return self._choose(args, kwargs, state)
+        except NotRepeatable:
+            for change in self._settling:
+                change.restore()
+            raise
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
         key, tensors = batch_key(args, kwargs)
         now = self._prints.read()
         last = self._last
@@ -194,7 +218,9 @@ class StepFunction:
     def _trace(self, args: Any, kwargs: Any, state: State) -> RawTrace:
         args, kwargs = pytree.tree_map_only(torch.Tensor, dense, (args, kwargs))
         with self._guard.quiet():
-            first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints)
+            settle = self._settling is None
+            self._settling = self._settling or []
+            first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints, settle)
             second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints)
         difference = first_difference(first, second)
         if difference is not None:

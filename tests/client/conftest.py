@@ -1,0 +1,16 @@
+"""One daemon for all tests of this folder: each job is its own, and a start costs seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from microbench.daemon import running_daemon
+from tests.client.parity import THREADS
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    with running_daemon(threads=THREADS) as daemon:
+        yield daemon.endpoint

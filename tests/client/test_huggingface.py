@@ -1,0 +1,91 @@
+"""Hugging Face models built from small configurations, 20 steps each, bit for bit. No downloads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.client.parity import Work, check
+
+transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def text(model: Any, optimizer: Any, vocabulary: int) -> Work:
+    g = torch.Generator().manual_seed(3)
+    data = [torch.randint(0, vocabulary, (2, 12), generator=g) for _ in range(3)]
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+
+    def step(ids: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, attention_mask=attention, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    def loop(run: Any) -> list[Any]:
+        return [run(data[i % 3], mask) for i in range(20)]
+
+    return Work([model], [optimizer], [(step, (data[0], mask))], loop)
+
+
+def images(model: Any, optimizer: Any, size: int) -> Work:
+    g = torch.Generator().manual_seed(3)
+    data = [(torch.randn(2, 3, size, size, generator=g), torch.randint(0, 5, (2,), generator=g)) for _ in range(3)]
+
+    def step(pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        out = model(pixel_values=pixels, labels=labels)
+        out.loss.backward()
+        optimizer.step()
+        return out.loss, out.logits
+
+    def loop(run: Any) -> list[Any]:
+        return [run(*data[i % 3]) for i in range(20)]
+
+    return Work([model], [optimizer], [(step, data[0])], loop)
+
+
+def bert() -> Work:
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL))
+    model.train()
+    return text(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 50)
+
+
+def bert_checkpointed() -> Work:
+    work = bert()
+    work.models[0].activation_checkpointing_enable()
+    return work
+
+
+def gpt2() -> Work:
+    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    model.train()
+    return text(model, torch.optim.Adam(model.parameters(), lr=1e-3), 50)
+
+
+def vit() -> Work:
+    config = transformers.ViTConfig(image_size=16, patch_size=8, num_labels=5, hidden_dropout_prob=0.1, **SMALL)
+    model = transformers.ViTForImageClassification(config)
+    model.train()
+    return images(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 16)
+
+
+def resnet() -> Work:
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5, layer_type="basic"
+    )
+    model = transformers.ResNetForImageClassification(config)
+    model.train()
+    return images(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), 32)
+
+
+@pytest.mark.parametrize("make", [bert, bert_checkpointed, gpt2, vit, resnet], ids=lambda f: f.__name__)
+def test_equal_to_the_plain_loop(make: Any, endpoint: str) -> None:
+    check(make, endpoint)

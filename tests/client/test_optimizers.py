@@ -1,0 +1,107 @@
+"""Every optimizer, 20 steps and more, equal to the plain loop bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.client.parity import Work, batches, check, simple_loop
+
+
+class Custom(torch.optim.Optimizer):
+    """Written as users write them: a Python counter in its state, math.sqrt, new tensors each step."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["count"] = 0
+                    state["m"] = torch.zeros_like(p)
+                state["count"] += 1
+                state["m"] = group["beta"] * state["m"] + p.grad
+                correction = math.sqrt(1.0 - 0.99 ** state["count"])
+                p.data.add_(state["m"], alpha=-group["lr"] * correction)
+
+
+optim = torch.optim
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "sgd-nesterov": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "sgd-dampening": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.3),
+    "sgd-foreach": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "adam": lambda p: optim.Adam(p, lr=1e-2),
+    "adam-amsgrad": lambda p: optim.Adam(p, lr=1e-2, amsgrad=True),
+    "adam-foreach": lambda p: optim.Adam(p, lr=1e-2, foreach=True),
+    "adam-fused": lambda p: optim.Adam(p, lr=1e-2, fused=True),
+    "adamw": lambda p: optim.AdamW(p, lr=1e-2),
+    "adadelta": lambda p: optim.Adadelta(p, lr=0.5),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.05, lr_decay=1e-3),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "nadam": lambda p: optim.NAdam(p, lr=1e-2),
+    "radam": lambda p: optim.RAdam(p, lr=1e-2),
+    "adamax": lambda p: optim.Adamax(p),
+    "rprop": lambda p: optim.Rprop(p, lr=1e-3),
+    "custom": Custom,
+}
+
+
+def work(optimizer: Any, schedule: Any = None) -> Work:
+    model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 10))
+    opt = optimizer(model.parameters())
+    scheduler = schedule(opt) if schedule else None
+    data = batches((8, 12))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    return Work([model], [opt], [(step, data[0])], simple_loop(data, 22, scheduler.step if scheduler else None))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equal_to_the_plain_loop(name: str, endpoint: str) -> None:
+    results = check(lambda: work(OPTIMIZERS[name]), endpoint)
+    assert results[-1] != results[0]
+
+
+SCHEDULES = {
+    "cosine": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "one-cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),  # moves momentum as well
+    "step": lambda o: optim.lr_scheduler.StepLR(o, 5, 0.1),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "nadam"])
+def test_schedulers_feed_lifted_hyperparameters(name: str, schedule: str, endpoint: str) -> None:
+    check(lambda: work(OPTIMIZERS[name], SCHEDULES[schedule]), endpoint)
+
+
+def test_a_tensor_learning_rate_is_followed(endpoint: str) -> None:
+    def make() -> Work:
+        w = work(lambda p: optim.SGD(p, lr=torch.tensor(0.1), foreach=False))
+        data, group = batches((8, 12)), w.optimizers[0].param_groups[0]
+
+        def slower() -> None:
+            group["lr"].mul_(0.9)
+
+        w.loop = simple_loop(data, 20, slower)
+        return w
+
+    check(make, endpoint)
