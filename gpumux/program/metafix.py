@@ -30,16 +30,25 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
     if func in _LIKE:
         return torch.empty_like(args[_LIKE[func]])
     out = func(*args, **kwargs)
-    if func is aten.native_batch_norm.default and device == "cpu":
-        return _batch_norm(args, out)
+    if device == "cpu" and func in _STATISTICS:
+        return _statistics(args[0], args[_STATISTICS[func]], out)
+    if device == "cpu" and func is aten.native_group_norm_backward.default and out[0] is not None:
+        return torch.empty_like(out[0], dtype=args[1].dtype), out[1], out[2]
     return out
 
 
-def _batch_norm(args: tuple[Any, ...], out: Any) -> Any:
-    """With a low-precision input and float32 weights (autocast), the CPU kernel keeps the batch
-    statistics in the weights' type; the meta kernel says the input's."""
+# Normalizations that return (result, mean, inverse deviation), with the position of their weight.
+_STATISTICS: dict[Any, int] = {
+    aten.native_batch_norm.default: 1,
+    aten.native_layer_norm.default: 2,
+    aten.native_group_norm.default: 1,
+}
+
+
+def _statistics(data: torch.Tensor, weight: torch.Tensor | None, out: Any) -> Any:
+    """With a low-precision input and float32 weights (autocast), the CPU kernels keep the statistics
+    in the weights' type; the meta kernels say the input's."""
     result, mean, invstd = out
-    weight = args[1]
-    if weight is None or weight.dtype == args[0].dtype:
+    if weight is None or weight.dtype == data.dtype:
         return out
     return result, torch.empty_like(mean, dtype=weight.dtype), torch.empty_like(invstd, dtype=weight.dtype)

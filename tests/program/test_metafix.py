@@ -1,0 +1,62 @@
+"""Fake execution says what the CPU kernels really return, where torch alone would not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpumux.program.metafix import fake_call
+
+aten = torch.ops.aten
+BF16 = torch.bfloat16
+
+
+def seen(value):
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [(t.dtype, tuple(t.shape), t.stride(), t.untyped_storage().nbytes()) for t in values if t is not None]
+
+
+def ones(*size, dtype=torch.float32):
+    return torch.ones(size, dtype=dtype)
+
+
+def norms(dtype):
+    x = ones(4, 8, 2, dtype=dtype)
+    row = ones(4, 8, dtype=dtype)
+    return {
+        "batch": (aten.native_batch_norm.default, (x, ones(8), ones(8), ones(8), ones(8), True, 0.1, 1e-5)),
+        "batch without weight": (aten.native_batch_norm.default, (x, None, None, None, None, True, 0.1, 1e-5)),
+        "layer": (aten.native_layer_norm.default, (row, [8], ones(8), ones(8), 1e-5)),
+        "layer without weight": (aten.native_layer_norm.default, (row, [8], None, None, 1e-5)),
+        "group": (aten.native_group_norm.default, (x, ones(8), ones(8), 4, 8, 2, 2, 1e-5)),
+        "group backward": (
+            aten.native_group_norm_backward.default,
+            (x, x, ones(4, 2), ones(4, 2), ones(8), 4, 8, 2, 2, [True] * 3),
+        ),
+    }
+
+
+def others():
+    labels = torch.zeros(4, dtype=torch.long)
+    return {
+        "multi margin": (aten.multi_margin_loss_backward.default, (ones(), ones(4, 3), labels, 1, 1.0, None)),
+        "gamma": (aten._standard_gamma_grad.default, (ones(3), ones(3))),
+        "dirichlet": (aten._sample_dirichlet.default, (ones(2, 3),)),
+        "binomial": (aten.binomial.default, (ones(3), ones(3) / 2)),
+    }
+
+
+CASES = [("bf16 " + k, *v) for k, v in norms(BF16).items()] + [
+    ("f32 " + k, *v) for k, v in norms(torch.float32).items()
+]
+CASES += [(k, *v) for k, v in others().items()]
+
+
+@pytest.mark.parametrize(("name", "func", "args"), CASES, ids=[case[0] for case in CASES])
+def test_fake_and_real_agree(name, func, args):
+    real = func(*args)
+    with FakeTensorMode() as mode:
+        fakes = tuple(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)
+        fake = fake_call(func, fakes, {}, "cpu")
+    assert seen(fake) == seen(real)
