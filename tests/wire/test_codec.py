@@ -1,0 +1,187 @@
+"""What is sent is what arrives; whatever else arrives is a ProtocolError and nothing worse."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumux.errors import ProtocolError, VersionMismatch
+from gpumux.wire import messages as m
+from gpumux.wire.codec import MAX_FRAMES, decode, encode
+from gpumux.wire.fields import MAX_DEPTH, MAX_LIST, MAX_PROSE, checker_for
+from tests.wire.samples import JOB, any_message, message_of, payload_for
+
+STEP = m.Step(JOB, 5, 1, 0, [0.1, 3], 0)
+STEP_TAG, LOAD_TAG = 8, 6
+
+
+def raw(*values: Any) -> list[bytes]:
+    return [msgpack.packb(list(values))]
+
+
+@pytest.mark.parametrize("cls", m.REGISTRY.values(), ids=lambda cls: cls.__name__)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_every_message_survives_the_trip(cls: type[Any], data: st.DataObject):
+    message = data.draw(message_of(cls))
+    payload = payload_for(message)
+    assert decode(encode(message, payload)) == (message, payload)
+
+
+def test_tags_are_frozen():
+    names = {tag: cls.__name__ for tag, cls in m.REGISTRY.items()}
+    assert names == dict(
+        enumerate(
+            "Hello Welcome Refusal OpenJob JobOpened LoadProgram ProgramLoaded Step StepDone StepFailed OpenTransfer "
+            "TransferSegment FillTransfer TransferDone PauseJob ResumeJob CloseJob JobEnded Done JobStats GetStatus "
+            "Report Heartbeat Goodbye Leaving".split(),
+            start=1,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\xc1"],
+        raw(),
+        [msgpack.packb({"tag": 8})],
+        [msgpack.packb(8)],
+        raw("8"),
+        raw(True, 0.0),
+        raw(8.0),
+        raw(99),
+        raw(-1),
+        raw([8]),
+        raw(STEP_TAG),
+        raw(STEP_TAG, JOB, 5, 1, 0, []),
+        raw(STEP_TAG, JOB, 5, 1, 0, [], 0, 0),
+        [*raw(STEP_TAG, JOB, 5, 1, 0, [], 0), b"surplus"],
+        raw(STEP_TAG, JOB, 5, 1, 0, [], 1),
+        raw(STEP_TAG, JOB, 5, 1, 0, [], -1),
+        raw(LOAD_TAG, 1, JOB, 1, [], []),
+        [raw(STEP_TAG, JOB, 5, 1, 0, [], 0)[0] + b"\x00"],
+        [raw(STEP_TAG, JOB, 5, 1, 0, [], 0)[0][:-1]],
+        [msgpack.packb([23, msgpack.ExtType(5, b"abc")])],
+        [msgpack.packb([23, msgpack.Timestamp(1)])],
+    ],
+    ids=str,
+)
+def test_malformed_frames(frames: list[bytes]):
+    with pytest.raises(ProtocolError):
+        decode(frames)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("job", b"x"),
+        ("job", 7),
+        ("job", "x" * 32),
+        ("job", "0" * 31),
+        ("step", True),
+        ("step", 1.0),
+        ("step", -1),
+        ("step", 2**63),
+        ("step", None),
+        ("scalars", None),
+        ("scalars", [True]),
+        ("scalars", ["1"]),
+        ("scalars", [[1.0]]),
+        ("scalars", [float("nan")]),
+        ("scalars", [float("inf")]),
+        ("scalars", {"a": 1}),
+        ("scalars", [0] * (MAX_LIST + 1)),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named(field: str, value: Any):
+    values = {f.name: getattr(STEP, f.name) for f in dataclasses.fields(STEP)} | {field: value}
+    with pytest.raises(ProtocolError):
+        decode(raw(STEP_TAG, *values.values()))
+    with pytest.raises(ProtocolError, match=rf"Step\.{field}"):
+        encode(m.Step(**values))
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\x1b[31m", "x" * 257, "\ud800"])
+def test_names_can_be_shown_on_a_terminal(name: str):
+    with pytest.raises(ProtocolError, match=r"OpenJob\.name"):
+        encode(m.OpenJob(1, JOB, name, 0, 1.0, 1.1, None, 2, 0))
+
+
+def test_trees_hold_plain_data_of_bounded_depth():
+    deep: Any = 1
+    for _ in range(MAX_DEPTH + 1):
+        deep = {"a": deep}
+    for body in (deep, {"a": b"bytes"}, {1: 2}, {"a": float("nan")}, {"a": (1,)}):
+        with pytest.raises(ProtocolError, match=r"Report\.body"):
+            encode(m.Report(1, body))
+
+
+def test_nested_announcements_cost_nothing():
+    """Each header announces 65,535 items; naively believed, they are half a gigabyte of lists."""
+    for head in (b"\xdc\xff\xff", b"\xdd\x00\x00\xff\xff", b"\xde\xff\xff\x01"):
+        with pytest.raises(ProtocolError, match="nested too deep"):
+            decode([b"\x97\x08" + head * 1000 + b"\x00" * 60_000])
+
+
+def test_long_lists_with_bytes_like_headers_are_fine():
+    load = m.LoadProgram(1, JOB, 1, [0xDCDCDCDC] * 5000, [0xDD] * 5000)
+    assert decode(encode(load, [b"p"])) == (load, [b"p"])
+
+
+def test_limits_on_size_and_frames():
+    with pytest.raises(ProtocolError, match="at most"):
+        decode(encode(m.Report(1, {"a": "x" * 1000})), max_control_bytes=500)
+    with pytest.raises(ProtocolError):
+        encode(m.Step(JOB, 1, 1, 0, [], MAX_FRAMES + 1), [b""] * (MAX_FRAMES + 1))
+
+
+def test_own_code_may_say_one_for_one_point_zero_and_write_at_length():
+    done, _ = decode(encode(m.StepDone(JOB, 1, 0, 1, 2, 0)))
+    assert type(done.queue_s) is float
+    failed, _ = decode(encode(m.StepFailed(JOB, 1, "job_failed", "x" * 100_000, "")))
+    assert len(failed.message) == MAX_PROSE
+
+
+def test_another_protocol_is_named_even_if_its_hello_looks_different():
+    with pytest.raises(VersionMismatch, match="the client speaks protocol 7, this side speaks protocol 1"):
+        decode(raw(1, 7, "something", "else"))
+    with pytest.raises(VersionMismatch, match="the daemon speaks protocol 2"):
+        decode(raw(2, 2))
+
+
+def test_an_annotation_without_a_rule_is_an_error_at_import():
+    with pytest.raises(TypeError, match="no wire form"):
+        checker_for("x", set[int])
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=400, deadline=None)
+def test_noise_is_a_protocol_error(noise: bytes):
+    try:
+        message, _ = decode([noise])
+    except ProtocolError:
+        return
+    assert encode(message)  # whatever was taken is a message that could have been sent
+
+
+@given(any_message(), st.data())
+@settings(max_examples=400, deadline=None)
+def test_a_mutated_message_is_a_message_or_a_protocol_error(message: Any, data: st.DataObject):
+    frames = encode(message, payload_for(message))
+    head = bytearray(frames[0])
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(head) - 1))
+        head[at] = data.draw(st.integers(0, 255))
+    try:
+        decoded, payload = decode([bytes(head), *frames[1:]])
+    except ProtocolError:
+        return
+    assert decode(encode(decoded, payload)) == (decoded, payload)
