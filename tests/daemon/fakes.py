@@ -253,5 +253,3 @@ class Daemon:
     def load(self, session: str, job: str, program, number: int = 0, new_buffers=(), binding=()):
         encoded = program if isinstance(program, bytes) else codec.encode(program)
         return self.say(session, msg.LoadProgram(self.ref(), job, number, list(new_buffers), list(binding)), encoded)
-
-

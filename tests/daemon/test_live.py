@@ -1,0 +1,273 @@
+"""A real daemon on the CPU, from the outside: clients' steps and state, deaths, floods, departures."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+import zmq
+
+from gpumux.cli.control import Control
+from gpumux.client.session import Session
+from gpumux.errors import DaemonGone
+from gpumux.program import codec as programs
+from gpumux.wire import codec
+from gpumux.wire import messages as msg
+from tests.program import samples
+
+from .live import SOON_S, LiveJob, alive, floats, read_floats, serving, slow
+
+GARBAGE = 12_000
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    path = Path(tempfile.mkdtemp(prefix="gmlive-"))
+    with serving(path) as daemon:
+        yield daemon
+    left = [p.name for p in path.iterdir() if p.suffix != ".lock"]
+    shutil.rmtree(path)
+    assert daemon.process.returncode == 0, daemon.log
+    assert left == []
+
+
+@pytest.fixture
+def session(daemon):
+    with Session.connect(daemon.endpoint) as session:
+        yield session
+
+
+def status_when(control, condition):
+    """The first status for which `condition` holds; asking is the only waiting."""
+    for _ in range(100_000):
+        body = control.status()
+        if condition(body):
+            return body
+    raise AssertionError(f"never came true: {body}")
+
+
+def scrape(daemon):
+    with urllib.request.urlopen(daemon.metrics_url, timeout=SOON_S) as answer:
+        return answer.read().decode()
+
+
+def sample(text, line_start):
+    """The value of the one series that begins so; 0 when there is none yet."""
+    found = [line for line in text.splitlines() if line.startswith(line_start)]
+    assert len(found) <= 1, found
+    return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+
+def test_steps_return_results(session):
+    job = LiveJob(session, samples.add_one())
+    for i in range(20):
+        (result,) = job.run(floats(i, 1, 2, 3), slot=i % 2)
+        assert read_floats(result, 4) == (i + 1, 2, 3, 4)
+    job.close()
+
+
+def test_state_lives_in_the_daemon_and_moves_in_order(session):
+    job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0])
+    job.push([0], floats(10))
+    for _ in range(3):
+        job.run(scalars=[0.5])
+    assert read_floats(memoryview(job.pull([0])), 1) == (11.5,)
+    job.close()
+
+
+def test_two_sessions_work_side_by_side_and_see_only_their_own(daemon, session):
+    with Session.connect(daemon.endpoint) as other:
+        mine = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], priority=1)
+        theirs = LiveJob(other, samples.counter(), new_buffers=[4], binding=[0])
+        for i in range(1, 11):
+            (a,), (b,) = mine.run(scalars=[1.0]), theirs.run(scalars=[2.0])
+            assert (read_floats(a, 1), read_floats(b, 1)) == ((float(i),), (2.0 * i,))
+        theirs.data.release()
+        mine.close()
+
+
+def test_a_paused_job_waits_and_a_resumed_one_goes_on(daemon, session):
+    job = LiveJob(session, samples.add_one(), name="to-pause")
+    with Control(daemon.endpoint, SOON_S) as control:
+        control.change("pause", job.id)
+        number = job.post(floats(1, 2, 3, 4))
+        body = status_when(control, lambda b: any(j["queued"] for j in b["jobs"] if j["job"] == job.id))
+        assert [j["state"] for j in body["jobs"] if j["job"] == job.id] == ["paused"]
+        assert number not in job.done
+        control.change("resume", job.id)
+        assert isinstance(job.wait(number), msg.StepDone)
+        control.change("stop", job.id, drain=True)
+        assert session.wait(lambda: bool(job.ended), SOON_S)
+    job.data.release()
+
+
+def test_a_program_that_crashes_its_kernel_fails_its_job_and_no_other(daemon, session):
+    with Session.connect(daemon.endpoint) as other:
+        bystander = LiveJob(other, samples.counter(), new_buffers=[4], binding=[0])
+        job = LiveJob(session, samples.crash_div())
+        ints = lambda *values: b"".join(v.to_bytes(8, "little", signed=True) for v in values)
+        number = job.post(ints(-(2**63), 4, 6, 8), ints(-1, 2, 2, 2))
+        answer = job.wait(number)
+        assert isinstance(answer, msg.StepFailed)
+        assert answer.code in ("executor_crashed", "job_failed")
+        assert session.wait(lambda: bool(job.ended), SOON_S)
+        (result,) = bystander.run(scalars=[3.0])
+        assert read_floats(result, 1) == (3.0,)
+        bystander.close()
+    job.data.release()
+
+
+def test_kill_9_of_a_client_mid_step_frees_its_job_and_harms_nobody(daemon, session):
+    job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], priority=1)
+    with Control(daemon.endpoint, SOON_S) as control:
+        before = control.status()
+        victim = subprocess.Popen(
+            [sys.executable, "-m", "tests.daemon.victim", daemon.endpoint], stdout=subprocess.PIPE, text=True
+        )
+        assert victim.stdout.readline() == "submitted\n"
+        working = status_when(control, lambda b: any(j["outstanding"] for j in b["jobs"] if j["name"] == "victim"))
+        assert working["memory"]["free_bytes"] < before["memory"]["free_bytes"]
+        victim.kill()
+        victim.wait(SOON_S)
+        victim.stdout.close()
+        for i in range(1, 6):
+            (result,) = job.run(scalars=[1.0])
+            assert read_floats(result, 1) == (float(i),)
+        after = status_when(control, lambda b: [j["name"] for j in b["jobs"]] == ["live"])
+        assert after["memory"] == before["memory"]
+    job.close()
+
+
+def test_a_scrape_shows_what_the_daemon_did(daemon, session):
+    job = LiveJob(session, samples.add_one(), name="scraped", priority=1)
+    before = scrape_when(daemon, lambda t: 'name="scraped"' in t)
+    (info,) = [line for line in before.splitlines() if line.startswith("gpumux_job_info") and 'name="scraped"' in line]
+    label = info.split('job="')[1].split('"')[0]
+    for _ in range(5):
+        job.run(floats(0, 0, 0, 0))[0].release()
+    text = scrape_when(daemon, lambda t: sample(t, f'gpumux_job_steps_total{{job="{label}"}}') == 5)
+    for name in ("gpumux_steps_total", "gpumux_step_seconds_count", "gpumux_launches_total"):
+        series = name + '{priority="high"}'
+        assert sample(text, series) - sample(before, series) == 5
+    assert sample(text, f'gpumux_job_device_busy_seconds_total{{job="{label}"}}') > 0
+    assert sample(text, f'gpumux_job_memory_bytes{{job="{label}"}}') > 0
+    job.close()
+    gone = scrape_when(daemon, lambda t: f'job="{label}"' not in t)
+    assert "gpumux_build_info" in gone
+
+
+def scrape_when(daemon, condition):
+    for _ in range(10_000):
+        text = scrape(daemon)
+        if condition(text):
+            return text
+    raise AssertionError(f"never came true:\n{text}")
+
+
+def test_garbage_and_floods_harm_nobody(daemon, session):
+    """Thousands of mutated messages, in and out of sessions, while another client works."""
+    job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], priority=1)
+    before = scrape(daemon)
+    rng = random.Random(20)
+    with zmq.Context() as context:
+        thrown, expected = 0, 0.0
+        while thrown < GARBAGE:
+            with context.socket(zmq.DEALER) as sock:
+                sock.setsockopt(zmq.LINGER, 0)
+                sock.connect(daemon.endpoint)
+                for frames in attack(rng, rng.randrange(20, 400), job.id):
+                    if not sock.poll(1000, zmq.POLLOUT):
+                        break  # the daemon has cut this connection off
+                    sock.send_multipart(frames, zmq.NOBLOCK)
+                    thrown += 1
+                expected += 1.0
+                (result,) = job.run(scalars=[1.0])
+                assert read_floats(result, 1) == (expected,)
+    assert session.dead is None
+    text = scrape(daemon)
+    errors = sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "protocol_errors_total{" in line)
+    before_errors = sum(
+        float(line.rsplit(" ", 1)[1]) for line in before.splitlines() if "protocol_errors_total{" in line
+    )
+    assert errors - before_errors > 100
+    with Control(daemon.endpoint, SOON_S) as control:
+        status_when(control, lambda b: [j["job"] for j in b["jobs"]] == [job.id])
+    job.close()
+
+
+def attack(rng, count, other_job):
+    """`count` messages of one connection: an honest hello first, in half of them, then nonsense."""
+    hello = codec.encode(msg.Hello(1, "0.1.0", "client", 1, "2", False))
+    if rng.random() < 0.5:
+        yield hello
+    mine = f"{rng.getrandbits(128):032x}"
+    program = programs.encode(samples.add_one())
+    for _ in range(count):
+        number = rng.choice([0, 1, 2, 7, 2**31, 2**63 - 1])
+        job = rng.choice([mine, mine, other_job, "f" * 32])
+        honest = rng.choice(
+            [
+                lambda: codec.encode(msg.OpenJob(number, job, "evil", rng.randrange(3), 1.0, 1.1, None, 2, 0)),
+                lambda: codec.encode(msg.LoadProgram(number, job, number, [number], [0]), [mutated(rng, program)]),
+                lambda: codec.encode(msg.Step(job, number, number, number, [1.0], 0)),
+                lambda: codec.encode(msg.OpenTransfer(number, job, number, [number], rng.random() < 0.5)),
+                lambda: codec.encode(msg.FillTransfer(number, job, number, 0)),
+                lambda: codec.encode(msg.JobStats(number, job)),
+                lambda: hello,
+            ]
+        )()
+        yield [mutated(rng, frame) if rng.random() < 0.4 else frame for frame in honest]
+
+
+def mutated(rng, data):
+    """`data` with a few bytes changed, cut, doubled or added."""
+    data = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        kind = rng.randrange(4)
+        if kind == 0 and at < len(data):
+            data[at] = rng.randrange(256)
+        elif kind == 1:
+            del data[at:]
+        elif kind == 2:
+            data[at:at] = rng.randbytes(rng.randrange(1, 9))
+        else:
+            data += data[:at]
+    return bytes(data)
+
+
+def test_a_second_daemon_on_the_endpoint_is_refused(daemon):
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumux.cli.main", "serve", "--device", "cpu", "--endpoint", daemon.endpoint],
+        capture_output=True, text=True, timeout=SOON_S,
+    )  # fmt: skip
+    assert done.returncode == 75
+    assert str(daemon.process.pid) in done.stderr
+    with Control(daemon.endpoint, SOON_S) as control:
+        assert control.status()["daemon"]["pid"] == daemon.process.pid
+
+
+def children_of(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_daemon_that_is_told_to_stop_tells_its_clients_at_once(runtime_dir, number):
+    with serving(runtime_dir) as daemon, Session.connect(daemon.endpoint) as session:
+        job = LiveJob(session, slow())
+        job.post(bytes(4 * 1024 * 1024))
+        children = children_of(daemon.process.pid)
+        assert children
+        daemon.process.send_signal(number)
+        with pytest.raises(DaemonGone, match=signal.Signals(number).name):
+            session.wait(lambda: False, SOON_S)
+        assert daemon.stop() == 0, daemon.log
+        assert not any(alive(pid) for pid in children)
+        job.data.release()
