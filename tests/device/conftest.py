@@ -36,7 +36,7 @@ def narrow_device(case: Case) -> Iterator[Device]:
     device.close()
 
 
-@pytest.fixture()
+@pytest.fixture
 def driver(case: Case, wide_device: Device) -> Iterator[Driver]:
     """Drives a device that may run two pieces at once."""
     driver = Driver(case, wide_device)
@@ -44,7 +44,7 @@ def driver(case: Case, wide_device: Device) -> Iterator[Driver]:
     driver.finish()
 
 
-@pytest.fixture()
+@pytest.fixture
 def narrow(case: Case, narrow_device: Device) -> Iterator[Driver]:
     """Drives a device that runs one piece at a time."""
     driver = Driver(case, narrow_device)

@@ -15,8 +15,19 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gpumux.device.contract import (
-    Device, DeviceEvent, JobLost, JobUnloaded, Launch, LaunchDone, LaunchFailed, ProgramChecked, ProgramLoaded,
-    ProgramRefused, Recut, Segment, TransferDone,
+    Device,
+    DeviceEvent,
+    JobLost,
+    JobUnloaded,
+    Launch,
+    LaunchDone,
+    LaunchFailed,
+    ProgramChecked,
+    ProgramLoaded,
+    ProgramRefused,
+    Recut,
+    Segment,
+    TransferDone,
 )  # fmt: skip
 from gpumux.model import JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 from gpumux.program.codec import encode
@@ -116,9 +127,7 @@ class LoadedJob:
         for piece in range(len(self.pieces[program])):
             number = LaunchId(next(_numbers))
             cut = self.cut[program]
-            self.driver.device.launch(
-                Launch(number, self.job, step, program, cut, piece, slot, tuple(scalars), stream)
-            )
+            self.driver.device.launch(Launch(number, self.job, step, program, cut, piece, slot, tuple(scalars), stream))
             launches.append(number)
         return launches
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import struct
+from itertools import pairwise
 
 import pytest
 
 from gpumux.device.contract import (
-    Device, JobLost, JobUnloaded, Launch, LaunchDone, LaunchFailed, ProgramChecked, ProgramLoaded, ProgramRefused,
-    Recut, Segment, TransferDone,
+    Device,
+    JobLost,
+    JobUnloaded,
+    Launch,
+    LaunchDone,
+    LaunchFailed,
+    ProgramChecked,
+    ProgramLoaded,
+    ProgramRefused,
+    Recut,
+    Segment,
+    TransferDone,
 )  # fmt: skip
 from gpumux.model import JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 from gpumux.program.codec import encode
@@ -157,7 +168,7 @@ def test_launches_of_a_job_run_in_order(driver: Driver) -> None:
     program = job.load(samples.counter(), [4])
     launches = [launch for _ in range(6) for launch in job.launch(program, [1.0])]
     times = [driver.done(launch) for launch in launches]
-    for earlier, later in zip(times, times[1:], strict=False):
+    for earlier, later in pairwise(times):
         assert earlier.ended <= later.started
 
 
@@ -173,7 +184,7 @@ def test_a_free_slot_goes_to_the_highest_priority_then_to_the_oldest(narrow: Dri
     again = running.launch(programs[0], [1.0], stream=0)[0]
     done = [narrow.done(launch) for launch in (first, urgent, second, third, again)]
     assert done == sorted(done, key=lambda d: d.started)
-    for earlier, later in zip(done, done[1:], strict=False):
+    for earlier, later in pairwise(done):
         assert earlier.ended <= later.started
 
 

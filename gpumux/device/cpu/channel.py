@@ -5,7 +5,7 @@ A packet is a tag byte and a body: msgpack, or a fixed struct for the two messag
 their own, so that the hot path is a plain recv. Bodies longer than a packet go as several.
 
     daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
-    zygote -> daemon     READY {facts} · EXITED [token, wait status]
+    zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor   LAUNCH struct (+ scalars with a step's first piece) · LOAD [] +fds · TRANSFER [..] +fd
     executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED
     checker -> daemon    CHECKED · REFUSED
@@ -24,7 +24,7 @@ import msgpack
 PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
 MAX_FDS = 4
 
-(MORE, DESCRIPTORS, FORK, KILL, READY, EXITED, LAUNCH, LOAD, TRANSFER) = range(9)
+(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER) = range(10)
 (DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED) = range(16, 23)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIII")  # tag, launch, step, program, cut, piece, slot

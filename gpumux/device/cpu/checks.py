@@ -68,18 +68,18 @@ class Checks:
             check.encoded = b""
             self._running[check.token] = check
 
-    def exited(self, token: int, status: int | str) -> ProgramChecked | ProgramRefused | None:
+    def exited(self, token: int, status: int | str) -> list[ProgramChecked | ProgramRefused]:
         """A process ended: what there is to tell. Nothing when it is none of ours, or was cancelled."""
         check = self._running.pop(token, None)
         if check is None or check.channel is None:
-            return None
+            return []
         answer = self._read(check.channel, check) or self._died(check, status)
         check.channel.close()
         if check.cancelled:
-            return None
+            return []
         if isinstance(answer, ProgramChecked):
             self._passed[check.job, check.program] = (check.digest, answer.footprint)
-        return answer
+        return [answer]
 
     @property
     def running(self) -> list[int]:

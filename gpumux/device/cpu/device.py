@@ -10,35 +10,30 @@ leaves unanswered when it dies is answered here, once both its channel and its p
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 
 from gpumux.device.contract import (
     DeviceEvent,
     JobLost,
     JobUnloaded,
     Launch,
-    LaunchDone,
     LaunchFailed,
     MemoryFigures,
-    ProgramLoaded,
     ProgramRefused,
-    Recut,
     Segment,
     TransferDone,
-)  # fmt: skip
-from gpumux.device.cpu import channel as wire
+)
+from gpumux.device.cpu.answers import answer, obituary
 from gpumux.device.cpu.checks import Checks
-from gpumux.device.cpu.jobs import Command, Descriptors, Executor, Listing, Load, Move
-from gpumux.device.cpu.memory import available_bytes
+from gpumux.device.cpu.jobs import Command, Descriptors, Executor, Move, load_command, release, send, start_executor
+from gpumux.device.cpu.machine import available_bytes, cpu_name
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.errors import ConfigError
-from gpumux.model import DeviceInfo, Fault, JobId, JobSpec, LaunchId, ProgramId, TransferId
+from gpumux.model import DeviceInfo, Fault, JobId, JobSpec, ProgramId, TransferId
 from gpumux.program.limits import DEFAULT, Limits
 
 PIECE_S = 0.002
@@ -86,7 +81,7 @@ class CpuDevice:
             )
         return DeviceInfo(
             kind="cpu",
-            name=_cpu_name(),
+            name=cpu_name(),
             memory_bytes=self._total,
             parallel=self._parallel,
             threads=self._threads,
@@ -133,15 +128,11 @@ class CpuDevice:
             )
             self._tell(JobLost(job, fault))
             return
-        ours, theirs = wire.pair()
-        ours.setblocking(False)
-        page_fd = wire.memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
-        page = mmap.mmap(page_fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
         settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S}
-        token = self._warm.fork("executor", settings, (theirs.detach(), page_fd))
-        executor = Executor(job, token, wire.Channel(ours), page)
-        self._jobs[job] = self._by_token[token] = self._by_fd[ours.fileno()] = executor
-        self._epoll.register(ours.fileno(), select.EPOLLIN)
+        executor = start_executor(self._warm, job, settings)
+        fd = executor.channel.fileno()
+        self._jobs[job] = self._by_token[executor.token] = self._by_fd[fd] = executor
+        self._epoll.register(fd, select.EPOLLIN)
         self._schedule.open(job)
         self._watch_warm()
 
@@ -156,19 +147,18 @@ class CpuDevice:
         slots: int,
     ) -> None:
         executor = self._live(job)
-        fault = _UNKNOWN if executor is None else self._refuses(executor, program, encoded, new_buffers, data)
-        if executor is None or fault is not None:
+        if executor is None:
+            self._tell(ProgramRefused(job, program, _UNKNOWN))
+            return
+        footprint = self._checks.footprint(job, program, encoded)
+        wanted = sum(new_buffers) + data.nbytes
+        fault = executor.refuses(program, wanted, footprint, self.memory().free_bytes)
+        if fault is not None or footprint is None:
             self._tell(ProgramRefused(job, program, fault or _UNKNOWN))
             return
-        description = wire.pack(
-            {"program": program, "new_buffers": list(new_buffers), "binding": list(binding), "slots": slots,
-             "data_bytes": data.nbytes}
-        )  # fmt: skip
-        length = len(description).to_bytes(8, "little")
-        fd = wire.memory_file("gpumux-load", [length, description, encoded])
-        load = Load(program, Descriptors((fd, os.dup(data.fd))), sum(new_buffers) + data.nbytes)
-        executor.charged += load.nbytes
-        self._submit(job, load, None)
+        executor.charged += wanted
+        executor.transients[program] = footprint.transient_bytes
+        self._submit(job, load_command(program, encoded, new_buffers, binding, data, slots), None)
 
     def launch(self, launch: Launch) -> None:
         executor = self._jobs.get(launch.job)
@@ -199,7 +189,7 @@ class CpuDevice:
         executor.unloading = True
         self._kill(executor.token)
         for command in self._schedule.drop(job):
-            _release(command)
+            release(command)
         self._events = [event for event in self._events if not _of_job(event, job)]
         self._hand_over()
 
@@ -213,7 +203,7 @@ class CpuDevice:
         for job in list(self._jobs):
             self.unload(job)
         waited = 0
-        while self._jobs and self._warm is not None and waited < CLOSE_S * 10:
+        while self._jobs and self._warm is not None and self._warm.has_children and waited < CLOSE_S * 10:
             waited += not self._epoll.poll(0.1)
             self.poll()
         if self._warm is not None:
@@ -241,7 +231,7 @@ class CpuDevice:
         for job, command in self._schedule.hand_over():
             executor = self._jobs[job]
             try:
-                _send(executor.channel, command)
+                send(executor.channel, command)
             except (struct.error, OverflowError, ValueError, TypeError) as error:
                 executor.failure = Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
                 self._kill(executor.token)
@@ -253,7 +243,7 @@ class CpuDevice:
             while True:
                 tag, body, _ = executor.channel.receive()
                 if not executor.unloading:
-                    self._take(executor, tag, body)
+                    self._events.extend(answer(executor, self._schedule, tag, body))
         except BlockingIOError:
             return
         except EOFError:
@@ -262,60 +252,16 @@ class CpuDevice:
             self._epoll.unregister(executor.channel.fileno())
             self._bury(executor)
 
-    def _take(self, executor: Executor, tag: int, body: memoryview) -> None:
-        job = executor.job
-        if tag == wire.DONE:
-            launch, started, ended = _DONE.unpack(body)
-            self._schedule.done(job)
-            self._events.append(LaunchDone(LaunchId(launch), started, ended))
-            return
-        said = wire.unpack(body)
-        if tag == wire.FAILED:
-            executor.failure = Fault(*said[1:])
-        elif tag == wire.LOADED:
-            self._schedule.done(job)
-            program, pieces, bounds, table, ops = said
-            executor.programs[program] = Listing(table, ops, {0: bounds})
-            self._events.append(ProgramLoaded(job, program, tuple(pieces)))
-        elif tag == wire.REFUSED:
-            load = self._schedule.done(job)
-            if isinstance(load, Load):
-                executor.charged -= load.nbytes
-                del executor.transients[load.program]
-                self._events.append(ProgramRefused(job, load.program, Fault(*said[1:])))
-        elif tag == wire.RECUT:
-            program, cut, pieces, bounds, _through_python = said
-            executor.programs[program].bounds[cut] = bounds
-            executor.programs[program].bounds.pop(cut - 2, None)
-            self._events.append(Recut(job, program, cut, tuple(pieces)))
-        elif tag == wire.TRANSFERRED:
-            self._schedule.done(job)
-            transfer, code, message, remedy = said
-            self._events.append(TransferDone(job, transfer, Fault(code, message, remedy) if code else None))
-
     def _bury(self, executor: Executor) -> None:
         """Once its channel and its process have both ended, answer for it."""
         if not executor.ended or executor.status is None or self._jobs.get(executor.job) is not executor:
             return
         job = executor.job
         unfinished = self._schedule.drop(job)
-        self._let_go(executor)
         for token in self._checks.forget(job):
             self._kill(token)
-        if executor.unloading:
-            self._events.append(JobUnloaded(job))
-            return
-        first = unfinished[0] if unfinished else None
-        fault = executor.failure or executor.crash(first if isinstance(first, Launch) else None)
-        for command in unfinished:
-            _release(command)
-            if isinstance(command, Launch):
-                self._events.append(LaunchFailed(command.launch, fault))
-            elif isinstance(command, Load):
-                self._events.append(ProgramRefused(job, command.program, fault))
-            else:
-                self._events.append(TransferDone(job, command.transfer, fault))
-        self._events.append(JobLost(job, fault))
+        self._events.extend(obituary(executor, unfinished))
+        self._let_go(executor)
 
     def _let_go(self, executor: Executor) -> None:
         del self._jobs[executor.job]
@@ -323,22 +269,6 @@ class CpuDevice:
         self._by_fd.pop(executor.channel.fileno(), None)
         executor.channel.close()
         executor.page.close()
-
-    def _refuses(
-        self, executor: Executor, program: ProgramId, encoded: bytes, new_buffers: Sequence[int], data: Segment
-    ) -> Fault | None:
-        footprint = self._checks.footprint(executor.job, program, encoded)
-        if footprint is None:
-            return Fault("program", "the program was not checked", "check these bytes before loading them")
-        if program in executor.transients:
-            return Fault("program", f"program {program} is loaded already", "choose another number")
-        wanted = sum(new_buffers) + data.nbytes + footprint.transient_bytes
-        free = self.memory().free_bytes
-        if wanted > free:
-            message = f"the program needs {wanted} bytes and {free} are free"
-            return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
-        executor.transients[program] = footprint.transient_bytes
-        return None
 
     # ---- the warm process ------------------------------------------------------------------------
 
@@ -366,9 +296,7 @@ class CpuDevice:
     def _exited(self, token: int, status: int | str) -> None:
         executor = self._by_token.get(token)
         if executor is None:
-            answer = self._checks.exited(token, status)
-            if answer is not None:
-                self._events.append(answer)
+            self._events.extend(self._checks.exited(token, status))
             return
         executor.status = status
         if not executor.ended:
@@ -386,9 +314,7 @@ class CpuDevice:
             executor.status = how
             self._bury(executor)
         for token in self._checks.running:
-            answer = self._checks.exited(token, how)
-            if answer is not None:
-                self._events.append(answer)
+            self._events.extend(self._checks.exited(token, how))
 
     def _kill(self, token: int) -> None:
         if self._warm is not None:
@@ -401,41 +327,8 @@ class CpuDevice:
         os.eventfd_write(self._bell, 1)
 
 
-_DONE = struct.Struct("<" + wire.DONE_BODY.format[2:])
 _NO_WARM = Fault("executor_crashed", "the process that starts executors is gone", "restart the daemon; see its log")
-
-
-def _send(channel: wire.Channel, command: Command) -> None:
-    if isinstance(command, Launch):
-        head = wire.LAUNCH_HEAD.pack(
-            wire.LAUNCH, command.launch, command.step, command.program, command.cut, command.piece, command.slot
-        )
-        # The executor keeps a step's scalars: they go with its first piece only.
-        channel.sock.send(head + wire.pack(command.scalars) if command.piece == 0 else head)
-        return
-    try:
-        if isinstance(command, Load):
-            channel.send(wire.LOAD, [], command.held.fds)
-        else:
-            body = [command.transfer, command.buffers, command.nbytes, command.into_device]
-            channel.send(wire.TRANSFER, body, command.held.fds)
-    finally:
-        command.held.close()
-
-
-def _release(command: Command) -> None:
-    """Close what a command that will never be sent holds."""
-    if not isinstance(command, Launch):
-        command.held.close()
 
 
 def _of_job(event: DeviceEvent, job: JobId) -> bool:
     return getattr(event, "job", None) == job
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return "CPU"

@@ -7,10 +7,12 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from gpumux.device.contract import Launch
-from gpumux.device.cpu.channel import Channel
-from gpumux.model import Fault, JobId, ProgramId, TransferId
+from gpumux.device.contract import Launch, Segment
+from gpumux.device.cpu.channel import LAUNCH, LAUNCH_HEAD, LOAD, TRANSFER, Channel, memory_file, pack, pair
+from gpumux.device.cpu.warm import WarmProcess
+from gpumux.model import Fault, Footprint, JobId, ProgramId, TransferId
 
 UNKNOWN_STATUS = "ended, and nobody could say how"
 
@@ -58,6 +60,11 @@ class Listing:
     ops: list[int]  # indices into table
     bounds: dict[int, list[int]] = field(default_factory=dict)
 
+    def recut(self, cut: int, bounds: list[int]) -> None:
+        """Keep the newest cut and the one before it."""
+        self.bounds[cut] = bounds
+        self.bounds.pop(cut - 2, None)
+
     def describe(self, launch: Launch, last_op: int | None) -> str:
         """The operators the process was at when it died; `last_op` is the one it named last."""
         bounds = self.bounds.get(launch.cut)
@@ -93,6 +100,18 @@ class Executor:
         """Bytes it holds. Its programs never run at once, so they share the transient part."""
         return self.charged + max(self.transients.values(), default=0)
 
+    def refuses(self, program: ProgramId, wanted: int, footprint: Footprint | None, free: int) -> Fault | None:
+        """Why a program that adds `wanted` bytes of buffers and data can't be loaded, if it can't."""
+        if footprint is None:
+            return Fault("program", "the program was not checked", "check these bytes before loading them")
+        if program in self.transients:
+            return Fault("program", f"program {program} is loaded already", "choose another number")
+        wanted += footprint.transient_bytes
+        if wanted <= free:
+            return None
+        message = f"the program needs {wanted} bytes and {free} are free"
+        return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
+
     def crash(self, launch: Launch | None) -> Fault:
         """Why the job is lost when the process said nothing before it ended."""
         doing = ""
@@ -117,3 +136,48 @@ def ending(status: int | str | None) -> str:
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         return f"died of {name}" + (", as when the machine runs out of memory" if number == signal.SIGKILL else "")
     return f"exited with status {status >> 8}"
+
+
+def load_command(
+    program: ProgramId, encoded: bytes, new_buffers: Sequence[int], binding: Sequence[int], data: Segment, slots: int
+) -> Load:
+    """A load as its executor reads it. It can be larger than a packet, so it goes by descriptor."""
+    lists = {"new_buffers": list(new_buffers), "binding": list(binding)}
+    description = pack({"program": program, "slots": slots, "data_bytes": data.nbytes, **lists})
+    fd = memory_file("gpumux-load", [len(description).to_bytes(8, "little"), description, encoded])
+    return Load(program, Descriptors((fd, os.dup(data.fd))), sum(new_buffers) + data.nbytes)
+
+
+def start_executor(warm: WarmProcess, job: JobId, settings: dict[str, Any]) -> Executor:
+    """Ask for a job's process. What is sent to it before it runs waits in its channel."""
+    ours, theirs = pair()
+    ours.setblocking(False)
+    page_fd = memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
+    page = mmap.mmap(page_fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+    token = warm.fork("executor", settings, (theirs.detach(), page_fd))
+    return Executor(job, token, Channel(ours), page)
+
+
+def send(channel: Channel, command: Command) -> None:
+    """Send a command to an executor. Raises OSError when that is gone, struct.error, OverflowError,
+    ValueError or TypeError for numbers that have no encoding."""
+    if isinstance(command, Launch):
+        numbers = (command.launch, command.step, command.program, command.cut, command.piece, command.slot)
+        head = LAUNCH_HEAD.pack(LAUNCH, *numbers)
+        # The executor keeps a step's scalars: they go with its first piece only.
+        channel.sock.send(head + pack(command.scalars) if command.piece == 0 else head)
+        return
+    try:
+        if isinstance(command, Load):
+            channel.send(LOAD, [], command.held.fds)
+        else:
+            body = [command.transfer, command.buffers, command.nbytes, command.into_device]
+            channel.send(TRANSFER, body, command.held.fds)
+    finally:
+        command.held.close()
+
+
+def release(command: Command) -> None:
+    """Close what a command that will never be sent holds."""
+    if not isinstance(command, Launch):
+        command.held.close()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpumux.device.cpu import channel as wire
-from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, Channel, packets, unpack
+from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, WARMED, Channel, packets, unpack
 
 _CLOSE_S = 10.0
 
@@ -29,6 +29,7 @@ class WarmProcess:
         ours.setblocking(False)
         self.channel = Channel(ours)
         self.facts: dict[str, Any] | None = None  # once it is ready
+        self._warmed = False  # it forks nothing before that
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._token = 0
 
@@ -77,12 +78,21 @@ class WarmProcess:
                 raise
             if tag == READY:
                 self.facts = unpack(body)
+            elif tag == WARMED:
+                self._warmed = True
             elif tag == EXITED:
                 token, status, reason = unpack(body)
                 ended.append((token, reason if status is None else status))
 
+    @property
+    def has_children(self) -> bool:
+        """Whether it may have forked anything by now."""
+        return self._warmed
+
     def close(self) -> str:
         """End it, wait for it; how it ended, in words. Its children are killed by the kernel."""
+        if not self._warmed:
+            self._process.kill()  # nothing to lose, and it would not look at its channel for a second or two
         self.channel.close()
         for _, fds in self._outbox:
             _close(fds)

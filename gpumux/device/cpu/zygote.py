@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gpumux.device.cpu import checker, executor, process
-from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, Channel, unpack
+from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, WARMED, Channel, unpack
 
 _CHILDREN = {"executor": executor.main, "checker": checker.main}
 
@@ -113,6 +113,7 @@ def main(fd: int) -> None:
         checker.warm()  # while the daemon and its first client get going
         gc.collect()
         gc.freeze()  # what is here now is never garbage, here or in a child
+        control.send(WARMED, [])
         Zygote(control).serve()
     except (EOFError, BrokenPipeError):
         pass  # the daemon is gone

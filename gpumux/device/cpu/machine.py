@@ -1,4 +1,4 @@
-"""How much memory this machine, or the container it runs in, has to give."""
+"""What this machine, or the container it runs in, is and has to give."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ def _left_in_cgroup() -> int:
     except OSError:
         return 1 << 62  # version 1, or no limit to be seen: the machine's own figure stands
     return (1 << 62) if limit == "max" else max(0, int(limit) - used)
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return "CPU"

@@ -1,0 +1,74 @@
+"""What executors say, and what is said for those that died, as events of the contract. No torch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from gpumux.device.contract import (
+    DeviceEvent,
+    JobLost,
+    JobUnloaded,
+    Launch,
+    LaunchDone,
+    LaunchFailed,
+    ProgramLoaded,
+    ProgramRefused,
+    Recut,
+    TransferDone,
+)
+from gpumux.device.cpu.channel import DONE, DONE_BODY, FAILED, LOADED, RECUT, REFUSED, TRANSFERRED, unpack
+from gpumux.device.cpu.jobs import Command, Executor, Listing, Load, Move, release
+from gpumux.device.cpu.schedule import Schedule
+from gpumux.model import Fault, LaunchId, ProgramId
+
+_DONE = struct.Struct("<" + DONE_BODY.format[2:])  # without the tag
+
+
+def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memoryview) -> list[DeviceEvent]:
+    """The events a message of an executor amounts to. Commands answered leave the schedule."""
+    job = executor.job
+    if tag == DONE:
+        schedule.done(job)
+        launch, started, ended = _DONE.unpack(body)
+        return [LaunchDone(LaunchId(launch), started, ended)]
+    said = unpack(body)
+    if tag == RECUT:
+        program, cut, pieces, bounds, _through_python = said
+        executor.programs[program].recut(cut, bounds)
+        return [Recut(job, program, cut, tuple(pieces))]
+    if tag == FAILED:
+        executor.failure = Fault(*said[1:])  # told with the end of its process, when nothing is left of it
+        return []
+    command = schedule.done(job)
+    if tag == LOADED:
+        program, pieces, bounds, table, ops = said
+        executor.programs[program] = Listing(table, ops, {0: bounds})
+        return [ProgramLoaded(job, program, tuple(pieces))]
+    if tag == REFUSED and isinstance(command, Load):
+        executor.charged -= command.nbytes
+        del executor.transients[command.program]
+        return [ProgramRefused(job, command.program, Fault(*said[1:]))]
+    if tag == TRANSFERRED and isinstance(command, Move):
+        code, message, remedy = said[1:]
+        return [TransferDone(job, command.transfer, Fault(code, message, remedy) if code else None)]
+    raise AssertionError(f"message {tag} to {command}")
+
+
+def obituary(executor: Executor, unfinished: Sequence[Command]) -> list[DeviceEvent]:
+    """The events for an executor that has ended, with what it never answered, oldest first."""
+    for command in unfinished:
+        release(command)
+    if executor.unloading:
+        return [JobUnloaded(executor.job)]
+    first = unfinished[0] if unfinished else None
+    fault = executor.failure or executor.crash(first if isinstance(first, Launch) else None)
+    return [*(_unanswered(executor, command, fault) for command in unfinished), JobLost(executor.job, fault)]
+
+
+def _unanswered(executor: Executor, command: Command, fault: Fault) -> DeviceEvent:
+    if isinstance(command, Launch):
+        return LaunchFailed(command.launch, fault)
+    if isinstance(command, Load):
+        return ProgramRefused(executor.job, ProgramId(command.program), fault)
+    return TransferDone(executor.job, command.transfer, fault)

@@ -1,0 +1,206 @@
+"""A crash, a kill, a failing operator: one job is lost with a typed error, nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumux.device.contract import JobLost, LaunchFailed, ProgramChecked
+from gpumux.device.cpu.device import CpuDevice
+from gpumux.model import ProgramId
+from gpumux.program.codec import encode
+from gpumux.program.ir import Program
+from tests.device.harness import Case, Driver, LoadedJob
+from tests.program import samples
+
+CASE = Case("cpu", wide=lambda: CpuDevice(threads=1, cores=2), narrow=lambda: CpuDevice(threads=1, cores=1))
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(threads=1, cores=2)
+    device.open()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def own_device() -> Iterator[CpuDevice]:
+    """One whose zygote a test may kill."""
+    device = CpuDevice(threads=1, cores=2)
+    device.open()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def own(own_device: CpuDevice) -> Iterator[Driver]:
+    driver = Driver(CASE, own_device)
+    yield driver
+    driver.finish()
+
+
+@pytest.fixture
+def driver(device: CpuDevice) -> Iterator[Driver]:
+    driver = Driver(CASE, device)
+    yield driver
+    driver.finish()
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def zygote(device: CpuDevice) -> int:
+    assert device._warm is not None
+    return device._warm.pid
+
+
+class Neighbour:
+    """Another job that counts; whatever happens next door, it counts on."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.job = driver.open()
+        self.program = self.job.load(samples.counter(), [4])
+        self.count = 0
+
+    def check(self) -> None:
+        for _ in range(4):
+            self.job.step(self.program, [1.0])
+            self.count += 1
+            assert struct.unpack("f", self.job.get(self.program, 0, 4)) == (self.count,)
+
+
+def lose(driver: Driver, job: LoadedJob, program: ProgramId) -> JobLost:
+    """Run a step that fails; the loss of its job, which says what the launch said."""
+    (launch,) = job.launch(program)
+    failed = driver.failed(launch)
+    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert isinstance(lost, JobLost)
+    assert lost.fault == failed.fault
+    return lost
+
+
+def crash_maxpool(driver: Driver) -> tuple[LoadedJob, ProgramId]:
+    job = driver.open()
+    program = job.load(samples.crash_maxpool(derived=True))
+    job.put(program, 2, struct.pack("4q", 1, 1, 1, 1))
+    return job, program
+
+
+def crash_div(driver: Driver) -> tuple[LoadedJob, ProgramId]:
+    job = driver.open()
+    program = job.load(samples.crash_div())
+    job.put(program, 0, struct.pack("4q", *[-(1 << 63)] * 4))
+    job.put(program, 1, struct.pack("4q", *[-1] * 4))
+    return job, program
+
+
+@pytest.mark.parametrize(
+    ("make", "signal_name", "operator"),
+    [(crash_maxpool, "SIGSEGV", "max_pool2d_with_indices_backward"), (crash_div, "SIGFPE", "aten.div.Tensor_mode")],
+)
+def test_a_crashing_kernel_loses_its_job_alone(driver: Driver, make, signal_name: str, operator: str) -> None:
+    neighbour = Neighbour(driver)
+    job, program = make(driver)
+    neighbour.check()
+    fault = lose(driver, job, program).fault
+    assert fault.code == "executor_crashed"
+    assert signal_name in fault.message
+    assert operator in fault.message
+    neighbour.check()
+
+
+@pytest.mark.parametrize("make", [crash_maxpool, crash_div])
+def test_a_crash_in_a_measured_piece_names_its_operators(driver: Driver, make) -> None:
+    job, program = make(driver)
+    data = job.data[program].memory
+    bad = bytes(data)
+    data[:] = bytes(len(bad)) if make is crash_maxpool else bad.replace(b"\xff" * 8, (1).to_bytes(8, "little"))
+    for _ in range(3):
+        job.step(program)
+    assert job.cut[program] == 1
+    data[:] = bad
+    fault = lose(driver, job, program).fault
+    assert fault.code == "executor_crashed"
+    assert samples_operator(job.programs[program]) in fault.message
+
+
+def samples_operator(program: Program) -> str:
+    return program.ops[-1].target
+
+
+def test_a_killed_executor_is_noticed_while_idle(driver: Driver, device: CpuDevice) -> None:
+    neighbour = Neighbour(driver)
+    before = set(children(zygote(device)))
+    job = driver.open()
+    job.load(samples.counter(), [4])
+    (pid,) = set(children(zygote(device))) - before
+    os.kill(pid, signal.SIGKILL)
+    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert isinstance(lost, JobLost)
+    assert lost.fault.code == "executor_crashed"
+    assert "SIGKILL" in lost.fault.message
+    assert job.job not in device.memory().by_job
+    neighbour.check()
+
+
+def test_the_zygotes_death_loses_the_jobs_and_new_ones_can_be_opened(own: Driver, own_device: CpuDevice) -> None:
+    driver, device = own, own_device
+    job = driver.open()
+    program = job.load(samples.counter(), [4])
+    launches = [launch for _ in range(3) for launch in job.launch(program, [1.0])]
+    old = zygote(device)
+    executors = children(old)
+    os.kill(old, signal.SIGKILL)
+    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert isinstance(lost, JobLost)
+    assert lost.fault.code == "executor_crashed"
+    for event in driver.unread:
+        if isinstance(event, LaunchFailed):
+            assert event.launch in launches
+    assert executors
+    assert not [pid for pid in executors if Path(f"/proc/{pid}/exe").exists()]
+    assert zygote(device) != old
+    Neighbour(driver).check()
+
+
+def test_a_check_that_dies_with_the_zygote_is_answered(own: Driver, own_device: CpuDevice) -> None:
+    driver, device = own, own_device
+    Neighbour(driver).check()  # so that it has got as far as forking
+    job = driver.open()
+    driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear()))
+    os.kill(zygote(device), signal.SIGKILL)
+    answer = driver.wait_for(lambda e: getattr(e, "program", None) == 1 or isinstance(e, JobLost))
+    assert not isinstance(answer, ProgramChecked)
+
+
+def test_nothing_is_left_after_close() -> None:
+    device = CpuDevice(threads=1, cores=2)
+    device.open()
+    driver = Driver(CASE, device)
+    Neighbour(driver).check()
+    job = driver.open()
+    driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear()))
+    pids = [zygote(device), *children(zygote(device))]
+    assert len(pids) >= 2
+    device.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
+    for held in driver.jobs.values():
+        for data in held.data.values():
+            data.close()
+
+
+def test_executors_ignore_an_interrupt_and_have_a_session_of_their_own(driver: Driver, device: CpuDevice) -> None:
+    neighbour = Neighbour(driver)
+    for pid in children(zygote(device)):
+        assert os.getsid(pid) == pid
+        os.kill(pid, signal.SIGINT)
+    neighbour.check()
