@@ -131,10 +131,11 @@ def test_thousands_of_mutated_messages(make_world, make_client):
                 frames = frames[: chance.randrange(len(frames))] + [bytearray(chance.randbytes(chance.randrange(50)))]
             bad.send_raw([bytes(frame) for frame in frames])
             sent += 1
+        world.digest(bad, 1000 + round_number)
         world.serves(good, session, round_number)
         bad.close()
     assert sent == 12_000
-    assert sum(world.router.counters.values()) > 5_000
+    assert sum(world.router.counters.values()) > 11_000  # a few mutations leave a valid message
 
 
 def test_a_flood_is_cut_off_and_the_others_go_on(make_world, make_client):
@@ -355,5 +356,3 @@ def test_a_file_in_the_way_is_not_removed(runtime_dir: Path):
         Router([f"ipc://{path}"], runtime_dir)
     assert path.read_text() == "precious"
     path.unlink()
-
-

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import zmq
 
 from gpumux.wire import messages as m
@@ -36,7 +37,8 @@ class World:
         """Turn the loop until `done` is true of all that arrived."""
         found: list[Arrival] = []
         while not done(found):
-            assert self._poller.poll(WAIT_MS) or self.router.next_deadline(self.now) <= self.now, "nothing arrived"
+            due = self.router.next_deadline(self.now) <= self.now
+            assert self._poller.poll(0 if due else WAIT_MS) or due, "nothing arrived"
             found += self.router.receive(self.now)
         return found
 
@@ -50,11 +52,25 @@ class World:
         client.welcome = client.receive(m.Welcome)
         return opened
 
+    def digest(self, client: RawClient, mark: int) -> None:
+        """Turn the loop until all that `client` has sent was looked at: its last message, a Hello
+        of protocol `mark`, is answered."""
+        client.send_raw([msgpack.packb([1, mark])])
+        for _ in range(100_000):
+            self.router.receive(self.now)
+            while client.socket.poll(1):
+                message, _ = decode(client.socket.recv_multipart())
+                if isinstance(message, m.Refusal) and f"protocol {mark}," in message.message:
+                    return
+        raise AssertionError("the last message was never answered")
+
     def serves(self, client: RawClient, session: str, number: int) -> None:
         """Assert that a client's step still arrives and is answered."""
         client.send(m.Step(JOB, number, 1, 0, [], 0))
         self.until(
-            lambda found: any(isinstance(a, Incoming) and (a.session, a.message.step) == (session, number) for a in found)
+            lambda found: any(
+                isinstance(a, Incoming) and (a.session, a.message.step) == (session, number) for a in found
+            )
         )
         assert self.router.send(session, m.StepDone(JOB, number, 0.0, 0.0, 0.0, 0))
         assert client.receive(m.StepDone).step == number
