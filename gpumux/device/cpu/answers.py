@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ from gpumux.device.cpu.jobs import Command, Executor, Listing, Load, Move, relea
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.model import Fault, LaunchId, ProgramId
 
+_log = logging.getLogger(__name__)
 _DONE = struct.Struct("<" + DONE_BODY.format[2:])  # without the tag
 
 
@@ -34,7 +36,10 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
         return [LaunchDone(LaunchId(launch), started, ended)]
     said = unpack(body)
     if tag == RECUT:
-        program, cut, pieces, bounds, _through_python = said
+        program, cut, pieces, bounds, through_python = said
+        if cut == 1 and through_python:
+            reasons = "; ".join(f"{target}: {why}" for target, why in through_python.items())
+            _log.info("job %s, program %s: operators run through Python, slower: %s", job, program, reasons)
         executor.programs[program].recut(cut, bounds)
         return [Recut(job, program, cut, tuple(pieces))]
     if tag == FAILED:

@@ -15,13 +15,14 @@ from typing import Any
 
 from torch import _C
 
-from gpumux.device.cpu.schema import DTYPES, constant, named_arguments, overload
-from gpumux.program.ir import ITEM_BYTES, Arg, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
+from gpumux.device.cpu.schema import constant, named_arguments, overload
+from gpumux.program.ir import Arg, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
 
+_INT = _C.IntType.get()
 TENSOR = _C.TensorType.get()
 NUMBER = _C.NumberType.get()
 _ELEMENTS: dict[str, Any] = {
-    "int": _C.IntType.get(), "float": _C.FloatType.get(), "bool": _C.BoolType.get(), "number": NUMBER,
+    "int": _INT, "float": _C.FloatType.get(), "bool": _C.BoolType.get(), "number": NUMBER,
     "Tensor": TENSOR, "Optional[Tensor]": _C.OptionalType(TENSOR),
 }  # fmt: skip
 # A graph holds memory formats as the numbers of c10::MemoryFormat.
@@ -181,16 +182,10 @@ class GraphBuilder:
     def _window(self, base: Any, view: View) -> Any:
         birth = self.births[view.storage]
         if birth.dtype != view.dtype:
-            count = self.program.storages[view.storage].nbytes // ITEM_BYTES[birth.dtype]
-            flat = self._as_strided(base, (count,), (1,), 0)
-            base = self._node("aten::view", [flat, self.graph.insertConstant(DTYPES[view.dtype])], 1).output()
-            base.setType(TENSOR)
-        return self._as_strided(base, view.size, view.stride, view.offset)
-
-    def _as_strided(self, base: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
-        int_type = _ELEMENTS["int"]
-        inputs = [base, self._list(int_type, size, None), self._list(int_type, stride, None)]
-        made = self._node("aten::as_strided", [*inputs, self.graph.insertConstant(offset)], 1).output()
+            raise Inexpressible(f"{birth.dtype} read as {view.dtype}: graphs have no such view")
+        size, stride = self._list(_INT, view.size, None), self._list(_INT, view.stride, None)
+        inputs = [base, size, stride, self.graph.insertConstant(view.offset)]
+        made = self._node("aten::as_strided", inputs, 1).output()
         made.setType(TENSOR)
         return made
 

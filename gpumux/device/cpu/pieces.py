@@ -88,8 +88,6 @@ class PieceBuilder:
         context, op = self._context, self._context.program.ops[index]
         if op.random is not None and op.random in context.replays.slots:
             return True  # the generator is moved around such an operator
-        if op.target in self.through_python:
-            return True
         reason = expressible(context.program, context.liveness.birth, op)
         if reason:
             self.through_python[op.target] = reason

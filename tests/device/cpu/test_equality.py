@@ -1,0 +1,310 @@
+"""Bit for bit: operator by operator, as graphs in any cut, and torch called directly."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import random
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumux.device.cpu import loaded
+from gpumux.device.cpu.graph import expressible, turn_off_optimisation
+from gpumux.device.cpu.loaded import LoadedProgram
+from gpumux.device.cpu.operands import allocate
+from gpumux.errors import ProgramError
+from gpumux.program.check import check
+from gpumux.program.codec import encode
+from gpumux.program.ir import Complex, Op, Program, ScalarRef, Storage, Tag, TensorRef, View, slot_layout
+from tests.program import samples
+
+T = TensorRef
+SEED = 7
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_in_an_executor() -> Iterator[None]:
+    """What an executor process sets for itself, put back afterwards."""
+    threads, optimise = torch.get_num_threads(), torch._C._get_graph_executor_optimize()
+    turn_off_optimisation()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(threads)
+    torch._C._set_graph_executor_optimize(optimise)
+
+
+class Bench:
+    """One program loaded in this process, with chosen cuts."""
+
+    def __init__(self, program: Program, state: list[bytes], inputs: list[bytes]) -> None:
+        self.program = program
+        self.layout = slot_layout(program)
+        self.memory = mmap.mmap(-1, self.layout.nbytes)
+        self.buffers = []
+        for data in state:
+            buffer = allocate(len(data))
+            if data:
+                buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            self.buffers.append(buffer)
+        for offset, data in zip(self.layout.inputs, inputs, strict=True):
+            self.memory[offset : offset + len(data)] = data
+        self.loaded = LoadedProgram(program, self.buffers, self.memory, 1, 1.0, 0.0, lambda op: None)
+        torch.default_generator.manual_seed(SEED)
+
+    def cut(self, bounds: tuple[int, ...], monkey: pytest.MonkeyPatch) -> None:
+        """Cut as graphs at `bounds` from now on."""
+        monkey.setattr(loaded, "cut", lambda *args, **kwargs: bounds)
+        self.loaded._cut([1e-6] * len(self.program.ops))
+
+    def step(self, scalars: tuple[float | int, ...]) -> None:
+        target = self.loaded
+        for piece in range(len(target.bounds) - 1):
+            target.run(0, target.newest, piece, 0, scalars)
+
+    def outcome(self) -> tuple[bytes, ...]:
+        return (self.memory[:], *(bytes(b.numpy().tobytes()) for b in self.buffers))
+
+
+def both_ways(
+    program: Program, state: list[bytes], inputs: list[bytes], scalars: tuple[float | int, ...], bounds: tuple[int, ...]
+) -> None:
+    """Three steps by operators and three as graphs must leave the same bytes everywhere."""
+    check(encode(program))
+    slow, fast = Bench(program, state, inputs), Bench(program, state, inputs)
+    with pytest.MonkeyPatch.context() as monkey:
+        torch.default_generator.manual_seed(SEED)
+        outcomes = []
+        for _ in range(3):
+            slow.step(scalars)
+            outcomes.append(slow.outcome())
+        fast.cut(bounds, monkey)
+        torch.default_generator.manual_seed(SEED)
+        for wanted in outcomes:
+            fast.step(scalars)
+            assert fast.outcome() == wanted
+
+
+# ---- random programs -------------------------------------------------------------------------------
+
+Drawn = tuple[Program, tuple[int, ...]]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Drawn:
+    """Straight lines of operators of every argument kind, over float32[4,4] state, inputs and
+    temporaries, in place and not, some on transposed or reinterpreted windows; and a cut."""
+    d = samples._Draft()
+    mats = [d.tensor("state", (4, 4), slot=0), d.tensor("state", (4, 4), slot=1), d.tensor("input", (4, 4), slot=0)]
+    fixed = len(mats)
+
+    def temp(size: tuple[int, ...] = (4, 4), dtype: str = "float32") -> int:
+        return d.tensor("temp", size, dtype)
+
+    def any_mat() -> int:
+        chosen = draw(st.sampled_from(mats))
+        return d.alias(chosen, (4, 4), (1, 4)) if draw(st.booleans()) else chosen
+
+    def made(view: int) -> None:
+        mats.append(view)
+
+    def outs(target: str, *args: object, out: tuple[object, ...], **kw: object) -> None:
+        d.ops.append(Op(target, args, tuple(sorted(kw.items())), out))  # type: ignore[arg-type]
+
+    float32, draws = Tag("dtype", "float32"), 0
+    for _ in range(draw(st.integers(1, 14))):
+        a, b = draw(st.sampled_from(mats)), any_mat()  # the first operand decides the layout of the result
+        match draw(st.integers(0, 15)):
+            case 0:
+                d.op("aten.add.Tensor", T(a), T(b), out=(x := temp()), kwargs=(("alpha", 0.5),))
+                made(x)
+            case 1:
+                d.op("aten.mm.default", T(mats[0]), T(mats[1]), out=(x := temp()))
+                made(x)
+            case 2:
+                target = draw(st.sampled_from(mats[:2] + mats[fixed:]))
+                d.op("aten.mul_.Scalar", T(target), ScalarRef(0), out=target)
+            case 3:
+                target = draw(st.sampled_from(mats[:2] + mats[fixed:]))
+                d.op("aten.clamp_.default", T(target), None, ScalarRef(1), out=target)
+            case 4:
+                x, y = temp((4,)), temp((4,), "int64")
+                outs("aten.max.dim", T(mats[0]), 1, out=(x, y))
+                d.op("aten.full.default", (4, 4), True, out=(z := temp()), kwargs=(("dtype", float32),))
+                made(z)
+            case 5:
+                targets = mats[:2]
+                outs("aten._foreach_add_.Scalar", tuple(T(m) for m in targets), ScalarRef(0), out=())
+            case 6:
+                pair = (temp(), temp())
+                scalars = (0.25, ScalarRef(0))
+                outs("aten._foreach_mul.ScalarList", (T(mats[0]), T(mats[1])), scalars, out=(pair,))
+                mats.extend(pair)
+            case 7:
+                d.op("aten.bernoulli.p", T(mats[0]), 0.5, out=(x := temp()), random=draws)
+                draws += 1
+                made(x)
+            case 8:
+                mask = temp((4, 4), "bool")
+                d.op("aten.gt.Scalar", T(mats[0]), 0.0, out=mask)
+                d.op("aten.where.self", T(mask), T(mats[0]), T(mats[1]), out=(x := temp()))
+                made(x)
+            case 9:
+                d.op("aten.sum.dim_IntList", T(mats[0]), (), out=(total := temp(())))
+                d.op("aten.mul.Tensor", T(mats[1]), T(total), out=(x := temp()))
+                made(x)
+            case 10:
+                d.op("aten._to_copy.default", T(mats[0]), out=temp((4, 4), "bfloat16"),
+                     kwargs=(("dtype", Tag("dtype", "bfloat16")),))  # fmt: skip
+            case 11:
+                base = d.views[mats[0]]
+                d.views.append(View(base.storage, "int32", base.size, base.stride, base.offset))
+                d.op("aten.add.Scalar", T(len(d.views) - 1), 1, out=temp((4, 4), "int32"))
+                fresh = mats[-1]
+                if d.storages[d.views[fresh].storage].kind == "temp":
+                    v = d.views[fresh]
+                    d.views.append(View(v.storage, "int32", v.size, v.stride, v.offset))
+                    d.op("aten.bitwise_not.default", T(len(d.views) - 1), out=temp((4, 4), "int32"))
+            case 12:
+                x, mean, rstd = temp(), temp((4, 1)), temp((4, 1))
+                outs("aten.native_layer_norm.default", T(mats[0]), (4,), None, None, 1e-5, out=(x, mean, rstd))
+                made(x)
+            case 13:
+                d.op(
+                    "aten.div.Tensor_mode",
+                    T(mats[0]),
+                    T(mats[2]),
+                    out=(x := temp()),
+                    kwargs=(("rounding_mode", "floor"),),
+                )
+                made(x)
+            case 14:
+                z = temp((4, 4), "complex64")
+                d.op("aten.mul.Scalar", T(mats[0]), Complex(0.0, 1.0), out=z)
+                d.op("aten.abs.default", T(z), out=(x := temp()))
+                made(x)
+            case 15:
+                d.op("aten.copy_.default", T(mats[0]), T(mats[-1]), out=mats[0])
+    inner = draw(st.sets(st.integers(1, len(d.ops)), max_size=4)) - {len(d.ops)}
+    result = (mats[-1], d.alias(mats[1], (4, 4), (1, 4)))
+    program = d.program(inputs=(mats[2],), results=result, scalars=("float", "int"))
+    return program, (0, *sorted(inner), len(d.ops))
+
+
+@given(drawn=programs(), seed=st.integers(0, 2**16))
+@settings(max_examples=60)
+def test_graphs_leave_the_same_bits_as_single_operators(drawn: Drawn, seed: int) -> None:
+    program, bounds = drawn
+    rng = random.Random(seed)
+
+    def matrix() -> bytes:
+        return struct.pack("16f", *(rng.uniform(-2, 2) for _ in range(16)))
+
+    both_ways(program, [matrix(), matrix()], [matrix()], (0.75, 1), bounds)
+
+
+@pytest.mark.parametrize("bounds", [(0, 8), (0, 1, 2, 3, 4, 5, 6, 7, 8), (0, 3, 8)])
+def test_a_training_step_equals_torch_called_directly(bounds: tuple[int, ...]) -> None:
+    program = samples.sgd_linear()
+    x, y = torch.randn(8, 3), torch.randn(8)
+    w, losses = torch.zeros(3), []
+    for _ in range(3):
+        error = torch.mv(x, w) - y
+        losses.append((error * error).mean())
+        w = w - torch.mv(x.t(), error) * (2.0 / 8) * 0.1
+    raw = [x.numpy().tobytes(), y.numpy().tobytes()]
+    both_ways(program, [bytes(12)], raw, (0.1,), bounds)
+    bench = Bench(program, [bytes(12)], raw)
+    with pytest.MonkeyPatch.context() as monkey:
+        bench.cut(bounds, monkey)
+        for loss in losses:
+            bench.step((0.1,))
+            at = bench.layout.results[0]
+            assert bench.memory[at : at + 4] == loss.numpy().tobytes()
+    assert bench.buffers[0].numpy().tobytes() == w.numpy().tobytes()
+
+
+@pytest.mark.parametrize("bounds", [(0, 6), (0, 1, 2, 3, 4, 5, 6)])
+def test_a_random_slot_named_again_repeats_its_draws_and_disturbs_nothing_else(bounds: tuple[int, ...]) -> None:
+    program, x = samples.dropout(), torch.rand(64)
+    raw = x.numpy().tobytes()
+    both_ways(program, [], [raw], (), bounds)
+    torch.default_generator.manual_seed(SEED)
+    direct = [x * torch.bernoulli(x, 0.5) for _ in range(4)]
+    bench = Bench(program, [], [raw])
+    with pytest.MonkeyPatch.context() as monkey:
+        bench.cut(bounds, monkey)
+        for first, second in (direct[:2], direct[2:]):
+            bench.step(())
+            got = [bench.memory[at : at + 256] for at in bench.layout.results]
+            assert got == [t.numpy().tobytes() for t in (first, first, second)]
+
+
+def test_batch_norms_hidden_write_is_not_lost() -> None:
+    d = samples._Draft()
+    x = d.tensor("input", (8, 3), slot=0)
+    mean, var = d.tensor("state", (3,), slot=0), d.tensor("state", (3,), slot=1)
+    y, save_mean, save_rstd = d.tensor("temp", (8, 3)), d.tensor("temp", (3,)), d.tensor("temp", (3,))
+    args = (T(x), None, None, T(mean), T(var), True, 0.1, 1e-5)
+    d.ops.append(Op("aten.native_batch_norm.default", args, (), (y, save_mean, save_rstd)))
+    program = d.program(inputs=(x,), results=())
+    raw = torch.randn(8, 3).numpy().tobytes()
+    both_ways(program, [bytes(12), bytes(12)], [raw], (), (0, 1))
+    bench = Bench(program, [bytes(12), bytes(12)], [raw])
+    with pytest.MonkeyPatch.context() as monkey:
+        bench.cut((0, 1), monkey)
+        bench.step(())
+    assert bench.buffers[0].any()
+
+
+def test_what_a_graph_would_take_for_another_operator_runs_through_python() -> None:
+    d = samples._Draft()
+    a, b = d.tensor("input", (4,), slot=0), d.tensor("temp", (4,))
+    d.op("aten.add.Tensor", T(a), T(a), out=b)
+    program = d.program(inputs=(a,), results=(b,))
+    assert expressible(program, {1: program.views[b]}, program.ops[0]) == ""
+    unknown = Op("aten.add.Tensor", (T(a), 1.0), (), (b,))  # a graph would take it for add.Scalar
+    reread = View(1, "int32", (4,), (1,))
+    more = dataclasses.replace(program, views=(*program.views, reread))
+    assert "read as int32" in expressible(more, {1: program.views[b]}, Op("aten.neg.default", (T(2),), (), (b,)))
+    assert "aten::add.Scalar" in expressible(program, {1: program.views[b]}, unknown)
+
+
+# ---- declarations that do not hold -------------------------------------------------------------------
+
+
+def wrong(view: View) -> Program:
+    """x.clone(), its output declared as `view` on a storage of 64 bytes."""
+    x = View(0, "float32", (2, 4), (4, 1))
+    op = Op("aten.clone.default", (T(0),), (), (1,))
+    return Program((Storage("input", 32, 0), Storage("temp", 64)), (x, view), (op,), (0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("view", "what"),
+    [
+        (View(1, "int32", (2, 4), (4, 1)), "dtype"),
+        (View(1, "float32", (4, 2), (2, 1)), "size"),
+        (View(1, "float32", (2, 4), (1, 2)), "stride"),
+        (View(1, "float32", (2, 4), (4, 1), 3), "storage offset"),
+        (View(1, "float32", (2, 4), (4, 1)), "storage bytes"),
+    ],
+)
+def test_an_output_that_is_not_as_declared_is_named(view: View, what: str) -> None:
+    bench = Bench(wrong(view), [], [bytes(32)])
+    with pytest.raises(ProgramError, match=rf"operator 0 \(aten.clone.default\) returned {what}"):
+        bench.step(())
+
+
+def test_an_output_that_shares_memory_undeclared_is_named() -> None:
+    x = View(0, "float32", (4,), (1,))
+    op = Op("aten.alias.default", (T(0),), (), (1,))
+    storages = (Storage("input", 16, 0), Storage("temp", 16))
+    program = Program(storages, (x, View(1, "float32", (4,), (1,))), (op,), (0,), (1,))
+    with pytest.raises(ProgramError, match="returned the memory of storage 0 where the program declares 1"):
+        Bench(program, [], [bytes(16)]).step(())
