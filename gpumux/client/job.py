@@ -236,13 +236,13 @@ class Job:
             raise
 
     def _check_open(self) -> None:
+        if self._closed:
+            raise JobClosed(f"job {self.name!r} is closed", "submit it again")
         if self._remote.ended is not None:
             raise self._end_error()
         if self._session.dead is not None:
             self._fail_pending(self._session.dead)
             raise self._session.dead
-        if self._closed:
-            raise JobClosed(f"job {self.name!r} is closed", "submit it again")
 
     # ---- state -----------------------------------------------------------------------------------
 

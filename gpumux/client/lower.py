@@ -128,7 +128,8 @@ def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = 
     roots = {record.views[v].storage for v in tensors} | {record.views[v].storage for _, v in end.copies}
     roots |= {s for b, s in record.state_storage.items() if b not in dropped}
     ops = _live(record.ops, roots)
-    touched = frozenset().union(*(op.reads | op.writes for op in ops)) | roots
+    # Before dead operators go: adding to a gradient reads it, whether or not anybody looks later.
+    touched = frozenset().union(*(op.reads for op in record.ops))
     entry_dropped = {place.buffer: i for i, place in raw.entry.dropped}
     needs = frozenset(i for b, i in entry_dropped.items() if record.state_storage.get(b) in touched)
     build = _Build(record, table)

@@ -9,6 +9,7 @@ position reuses slots, and the device makes equal slots draw equal numbers (ir.O
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from gpumux.client.blame import user_line
 from gpumux.client.host import Scope, is_symbol
-from gpumux.errors import CaptureError
+from gpumux.errors import CaptureError, DataDependent
 
 
 class RngTape:
@@ -75,6 +76,22 @@ def _refuse_seed(*_: Any, **__: Any) -> None:
     )
 
 
+def _value_guard(name: str) -> Callable[..., Any]:
+    """A stand-in for a method that hands out tensor values without any operator noticing."""
+    plain = getattr(torch._C.TensorBase, name)
+    tracing = threading.get_ident()
+
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing:
+            return plain(self, *args, **kwargs)
+        raise DataDependent(
+            f"{user_line()} reads a tensor's values in Python (.{name}())",
+            "keep the computation in tensors, or return the tensor from the step and read it outside",
+        )
+
+    return method
+
+
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
 
 
@@ -110,13 +127,19 @@ def patched(scope: Scope, tape: RngTape) -> Iterator[None]:
         (torch.random, "get_rng_state", tape.save), (torch.random, "set_rng_state", tape.restore),
         (torch, "manual_seed", _refuse_seed), (torch.random, "manual_seed", _refuse_seed),
         (torch, "seed", _refuse_seed), (torch.random, "seed", _refuse_seed),
+        (torch.Tensor, "tolist", _value_guard("tolist")),
+        (torch.Tensor, "numpy", _value_guard("numpy")),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
+    missing = object()
+    before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in swaps]
     try:
         for owner, name, new in swaps:
             setattr(owner, name, new)
         yield
     finally:
         for owner, name, old in before:
-            setattr(owner, name, old)
+            if old is missing:
+                delattr(owner, name)  # it was inherited
+            else:
+                setattr(owner, name, old)

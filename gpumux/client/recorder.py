@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
 
     def _const(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.detach().contiguous()
-        data = bytes(flat.view(-1).view(torch.uint8).numpy()) if flat.numel() else b""
+        data = bytes(torch._C.TensorBase.numpy(flat.view(-1).view(torch.uint8))) if flat.numel() else b""
         with self.fake_mode:
             fake = torch.empty(tuple(flat.shape), dtype=flat.dtype, device=self._device)
         self.add_storage(fake.untyped_storage(), "const", data)
@@ -205,7 +205,13 @@ class Recorder(TorchDispatchMode):
             func = aten.conj_physical.default
         elif func is aten._neg_view.default:
             func = aten.neg.default
-        tensors = [t for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        leaves = _leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise CaptureError(
+                f"{user_line()} draws from a generator of its own",
+                "drop generator=; the job has its own, seeded by submit(seed=...)",
+            )
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         if tensors and all(self._is_host(t) for t in tensors):
             done, out = hostops.run(self, func, args, kwargs)
             if done:
@@ -439,11 +445,6 @@ class Recorder(TorchDispatchMode):
                     f"{user_line()} places a tensor on {fake} inside the step", "let it follow its inputs' device"
                 )
             return Tag("device", "")
-        if isinstance(fake, torch.Generator):
-            raise CaptureError(
-                f"{user_line()} draws from a generator of its own",
-                "drop generator=; the job has its own, seeded by submit(seed=...)",
-            )
         raise UnsupportedOperator(
             f"{user_line()}: {target} takes an argument of type {type(fake).__name__}", "replace the operator"
         )

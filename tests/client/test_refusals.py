@@ -1,0 +1,297 @@
+"""What can't be captured is refused with the user's own line or tensor, and leaves no trace behind."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumux import client, errors
+
+X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+
+
+def submit(step: Callable[..., Any], endpoint: str, *, model: Any, optimizer: Any = None, **options: Any) -> None:
+    client.submit(step, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint, **options).close()
+
+
+def line_of(fn: Callable[..., Any], text: str) -> str:
+    lines, start = inspect.getsourcelines(fn)
+    at = next(i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{start + at}"
+
+
+def refusal(
+    step: Callable[..., Any], endpoint: str, kind: type[errors.GpumuxError], **given: Any
+) -> errors.GpumuxError:
+    given.setdefault("model", nn.Linear(6, 3))
+    with pytest.raises(kind) as caught:
+        submit(step, endpoint, **given)
+    assert caught.value.remedy, "every refusal says what to do"
+    return caught.value
+
+
+def test_a_branch_on_data(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if loss > 1.0:  # the branch
+            loss = loss * 2
+        return loss
+
+    error = refusal(step, endpoint, errors.DataDependent, model=model)
+    assert line_of(step, "the branch") in str(error)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.sum().item(),
+        lambda t: float(t.sum()),
+        lambda t: t.detach().tolist(),
+        lambda t: t.data.numpy(),
+        lambda t: t.nonzero(),
+        lambda t: t[t > 0],
+        lambda t: torch.equal(t, t),
+    ],
+    ids=["item", "float", "tolist", "numpy", "nonzero", "mask", "equal"],
+)
+def test_reading_values(read: Callable[[torch.Tensor], Any], endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        read(model.weight)
+        return model(x)
+
+    error = refusal(step, endpoint, errors.DataDependent, model=model)
+    assert __file__ in str(error)
+
+
+def test_a_tensor_that_was_not_given_is_named(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    mask = torch.ones(3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x) * mask  # uses it
+
+    error = refusal(step, endpoint, errors.UnknownTensor, model=model)
+    assert "`mask`" in error.message
+    assert line_of(step, "uses it") in error.message
+
+
+def test_an_operator_outside_the_allow_list_is_named(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.quantize_per_tensor(model(x), 0.1, 0, torch.qint8).dequantize()  # this one
+
+    error = refusal(step, endpoint, errors.CaptureError, model=model)
+    assert line_of(step, "this one") in error.message
+    assert "quantize_per_tensor" in str(error)
+
+
+def test_a_custom_library_operator_is_named(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    library = torch.library.Library("gpumux_test", "DEF")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.ops.gpumux_test.twice(model(x).detach())
+
+        error = refusal(step, endpoint, errors.UnsupportedOperator, model=model)
+        assert "gpumux_test.twice" in error.message
+    finally:
+        library._destroy()
+
+
+def test_an_optimizer_whose_state_cannot_be_kept_is_named(endpoint: str) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.state[self.param_groups[0]["params"][0]]["helper"] = object()
+
+    model = nn.Linear(6, 3)
+    optimizer = Odd(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    error = refusal(step, endpoint, errors.CaptureError, model=model, optimizer=optimizer)
+    assert "optimizer0.weight.helper" in error.message
+
+
+COUNT = 0
+
+
+def test_a_python_counter(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    seen = 0
+
+    def global_counter(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        global COUNT
+        COUNT += 1
+        return model(x)
+
+    def closure_counter(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        return model(x) * seen
+
+    error = refusal(global_counter, endpoint, errors.NotRepeatable, model=model)
+    assert "COUNT (" in error.message
+    assert COUNT == 0, "a refused step leaves Python values as they were"
+    error = refusal(closure_counter, endpoint, errors.NotRepeatable, model=model)
+    assert "seen (" in error.message
+    assert seen == 0
+
+
+def test_a_counter_on_the_model_and_a_growing_list(endpoint: str) -> None:
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    model = Counts(6, 3)
+    model.calls = 5
+    error = refusal(lambda x, y: model(x), endpoint, errors.NotRepeatable, model=model)
+    assert "calls" in error.message
+    assert model.calls == 5
+    history: list[Any] = []
+    plain = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        history.append(1.0)
+        return plain(x)
+
+    error = refusal(step, endpoint, errors.NotRepeatable, model=plain)
+    assert "len(history)" in error.message
+    assert history == []
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: next(NUMBERS)], ids=["random", "iterator"])
+def test_python_numbers_that_differ_between_two_traces(draw: Callable[[], float], endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x) * draw()  # varies
+
+    error = refusal(step, endpoint, errors.NotRepeatable, model=model)
+    assert line_of(step, "varies") in error.message
+    assert "mul" in error.message
+
+
+NUMBERS = iter(range(10_000))
+
+
+def test_another_constant_each_time(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x) * torch.tensor([random.random(), 1.0, 2.0])
+
+    assert "constant" in refusal(step, endpoint, errors.NotRepeatable, model=model).message
+
+
+@pytest.mark.parametrize(
+    ("use", "word"),
+    [
+        (lambda: torch.manual_seed(3), "seeds the random generator"),
+        (lambda: torch.rand(3, generator=torch.Generator()), "generator of its own"),
+        (lambda: torch.set_rng_state(OUTSIDE), "saved outside"),
+        (lambda: torch.rand(3, device="meta"), "places a tensor on meta"),
+    ],
+    ids=["seed", "generator", "state", "device"],
+)
+def test_random_state_and_devices_of_its_own(use: Callable[[], Any], word: str, endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        use()
+        return model(x)
+
+    assert word in refusal(step, endpoint, errors.CaptureError, model=model).message
+
+
+OUTSIDE = torch.get_rng_state()
+
+
+def test_a_rewound_random_state_that_is_never_restored(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        before = torch.get_rng_state()
+        out = F.dropout(model(x), 0.5)
+        torch.set_rng_state(before)
+        return out
+
+    assert "rewound" in refusal(step, endpoint, errors.CaptureError, model=model).message
+
+
+def test_the_users_own_error_keeps_its_line_and_cause_and_local_state_survives(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    grad, state, lr = model.weight.grad, optimizer.state, optimizer.param_groups[0]["lr"]
+    weight = model.weight.detach().clone()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        raise KeyError("mine")  # raised here
+
+    error = refusal(step, endpoint, errors.CaptureError, model=model, optimizer=optimizer)
+    assert line_of(step, "raised here") in error.message
+    assert isinstance(error.__cause__, KeyError)
+    assert model.weight.grad is grad
+    assert optimizer.state is state
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert torch.equal(model.weight, weight)
+    assert not model._forward_pre_hooks, "the tripwires are gone"
+    model(X)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"priority": "urgent"}, "priority"),
+        ({"weight": 0.0}, "weight"),
+        ({"max_slowdown": 0.9}, "max_slowdown"),
+        ({"max_inflight": 0}, "max_inflight"),
+        ({"memory_limit": 0}, "memory_limit"),
+        ({"seed": -1}, "seed"),
+        ({"model": "resnet"}, "model="),
+        ({"optimizer": [1]}, "optimizer="),
+        ({"max_variants": 0}, "max_variants"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_bad_arguments(given: dict[str, Any], word: str, endpoint: str) -> None:
+    assert word in refusal(lambda x, y: x, endpoint, errors.ConfigError, **given).message
+
+
+def test_a_batch_of_something_else(endpoint: str) -> None:
+    with pytest.raises(errors.CaptureError, match="holds a object"):
+        client.submit(lambda x: x, example=(object(),), endpoint=endpoint)
+
+
+def test_no_daemon() -> None:
+    with pytest.raises(errors.DaemonGone) as caught:
+        client.submit(lambda x: x, example=(X,), endpoint="ipc:///tmp/no-gpumux-here.sock")
+    assert "gpumux serve" in str(caught.value)

@@ -1,0 +1,221 @@
+"""What Python changes between calls: a lifted input, another variant, or an error. Never baked in."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumux import client, errors
+from tests.client.parity import Work, batches, check, simple_loop
+
+X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+
+
+def training(model: nn.Module, optimizer: Any) -> Any:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def programs(job: Any) -> int:
+    return len(job._remote.programs)
+
+
+def test_a_learning_rate_set_by_hand_needs_no_new_program(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    reference = copy.deepcopy(model)
+    ref_opt = torch.optim.SGD(reference.parameters(), lr=0.5)
+    plain = training(reference, ref_opt)
+    with client.submit(
+        training(model, optimizer), example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint
+    ) as job:
+        before = programs(job)
+        for lr in (0.5, 0.25, 0.125):
+            optimizer.param_groups[0]["lr"] = ref_opt.param_groups[0]["lr"] = lr
+            job.step(X, Y)
+            plain(X, Y)
+        assert programs(job) == before
+        job.sync()
+    assert torch.equal(model.weight, reference.weight)
+
+
+def test_a_hyperparameter_python_decides_by_selects_another_phase(endpoint: str) -> None:
+    """weight_decay 0 takes another path than weight_decay 0.1: same loop, different operators."""
+
+    def make() -> Work:
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = batches((4, 6), classes=3)
+        count = iter(range(100))
+
+        def each() -> None:
+            optimizer.param_groups[0]["weight_decay"] = 0.1 if next(count) % 4 >= 2 else 0.0
+
+        return Work([model], [optimizer], [(training(model, optimizer), data[0])], simple_loop(data, 20, each))
+
+    check(make, endpoint)
+
+
+def test_a_new_batch_shape_is_a_variant_over_the_same_state(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(model.parameters())
+        data = [*batches((4, 6), classes=3, count=2), *batches((2, 6), classes=3, count=1)]
+        return Work([model], [optimizer], [(training(model, optimizer), data[0])], simple_loop(data, 20))
+
+    check(make, endpoint)
+
+
+def test_flags_requires_grad_and_closure_scalars_select_variants(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scale = 1.0
+        config = {"label_smoothing": 0.0}
+        data = batches((4, 6), classes=3)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y, label_smoothing=config["label_smoothing"]) * scale
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            nonlocal scale
+            out = [run(*data[0]) for _ in range(4)]
+            model.eval()
+            out += [run(*data[1]) for _ in range(4)]
+            model.train()
+            model[0].weight.requires_grad_(False)
+            out += [run(*data[2]) for _ in range(4)]
+            scale = 2.0
+            out += [run(*data[0]) for _ in range(4)]
+            config["label_smoothing"] = 0.1
+            out += [run(*data[1]) for _ in range(4)]
+            return out
+
+        return Work([model], [optimizer], [(step, data[0])], loop, {"max_variants": 5})
+
+    check(make, endpoint)
+
+
+def test_more_variants_than_allowed_is_an_error_and_the_job_lives(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = training(model, optimizer)
+    with client.submit(
+        step, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint, max_variants=2
+    ) as job:
+        job.step(X[:2], Y[:2])
+        with pytest.raises(errors.TooManyVariants, match="another batch shape"):
+            job.step(X[:3], Y[:3])
+        assert job.step(X, Y).result().isfinite()
+
+
+def test_python_that_decides_by_the_step_count_every_time_is_refused_by_line(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    class Baked(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["n"] = state.get("n", 0) + 1
+                p.sub_(p.grad * torch.tensor(float(state["n"])))  # needs a plain number
+
+    optimizer = Baked(model.parameters(), lr=0.1)
+    with client.submit(
+        training(model, optimizer), example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint
+    ) as job:
+        with pytest.raises(errors.TooManyVariants, match=r"test_variants\.py:\d+"):
+            for _ in range(20):
+                job.step(X, Y)
+        job.sync()
+
+
+def test_radam_goes_through_three_phases(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.RAdam(model.parameters())
+    with client.submit(
+        training(model, optimizer), example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint
+    ) as job:
+        assert programs(job) == 2  # the first step, and the warm-up
+        for _ in range(8):
+            job.step(X, Y)
+        assert programs(job) == 3  # rho_t > 5 from the sixth step on
+        job.sync()
+    assert float(optimizer.state[model.weight]["step"]) == 8.0
+
+
+def test_sgd_dampening_has_a_first_step_of_its_own(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    with client.submit(
+        training(model, optimizer), example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint
+    ) as job:
+        assert programs(job) == 2
+        job.sync()
+        assert not optimizer.state, "nothing ran yet"
+        job.step(X, Y)
+        job.sync()
+    assert torch.equal(
+        optimizer.state[model.weight]["momentum_buffer"].shape == model.weight.shape and torch.ones(1), torch.ones(1)
+    )
+
+
+def test_a_job_that_begins_with_a_warm_optimizer_goes_on_from_it(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+        data = batches((4, 6), classes=3)
+        step = training(model, optimizer)
+        for i in range(3):
+            step(*data[i])
+        return Work([model], [optimizer], [(step, data[0])], simple_loop(data, 20))
+
+    check(make, endpoint)
+
+
+def test_a_configuration_filled_in_by_the_first_call_is_settled(endpoint: str) -> None:
+    class Lazy(nn.Linear):
+        mode: str | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.mode is None:
+                self.mode = "double"
+            return super().forward(x) * (2 if self.mode == "double" else 1)
+
+    model = Lazy(6, 3)
+    model.mode = None
+    with client.submit(lambda x: model(x), example=(X,), model=model, endpoint=endpoint) as job:
+        assert torch.equal(job.step(X).result(), F.linear(X, model.weight, model.bias) * 2)
+    assert model.mode == "double"
+
+
+def test_unequal_host_counters_are_kept_apart(endpoint: str) -> None:
+    """Two parameters whose step counts differ (one was frozen for a while)."""
+
+    def make() -> Work:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(model.parameters())
+        data = batches((4, 6), classes=3)
+        step = training(model, optimizer)
+        model[0].weight.requires_grad_(False)
+        step(*data[0])
+        step(*data[1])
+        model[0].weight.requires_grad_(True)
+        return Work([model], [optimizer], [(step, data[0])], simple_loop(data, 20))
+
+    check(make, endpoint)
