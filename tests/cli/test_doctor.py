@@ -1,0 +1,123 @@
+"""`gpumux doctor`: each check on a machine made up for it, and the whole on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from gpumux.cli import checks, doctor
+from gpumux.cli.checks import FAIL, OK, WARN
+from gpumux.cli.main import main
+
+
+def machine(tmp_path, **files):
+    """A root directory with these files; `__` stands for a slash."""
+    for name, content in files.items():
+        path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return tmp_path
+
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1  Thu\nGCC version: 13\n"
+
+
+def test_no_driver_is_a_warning_that_names_the_fallback(tmp_path):
+    found = checks.gpu(tmp_path)
+    assert (found.level, "CPU" in found.detail) == (WARN, True)
+
+
+def test_a_driver_without_devices_fails(tmp_path):
+    assert checks.gpu(machine(tmp_path, proc__driver__nvidia__version=DRIVER)).level == FAIL
+
+
+def test_a_driver_with_devices_is_well(tmp_path):
+    found = checks.gpu(machine(tmp_path, proc__driver__nvidia__version=DRIVER, dev__nvidia0="", dev__nvidiactl=""))
+    assert (found.level, found.detail) == (OK, "1 GPU(s), driver 580.1")
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [("2.11.0+cu130", OK), ("2.13.0a1", OK), ("3.0", OK), ("2.9.1", FAIL), (None, FAIL)]
+)
+def test_the_version_of_torch(monkeypatch, version, level):
+    def find(name):
+        if version is None:
+            raise checks.importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(checks.importlib.metadata, "version", find)
+    assert checks.torch().level == level
+
+
+def test_a_cpu_quota_below_the_cores_is_a_warning(tmp_path):
+    root = machine(tmp_path, proc__self__cgroup="0::/box\n")
+    box = root / "sys/fs/cgroup/box"
+    box.mkdir(parents=True)
+    (box / "cpu.max").write_text("50000 100000\n")
+    (box / "memory.max").write_text("1073741824\n")
+    cpu, memory = checks.cgroup(root)
+    assert (cpu.level, cpu.detail) == (WARN, "0.5 cores")
+    assert memory.detail == "1.0 GiB"
+
+
+def test_no_limits_are_said_to_be_none(tmp_path):
+    root = machine(tmp_path, proc__self__cgroup="0::/\n")
+    assert [f.level for f in checks.cgroup(root)] == [OK, OK]
+
+
+def test_a_path_too_long_for_a_socket_fails(tmp_path):
+    found = list(checks.runtime_dir(tmp_path / ("x" * 120)))
+    assert (found[0].name, found[0].level) == ("socket path", FAIL)
+
+
+def test_a_directory_anyone_may_write_to_fails(tmp_path):
+    path = tmp_path / "r"
+    path.mkdir()
+    assert list(checks.runtime_dir(path))[-1].level == OK
+    os.chmod(path, 0o777)
+    assert list(checks.runtime_dir(path))[-1].level == FAIL
+
+
+def test_memfd_and_shared_memory_work_here():
+    levels = {f.name: f.level for f in checks.shared_memory()}
+    assert levels["memfd"] == OK
+
+
+def test_a_wrong_configuration_fails_with_the_remedy(tmp_path, capsys, runtime_dir):
+    path = tmp_path / "c.toml"
+    path.write_text("[daemon]\npolcy = 'fifo'\n")
+    endpoint = f"ipc://{runtime_dir}/none.sock"
+    assert main(["doctor", "--config", str(path), "--endpoint", endpoint]) == 1
+    out = capsys.readouterr().out
+    assert "fail  configuration" in out
+    assert "-> did you mean policy?" in out
+
+
+def test_json_has_every_finding(capsys, runtime_dir):
+    endpoint = f"ipc://{runtime_dir}/none.sock"
+    code = main(["doctor", "--json", "--endpoint", endpoint])
+    findings = json.loads(capsys.readouterr().out)
+    assert {"gpu", "cpu", "torch", "memfd", "open files", "daemon", "configuration"} <= {f["name"] for f in findings}
+    assert code == int(any(f["level"] == FAIL for f in findings))
+    assert all(f["remedy"] for f in findings if f["level"] != OK)
+
+
+def test_a_daemon_of_another_version_is_a_warning(monkeypatch):
+    class Other:
+        def __init__(self, endpoint, timeout):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *rest):
+            pass
+
+        def status(self):
+            return {"daemon": {"version": "0.0.1"}, "device": {"name": "A CPU"}}
+
+    monkeypatch.setattr(doctor, "Control", Other)
+    found = doctor.daemon("tcp://127.0.0.1:1", 1.0)
+    assert (found.level, "0.0.1" in found.remedy) == (WARN, True)

@@ -1,0 +1,146 @@
+"""The command line without a daemon: help, usage, exit codes, what is never imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gpumux import __version__
+from gpumux.cli import jobs, status, text
+from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, build_parser, exit_code, main
+from gpumux.errors import ConfigError, DaemonGone, EndpointBusy, UnknownJob
+
+COMMANDS = ("serve", "status", "jobs", "doctor", "version")
+
+
+@pytest.mark.parametrize("argv", [["--help"], *[[name, "--help"] for name in COMMANDS], ["version"]])
+def test_no_help_imports_torch_or_other_heavy_things(argv):
+    code = (
+        "import sys, contextlib, io\n"
+        "from gpumux.cli.main import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        f"    code = main({argv!r})\n"
+        "assert out.getvalue()\n"
+        "print(code, *sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    exit_status, *modules = done.stdout.split()
+    assert exit_status == "0"
+    assert not {"torch", "numpy", "prometheus_client", "zmq"} & set(modules)
+
+
+@pytest.mark.parametrize("name", ["serve", "jobs", "doctor"])
+def test_help_teaches_by_example(name, capsys):
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out
+    assert f"gpumux {name}" in out
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["bogus"], ["serve", "--bogus"], ["jobs", "pause"], ["jobs", "list", "j1"], ["jobs", "explode", "j1"]]
+)
+def test_wrong_usage_is_64_and_says_why(argv, capsys):
+    assert main(argv) == EX_USAGE
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--policy", "nope"], ["--config", "/nonexistent.toml"], ["--endpoint", "ftp://x"], ["--gpu", "-1"]]
+)
+def test_a_wrong_configuration_is_78_and_says_how_to_mend_it(flags, capsys):
+    assert main(["serve", *flags]) == EX_CONFIG
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("gpumux: ")
+    assert second.startswith("  ")
+
+
+def test_a_device_that_is_not_there_is_78(runtime_dir, capsys):
+    flags = ["--device", "cuda", "--endpoint", f"ipc://{runtime_dir}/g.sock", "--metrics-port", "off"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumux.cli.main", "serve", *flags], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == EX_CONFIG
+    assert "--device cpu" in done.stderr
+
+
+def test_no_daemon_is_a_typed_error_that_says_how_to_start_one(runtime_dir, capsys):
+    assert main(["status", "--endpoint", f"ipc://{runtime_dir}/none.sock"]) == EX_FAILED
+    assert "gpumux serve" in capsys.readouterr().err
+
+
+def test_exit_codes_follow_the_error():
+    assert exit_code(ConfigError("x")) == 78
+    assert exit_code(EndpointBusy("x")) == 75
+    assert exit_code(DaemonGone("x")) == 1
+
+
+def test_version(capsys):
+    assert main(["version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpumux"] == __version__
+    assert main(["--version"]) == 0
+
+
+def test_every_setting_with_a_flag_is_passed_on():
+    from gpumux.cli.serve import FLAGS
+
+    args = build_parser().parse_args(["serve"])
+    assert set(FLAGS) <= set(vars(args))
+    assert set(vars(args)) - set(FLAGS) == {"command", "config"}
+
+
+def job(**changes):
+    base = {
+        "job": "ab" * 16, "short": "j1", "name": "sweep", "uid": 1000, "priority": "low", "state": "open",
+        "steps_done": 3, "steps_failed": 0, "queued": 1, "device_busy_s": 61.0, "memory_bytes": 2048,
+    }  # fmt: skip
+    return base | changes
+
+
+@pytest.mark.parametrize("wanted", ["ab" * 16, "ab", "j1", "sweep"])
+def test_a_job_is_found_by_id_prefix_short_id_or_name(wanted):
+    other = job(job="cd" * 16, short="j2", name="other")
+    assert jobs.find([other, job()], wanted)["short"] == "j1"
+
+
+def test_an_unknown_or_ambiguous_job_is_refused():
+    both = [job(), job(job="ac" * 16, short="j2")]
+    with pytest.raises(UnknownJob, match="no job 'zz'"):
+        jobs.find(both, "zz")
+    with pytest.raises(UnknownJob, match="j1, j2"):
+        jobs.find(both, "sweep")
+    with pytest.raises(UnknownJob, match="2 jobs"):
+        jobs.find(both, "a")
+
+
+def test_the_table_lines_up_and_hides_control_characters():
+    lines = jobs.job_table([job(), job(short="j10", name="evil\x1b[2J")]).splitlines()
+    assert len({line.index("1000") for line in lines[1:]}) == 1
+    assert "\x1b" not in "".join(lines)
+    assert "1m01s" in lines[1]
+    assert "2.0 KiB" in lines[1]
+
+
+def test_quantities_read_naturally():
+    assert [text.size(n) for n in (5, 1536, 3 << 30)] == ["5 B", "1.5 KiB", "3.0 GiB"]
+    assert [text.duration(s) for s in (0.25, 90, 7260)] == ["0.2s", "1m30s", "2h01m"]
+
+
+def test_status_in_words():
+    body = {
+        "daemon": {
+            "version": "1", "pid": 7, "uptime_s": 5.0, "policy": "paced", "endpoints": ["ipc:///x"],
+            "metrics_host": "127.0.0.1", "metrics_port": 0,
+        },
+        "device": {"kind": "cpu", "name": "A CPU", "torch_version": "2.13", "threads": 1, "parallel": 2},
+        "memory": {"total_bytes": 1 << 30, "free_bytes": 1 << 29, "shared_bytes": 0},
+        "sessions": 0,
+        "jobs": [],
+    }  # fmt: skip
+    out = status.describe(body)
+    assert "metrics  off" in out
+    assert "no jobs" in out
+    assert "512.0 MiB free of 1.0 GiB" in out
