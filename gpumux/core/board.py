@@ -111,12 +111,6 @@ class Board:
                 return launch
         return None
 
-    def find(self, launch_id: LaunchId) -> Launch | None:
-        for window in self.windows:
-            if launch_id in window.launches:
-                return window.launches[launch_id]
-        return None
-
     def clear(self, job: Job) -> None:
         """The device holds nothing of the job any more: give back its room in the window."""
         if job.outstanding:

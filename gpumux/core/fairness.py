@@ -23,6 +23,11 @@ Order: TypeAlias = Literal["fair", "arrival"]
 # Pieces that cost nothing by the clock still take a turn, or a job of them would be first for ever.
 MIN_COST_S = 1e-6
 
+# How far behind virtual time a job may fall that its own bad predictions held back, in virtual
+# seconds. It may catch up that much; without a bound it could then have the device to itself for as
+# long as its predictions were bad.
+MAX_LAG_S = 10e-3
+
 
 class ReadyQueue:
     """The ready jobs of one class, smallest key first: a heap whose entries may be out of date.
@@ -34,9 +39,6 @@ class ReadyQueue:
         self._heap: list[tuple[float, int, Job]] = []
         self._serial = count()
         self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
 
     def key(self, job: Job) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
@@ -125,6 +127,7 @@ class FairQueue(ReadyQueue):
         # Sums of floats drift; nothing outstanding means nothing pending, exactly.
         job.pending = max(0.0, job.pending - charged) if job.outstanding else 0.0
         job.served += max(measured, MIN_COST_S) / job.weight
+        job.served = max(job.served, self.virtual - MAX_LAG_S - job.pending)
         if job.entry is not None and job.entry[0] > job.served + job.pending:
             self._push(job)
 

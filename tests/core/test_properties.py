@@ -29,6 +29,7 @@ class Life(RuleBasedStateMachine):
         self.world = World(self.policy, **MODEST)
         self.world.session("s0", uid=1)
         self.count = 0
+        self.leaving = False
 
     def fresh(self) -> int:
         self.count += 1
@@ -68,9 +69,10 @@ class Life(RuleBasedStateMachine):
         (answer,) = self.world.request(name, priority, session, weight=weight, max_inflight=inflight)
         full = len(self.world.jobs) - (name in self.world.jobs) >= MODEST["max_jobs"]
         if isinstance(answer, cmd.RefuseJob):
-            assert answer.fault.code == "admission_refused"
+            assert answer.fault.code == ("daemon_gone" if self.leaving else "admission_refused")
         else:
             assert not full
+            assert not self.leaving
             self.world.program(name, 0, (1e-4,), Footprint(10, 10, 10))
 
     @rule(n=PICK)
@@ -79,7 +81,7 @@ class Life(RuleBasedStateMachine):
         job = self.pick(n)
         view = self.world.jobs[job]
         (answer,) = self.world.give(ev.JobRequested(view.session, job, view.spec))
-        if view.unloading or view.draining or view.session not in self.world.sessions:
+        if view.unloading or view.draining:
             assert isinstance(answer, cmd.RefuseJob)
         else:
             assert answer == cmd.AcceptJob(view.session, job, False)
@@ -136,6 +138,13 @@ class Life(RuleBasedStateMachine):
     def close(self, n: int, drain: bool) -> None:
         if n % 3 == 0:
             self.world.close(self.pick(n), drain)
+
+    @rule(n=PICK)
+    def leave(self, n: int) -> None:
+        if n % 32 == 0:
+            self.leaving = True
+            self.world.give(ev.DrainRequested("SIGTERM"))
+            assert all(view.unloading for view in self.world.jobs.values())
 
     # ---- the device
 
@@ -196,7 +205,7 @@ class Life(RuleBasedStateMachine):
         unloading = [job for job, view in self.world.jobs.items() if view.unloading]
         if unloading:
             job = unloading[n % len(unloading)]
-            assert self.world.release(job)[-1] == cmd.ForgetJob(job)
+            assert cmd.ForgetJob(job) in self.world.release(job)
 
     @rule(n=PICK)
     def stale(self, n: int) -> None:

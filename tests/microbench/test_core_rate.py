@@ -1,0 +1,38 @@
+"""The core's benchmark runs, repeats its recording and writes what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from microbench import common, core_rate
+
+
+def test_it_reports_every_number_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rate.json"
+    assert core_rate.main(["--jobs", "3", "100", "--events", "400", "--repeats", "2", "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert written["benchmark"] == "core_rate"
+    assert set(written["events_per_second"]) == {"3", "100"}
+    for jobs, figure in written["events_per_second"].items():
+        assert 0 < figure["low"] <= figure["median"] <= figure["high"]
+        assert figure["repeats"] == len(written["samples"][jobs]) == 2
+        assert sum(written["mix"][jobs].values()) == 400
+    assert written["machine"]["versions"]["python"]
+    assert "rate with 100 jobs" in written["targets"]
+    assert "events/s" in capsys.readouterr().out
+
+
+def test_a_replay_that_differs_from_the_recording_is_an_error() -> None:
+    setup, timed, commands = core_rate.record(3, 200)
+    assert core_rate.replay(3, setup, timed, commands) > 0
+    with pytest.raises(RuntimeError, match="the recording"):
+        core_rate.replay(3, setup, timed[:-20], commands)
+
+
+def test_summaries() -> None:
+    assert common.figure([1.0, 4.0, 2.0]) == common.Figure(2.0, 1.0, 4.0, 1.5, 3)
+    assert [common.percentile(range(1, 101), share) for share in (0.0, 0.5, 0.99, 1.0)] == [1, 50, 99, 100]
+    assert common.table(["a", "bb"], [["x", "1"]]).splitlines() == ["a  bb", "-  --", "x   1"]
