@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client, errors
+from gpumux.client.variants import MAX_PHASES
 from tests.client.parity import Work, batches, check, simple_loop
 
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
@@ -139,9 +140,10 @@ def test_python_that_decides_by_the_step_count_every_time_is_refused_by_line(end
     with client.submit(
         training(model, optimizer), example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint
     ) as job:
+        for _ in range(MAX_PHASES):
+            job.step(X, Y)
         with pytest.raises(errors.TooManyVariants, match=r"test_variants\.py:\d+"):
-            for _ in range(20):
-                job.step(X, Y)
+            job.step(X, Y)
         job.sync()
 
 
@@ -170,9 +172,7 @@ def test_sgd_dampening_has_a_first_step_of_its_own(endpoint: str) -> None:
         assert not optimizer.state, "nothing ran yet"
         job.step(X, Y)
         job.sync()
-    assert torch.equal(
-        optimizer.state[model.weight]["momentum_buffer"].shape == model.weight.shape and torch.ones(1), torch.ones(1)
-    )
+    assert optimizer.state[model.weight]["momentum_buffer"].abs().sum() > 0
 
 
 def test_a_job_that_begins_with_a_warm_optimizer_goes_on_from_it(endpoint: str) -> None:
