@@ -37,6 +37,8 @@ def outline(encoded: bytes) -> Outline:
 
 def _read(encoded: bytes) -> Outline:
     _, _, length = HEADER.unpack_from(encoded)
+    if len(encoded) < HEADER.size + length:
+        raise ValueError("shorter than it says")
     reader = msgpack.Unpacker(max_buffer_size=max(length, 1))
     reader.feed(memoryview(encoded)[HEADER.size : HEADER.size + length])
     reader.read_array_header()

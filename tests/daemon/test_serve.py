@@ -1,0 +1,169 @@
+"""Start-up, the command line against a live daemon, TCP with keys, service managers, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from gpumux.cli.main import main
+from gpumux.client.session import Session
+from gpumux.config import Config
+from gpumux.core.policy import POLICIES
+from gpumux.daemon import serve
+from gpumux.errors import ConfigError
+from gpumux.program import codec
+from gpumux.wire import messages as msg
+from gpumux.wire.curve import ClientCurve, make_keys
+from tests.program import samples
+
+from .live import SOON_S, LiveJob, floats, serving
+
+JOB = "d" * 32
+
+
+def test_the_policies_of_the_configuration_are_the_cores():
+    from gpumux import config
+
+    assert set(config.POLICIES) == set(POLICIES)
+
+
+def test_auto_says_what_it_chose_and_why(tmp_path):
+    assert serve.choice("cpu") == "cpu, as asked"
+    assert "no NVIDIA driver" in serve.choice("auto", tmp_path / "none")
+    (tmp_path / "version").write_text("x")
+    assert "can't run work on a GPU yet" in serve.choice("auto", tmp_path / "version")
+
+
+def test_a_state_directory_that_can_not_be_made_is_a_configuration_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    code = serve.run(Config(state_dir=str(tmp_path / "file"), endpoint=(f"ipc://{tmp_path}/s",)))
+    assert code == serve.EX_CONFIG
+
+
+def test_a_bug_in_the_loop_ends_the_daemon_loudly(monkeypatch, caplog):
+    def broken(config, stack):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(serve, "serve", broken)
+    assert serve.run(Config()) == serve.EX_SOFTWARE
+    assert "a bug" in caplog.text
+
+
+def test_signals_stop_once_and_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    asked = []
+    with serve.stop_signals(asked.append):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert asked == ["the daemon got SIGTERM", "the daemon got SIGTERM", "the daemon got SIGINT"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_unusable_metrics_port_is_a_configuration_error(runtime_dir):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = subprocess.run(
+            [sys.executable, "-m", "gpumux.cli.main", "serve", "--device", "cpu", "--endpoint",
+             f"ipc://{runtime_dir}/g.sock", "--metrics-port", str(taken.getsockname()[1])],
+            capture_output=True, text=True, timeout=SOON_S,
+        )  # fmt: skip
+    assert done.returncode == serve.EX_CONFIG
+    assert "--metrics-port" in done.stderr
+
+
+@pytest.fixture
+def notified(runtime_dir):
+    """A socket like a service manager's; an abstract name needs no file."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        name = f"gpumux-test-{os.getpid()}"
+        sock.bind("\0" + name)
+        sock.settimeout(SOON_S)
+        yield sock, "@" + name
+
+
+def test_over_tcp_with_keys_for_a_service_manager_and_for_operators(
+    runtime_dir, tmp_path, monkeypatch, capsys, notified
+):
+    """One daemon for all of these: starting one takes seconds."""
+    manager, address = notified
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    monkeypatch.setenv("WATCHDOG_USEC", "1000000")
+    public, secret = make_keys(tmp_path / "server", "daemon")
+    clients = tmp_path / "clients"
+    _, our_secret = make_keys(clients, "me")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    file = tmp_path / "gpumux.toml"
+    file.write_text(
+        f"[access]\ncurve_secret_key = '{secret}'\ncurve_client_keys = '{clients}'\n"
+        f"[daemon]\nstate_dir = '{tmp_path}/state'\n"
+    )
+    with serving(runtime_dir, "--endpoint", f"tcp://127.0.0.1:{port}", "--config", str(file)) as daemon:
+        assert manager.recv(100) == b"READY=1"
+        assert manager.recv(100) == b"WATCHDOG=1"
+        assert (tmp_path / "state" / "crash.log").exists()
+        monkeypatch.delenv("NOTIFY_SOCKET")
+        tcp = f"tcp://127.0.0.1:{port}"
+        check_inline_steps(tcp, ClientCurve(our_secret, public))
+        check_operators_verbs(daemon, capsys)
+    assert daemon.process.returncode == 0
+    said = []
+    manager.setblocking(False)
+    try:
+        while True:
+            said.append(manager.recv(100))
+    except BlockingIOError:
+        pass
+    assert said[-1] == b"STOPPING=1"
+
+
+def check_inline_steps(endpoint, curve):
+    with Session.connect(endpoint, SOON_S, curve=curve) as session:
+        heard = []
+        session.register(JOB, lambda message, frames: heard.append((message, frames)))
+        session.call(msg.OpenJob(0, JOB, "inline", 0, 1.0, 1.1, None, 2, 0))
+        loaded, _ = session.call(msg.LoadProgram(0, JOB, 0, [4], []), [codec.encode(samples.add_one())])
+        assert loaded.segment == 0
+        session.post(msg.Step(JOB, 1, 0, 1, [], 1), [floats(1, 2, 3, 4)])
+        assert session.wait(lambda: bool(heard), SOON_S)
+        ((done, frames),) = heard
+        assert (done.frames, frames) == (1, [floats(2, 3, 4, 5)])
+        session.call(msg.OpenTransfer(0, JOB, 1, [0], True))
+        session.post(msg.FillTransfer(0, JOB, 1, 1), [b"1234".ljust(64, b"\0")])
+        session.call(msg.OpenTransfer(0, JOB, 2, [0], False))
+        assert session.wait(lambda: len(heard) == 3, SOON_S)
+        assert heard[2][1][0][:4] == b"1234"
+
+
+def check_operators_verbs(daemon, capsys):
+    flags = ["--endpoint", daemon.endpoint]
+    with Session.connect(daemon.endpoint) as session:
+        job = LiveJob(session, samples.add_one(), name="operated", priority=1)
+        assert main(["status", *flags]) == 0
+        assert "operated" in capsys.readouterr().out
+        assert main(["jobs", "pause", "operated", *flags]) == 0
+        assert "paused" in capsys.readouterr().out
+        assert main(["jobs", "--json", *flags]) == 0
+        (listed,) = json.loads(capsys.readouterr().out)
+        assert (listed["state"], listed["priority"], listed["job"]) == ("paused", "high", job.id)
+        assert main(["jobs", "resume", listed["short"], *flags]) == 0
+        assert main(["jobs", "stop", job.id[:8], *flags]) == 0
+        assert session.wait(lambda: bool(job.ended), SOON_S)
+        assert main(["jobs", "pause", "operated", *flags]) == 1
+        capsys.readouterr()
+        assert main(["doctor", *flags]) in (0, 1)
+        assert daemon.endpoint in capsys.readouterr().out
+        job.data.release()
+
+
+def test_keys_are_needed_for_tcp():
+    from gpumux.config import load
+
+    with pytest.raises(ConfigError, match="CURVE"):
+        load({"endpoint": ["tcp://127.0.0.1:1"]}, {})
