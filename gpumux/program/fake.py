@@ -5,6 +5,7 @@ Imports torch, and changes its default dtype while it runs: for a process of its
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from gpumux.program.metafix import fake_call
 from gpumux.program.plan import rounded
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+# torch logs a traceback whenever a shape rule fails: a bad Program would fill the daemon's log with them.
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # Operators that make one output for every row of a dimension: an expanded view could ask for 2**40.
@@ -44,14 +47,16 @@ class FakeRun:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Fake mode with the Program's default dtype and no autograd; the process's own come back."""
+        """Fake mode with the Program's default dtype, no autograd and no log; the process's own come back."""
         before = torch.get_default_dtype()
+        quiet, _TORCH_LOG.disabled = _TORCH_LOG.disabled, True
         torch.set_default_dtype(DTYPES[self._program.numerics.default_dtype])
         try:
             with torch.no_grad(), self._mode:
                 yield
         finally:
             torch.set_default_dtype(before)
+            _TORCH_LOG.disabled = quiet
 
     def run(self, op: Op, schema: schemas.Schema) -> None:
         """Runs one operator inside `active` and holds its outputs against the declared ones."""

@@ -45,7 +45,7 @@ def exact(value: object) -> object:
     return (type(value), value)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(programs())
 def test_round_trip_is_exact(program):
     data = encode(program)
@@ -241,7 +241,7 @@ def test_limits_hold(limits, program):
         decode(encode(program), limits)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_mutated_bytes_never_do_more_than_raise_program_error(data):
     program = data.draw(st.one_of(programs(max_ops=4), st.sampled_from([f() for f in samples.ALL.values()])))

@@ -31,7 +31,7 @@ def alive(program: Program, storage: int, index: int) -> bool:
     return used_before and (any(touches(i) for i in range(index, count)) or in_results)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(programs(max_ops=10))
 def test_intervals_are_what_brute_force_finds(program):
     live = intervals(program)
@@ -43,7 +43,7 @@ def test_intervals_are_what_brute_force_finds(program):
                 assert alive(program, storage, index) == (span.birth <= index <= span.last)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(programs(max_ops=12), st.data())
 def test_nothing_alive_overlaps_and_the_peak_is_honest(program, data):
     planned = plan(program)
