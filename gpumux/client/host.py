@@ -45,7 +45,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "float": float, "int": int, "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "cos": math.cos, "sin": math.sin,
     "tanh": math.tanh, "floor": math.floor, "ceil": math.ceil, "log2": math.log2, "log10": math.log10,
     "f32.add": _rounded(operator.add), "f32.sub": _rounded(operator.sub), "f32.mul": _rounded(operator.mul),
-    "f32.div": _rounded(operator.truediv), "f32.cast": _f32, "f32.sqrt": _rounded(math.sqrt),
+    "f32.div": _rounded(operator.truediv), "f32.cast": _f32,
 }  # fmt: skip
 
 

@@ -37,8 +37,8 @@ def run(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _foreach(rec, name.removeprefix("_foreach_"), args, kwargs)
     if name in ("zero_", "fill_", "copy_"):
         return _assign(rec, name, args)
-    if name in ("neg", "neg_", "sqrt") and len(args) == 1:
-        return _unary(rec, name, args[0])
+    if name in ("neg", "neg_") and len(args) == 1:
+        return _negate(rec, name, args[0])
     inplace = name.endswith("_")
     if name.rstrip("_") not in _ARITHMETIC or not isinstance(args[0], torch.Tensor):
         return False, None
@@ -92,11 +92,11 @@ def _binary(rec: Recorder, name: str, left: torch.Tensor, right: Any) -> Expr | 
     return None
 
 
-def _unary(rec: Recorder, name: str, tensor: torch.Tensor) -> tuple[bool, Any]:
-    if tensor.dtype not in (torch.float32, torch.float64) or (name == "sqrt" and _value(rec, tensor).value < 0):
+def _negate(rec: Recorder, name: str, tensor: torch.Tensor) -> tuple[bool, Any]:
+    # No square roots and the like here: torch's vectorised float32 ones are not correctly rounded.
+    if not tensor.is_floating_point():
         return False, None
-    prefix = "f32." if tensor.dtype == torch.float32 and name == "sqrt" else ""
-    expr = rec.scope.apply(prefix + name.rstrip("_"), _value(rec, tensor))
+    expr = rec.scope.apply("neg", _value(rec, tensor))
     if name == "neg_":
         _set(rec, tensor, expr)
         return True, tensor

@@ -202,13 +202,13 @@ class Job:
             tensors = program.take(pending.slot, frames)
             value = _assemble(pending, tensors)
             pending.future._finish(value, StepTimes(message.queue_s, message.device_s, message.total_s))
-            program.free.append(pending.slot)
+            program.free.add(pending.slot)
             del self._pending[message.step]
         elif isinstance(message, m.StepFailed):
             error = from_code(message.code, message.message, message.remedy)
             pending = self._pending.pop(message.step, None)
             if pending is not None:
-                self._remote.programs[pending.program].free.append(pending.slot)
+                self._remote.programs[pending.program].free.add(pending.slot)
                 pending.future._fail(error)
             self._failures.append(error)
         elif isinstance(message, m.TransferDone):

@@ -36,6 +36,10 @@ from gpumux.program.metafix import fake_call
 
 aten = torch.ops.aten
 
+_INPLACE_VIEWS = frozenset(
+    ("t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_", "squeeze_", "detach_", "as_strided_")
+)
+
 
 @dataclass(slots=True)
 class RawStorage:
@@ -321,6 +325,13 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, func: Any, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any, out: Any) -> None:
         outs = _returns(func, out)
+        if torch.Tag.inplace_view in func.tags and func.overloadpacket.__name__ in _INPLACE_VIEWS:
+            if not isinstance(args[0], FakeTensor):
+                raise CaptureError(
+                    f"{user_line()} changes the shape of the model's own tensor ({schema.target})",
+                    "make a view of it instead",
+                )
+            return  # the tensor is another view of its storage from now on; nothing happens on the device
         fresh = [
             o for o in _leaves(outs) if isinstance(o, torch.Tensor) and self.storage_id(o.untyped_storage()) is None
         ]

@@ -45,7 +45,7 @@ class RemoteProgram:
         self.number = number
         self.program = lowered.program
         self.layout: SlotLayout = slot_layout(lowered.program)
-        self.free = list(range(slots - 1, -1, -1))
+        self.free = set(range(slots))  # a set: giving a slot back twice must not make it two
         self.inline = memory is None
         self._memory = memory
         # Inline, the same slots lie in private memory; their bytes travel as frames.
@@ -120,7 +120,8 @@ class Remote:
         self.ended: m.JobEnded | None = None
 
     def call(self, make: Callable[..., Any], *args: Any, frames: Sequence[bytes] = ()) -> tuple[Any, Sequence[Any]]:
-        return self.session.call(make(0, self.job, *args), frames)
+        # Checking a large Program or draining a queue may take long; a daemon that dies ends the wait.
+        return self.session.call(make(0, self.job, *args), frames, timeout=None)
 
     # ---- programs --------------------------------------------------------------------------------
 

@@ -396,3 +396,25 @@ def test_double_precision_and_a_batch_as_nested_containers(endpoint: str) -> Non
         return Work([model], [opt], [(step, data[0])], simple_loop(data))
 
     check(make, endpoint)
+
+
+def test_a_recurrent_network(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.ModuleList(
+            [nn.GRU(6, 12, batch_first=True), nn.RNN(12, 8, num_layers=2, dropout=0.2), nn.Linear(8, 10)]
+        )
+        opt = torch.optim.Adam(model.parameters())
+        data = batches((4, 5, 6))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            h, _ = model[0](x)
+            h, _ = model[1](h.transpose(0, 1))
+            loss = F.cross_entropy(model[2](h[-1]), y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        return Work([model], [opt], [(step, data[0])], simple_loop(data))
+
+    check(make, endpoint)
