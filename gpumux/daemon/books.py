@@ -7,7 +7,7 @@ holds no copy of anything the core counts, so the two can't disagree about state
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpumux.daemon.segments import SharedSegment
@@ -114,6 +114,12 @@ class Books:
             record.session.jobs.discard(job)
             record.close_segments()
         return record
+
+    def encoded_bytes(self, uid: int) -> Iterator[int]:
+        """Bytes of each Program of one user that the device has not loaded yet."""
+        for job in self.jobs.values():
+            if job.session.peer.uid == uid:
+                yield from (len(program.encoded) for program in job.programs.values())
 
 
 def aligned_total(sizes: Sequence[int], align: int) -> int:

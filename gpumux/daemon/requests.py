@@ -21,6 +21,7 @@ from gpumux.program.ir import ALIGN
 from gpumux.wire import messages as msg
 
 MAX_TRANSFERS = 16  # of one job, asked for and not ended
+MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet
 MAX_BUFFERS = 1_000_000  # state buffers of one job
 MAX_BUFFER_BYTES = 1 << 46
 UNKNOWN_UID = -1
@@ -114,8 +115,9 @@ class Requests:
         self._desk.reply(session, msg.Done(m.ref))
 
     def _stats(self, session: SessionRecord, m: msg.JobStats, frames: Sequence[bytes]) -> None:
-        record = self._governed(session, m.job)
-        self._desk.reply(session, msg.Report(m.ref, job_stats(self._report(), record.id)))
+        if JobId(m.job) not in self._books.jobs:  # anybody may look
+            raise UnknownJob(f"there is no job {m.job[:40]!r}", "`gpumux jobs` lists them")
+        self._desk.reply(session, msg.Report(m.ref, job_stats(self._report(), JobId(m.job))))
 
     def _status(self, session: SessionRecord, m: msg.GetStatus, frames: Sequence[bytes]) -> None:
         self._desk.reply(session, msg.Report(m.ref, self._report()))
@@ -132,6 +134,11 @@ class Requests:
             raise AdmissionRefused(
                 f"the job has {len(job.programs)} programs, which is the limit",
                 "close the job and open another, or raise max_programs_per_job",
+            )
+        held = sum(self._books.encoded_bytes(session.peer.uid))
+        if held + len(frames[0]) > MAX_ENCODED_BYTES:
+            raise AdmissionRefused(
+                f"{held} bytes of your programs wait to be loaded", "wait for ProgramLoaded before loading more"
             )
         record = ProgramRecord(
             ProgramId(m.program), m.ref, bytes(frames[0]), tuple(m.new_buffers), tuple(m.binding), job.spec.max_inflight

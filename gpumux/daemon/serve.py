@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -72,6 +73,7 @@ def run(config: Config) -> int:
 def serve(config: Config, stack: ExitStack) -> None:
     """Open, serve, and leave the closing to `stack`, which also runs when something goes wrong."""
     started = time.time()
+    raise_file_limit()
     keep_crashes(config, stack)
     texts = config.endpoint or (endpoints.default_endpoint(config.gpu),)
     router = Router(texts, runtime_dir(texts, config.gpu), wire_limits(config), curve_keys(config))
@@ -86,6 +88,7 @@ def serve(config: Config, stack: ExitStack) -> None:
     identity = Identity(config, router.addresses, device.info, started, port)
     loop = Loop(identity, router, device.device, metrics, shared_limit(config))
     stack.callback(loop.close)
+    stack.callback(lambda: router.close(reason[0]))  # before anything slow: clients learn first
     metrics.registry.register(GaugeCollector(loop.snapshots.fetch, __version__))
     if server is not None:
         log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
@@ -133,6 +136,12 @@ def choice(name: str, driver: Path = DRIVER) -> str:
     if driver.exists():
         return "the CPU: there is an NVIDIA driver, but this version can't run work on a GPU yet"
     return "the CPU: there is no NVIDIA driver on this machine"
+
+
+def raise_file_limit() -> None:
+    """Descriptors are what a daemon has most of; the usual soft limit of 1024 is about 80 jobs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def runtime_dir(texts: tuple[str, ...], gpu: int) -> Path:

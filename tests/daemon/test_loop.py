@@ -5,10 +5,13 @@ from __future__ import annotations
 import struct
 
 import pytest
+from prometheus_client import generate_latest
 
 from gpumux.config import Config
 from gpumux.model import Fault
+from gpumux.program import codec
 from gpumux.wire import messages as msg
+from gpumux.wire.router import Incoming
 from tests.program import samples
 
 from .fakes import BAD, UNLOADABLE, Daemon
@@ -128,20 +131,27 @@ def test_a_program_that_fails_its_check_or_its_load_leaves_the_job_as_it_was(run
     assert isinstance(only(running.load("s", JOB, samples.add_one(), 1)), msg.ProgramLoaded)
 
 
+def test_bytes_of_programs_that_wait_are_bounded(running, monkeypatch):
+    from gpumux.daemon import requests
+
+    monkeypatch.setattr(requests, "MAX_ENCODED_BYTES", 100)
+    assert only(running.load("s", JOB, bytes(101), 1)).code == "admission_refused"
+
+
+def test_anybody_may_look_at_a_job(running):
+    running.connect("t", uid=1001)
+    assert only(running.say("t", msg.JobStats(5, JOB))).body["job"] == JOB
+
+
 def test_loads_of_one_job_go_one_after_the_other(daemon):
     daemon.connect("s")
     daemon.open_job("s", JOB)
     first = msg.LoadProgram(11, JOB, 1, [8], [])
     second = msg.LoadProgram(12, JOB, 2, [16], [])
     third = msg.LoadProgram(13, JOB, 3, [32], [])
-    encoded = samples.add_one()
-    from gpumux.program import codec
-
-    for load, frame in ((first, codec.encode(encoded)), (second, BAD), (third, codec.encode(encoded))):
-        peer = daemon.router.open["s"]
-        from gpumux.wire.router import Incoming
-
-        daemon.router.arrivals.append(Incoming("s", peer, load, [frame]))
+    encoded = codec.encode(samples.add_one())
+    for load, frame in ((first, encoded), (second, BAD), (third, encoded)):
+        daemon.router.arrivals.append(Incoming("s", daemon.router.open["s"], load, [frame]))
     answers = [m for m, _ in daemon.hear("s")]
     assert [(type(m), m.ref) for m in answers] == [
         (msg.ProgramLoaded, 11),
@@ -392,8 +402,6 @@ def test_status_and_stats(running):
 
 
 def exposition(daemon):
-    from prometheus_client import generate_latest
-
     return generate_latest(daemon.metrics.registry).decode()
 
 
