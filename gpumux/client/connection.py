@@ -4,19 +4,18 @@ session's lock guards every call but `poll` and `wake`.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import select
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import zmq
 import zmq.utils.monitor
 
 import gpumux
+from gpumux.client.interrupts import Shield
 from gpumux.errors import DaemonGone, GpumuxError, ProtocolError, Refused, from_code
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ClientCurve, secure_client
@@ -25,7 +24,6 @@ from gpumux.wire.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Re
 
 START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
 
-_NOBLOCK = (int(zmq.NOBLOCK),)
 _RETRY_MS = 50  # between attempts to connect
 _LINGER_MS = 200  # how long closing may wait to say goodbye
 _FULL_MS = 5_000  # how long a sender waits for a daemon that does not read
@@ -39,7 +37,6 @@ class Connection:
 
     def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
         self.endpoint = endpoint
-        self._frames: list[zmq.Frame] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
@@ -54,7 +51,6 @@ class Connection:
             os.close(self._wake)
             self._context.destroy(linger=0)
             raise
-        self._receive_frame: Callable[[int], zmq.Frame] = functools.partial(self._socket.recv, copy=False)  # type: ignore[assignment]
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._socket_fd = int(self._socket.getsockopt(zmq.FD))
         self._poller = select.poll()
@@ -64,38 +60,31 @@ class Connection:
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Raises DaemonGone when the daemon has not read for so long that the queue is full."""
         try:
-            if len(parts) == 1:
-                self._socket.send(parts[0], zmq.NOBLOCK)
-            else:
-                self._send_several(parts)
+            self._send(parts)
         except zmq.Again:
             if not self._socket.poll(_FULL_MS, zmq.POLLOUT):
                 raise DaemonGone("the daemon does not take messages", "look at gpumux status") from None
-            self._send_several(parts)
+            self._send(parts)
 
-    def _send_several(self, parts: Sequence[bytes | memoryview]) -> None:
-        flags = [zmq.NOBLOCK | zmq.SNDMORE] * (len(parts) - 1) + [zmq.NOBLOCK]
-        deque(map(self._socket.send, parts, flags), maxlen=0)  # one C call: Ctrl-C can't split it
+    def _send(self, parts: Sequence[bytes | memoryview]) -> None:
+        if len(parts) == 1:
+            self._socket.send(parts[0], zmq.NOBLOCK)
+            return
+        with Shield():  # half a message would swallow the next one
+            for part in parts[:-1]:
+                self._socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)  # the first of them decides
+            self._socket.send(parts[-1], zmq.NOBLOCK)
 
-    def receive(self, expected: bool = False) -> list[bytes] | None:
-        """The oldest message, None when none is there. It stays the oldest until `drop`.
-
-        `expected` skips a question to ZeroMQ when something very likely waits. Each frame goes into
-        the list inside one C call, so that Ctrl-C can't lose it in between.
-        """
-        frames = self._frames
-        while not frames or frames[-1].more:
-            if not expected and not self.readable():
-                return None
-            try:
-                frames.extend(map(self._receive_frame, _NOBLOCK))
-            except zmq.Again:
-                expected = False  # woken by something else; ask
-        return [frame.bytes for frame in frames]
-
-    def drop(self) -> None:
-        """Forget the message `receive` returned."""
-        self._frames = []
+    def receive(self) -> list[bytes] | None:
+        """The oldest message, None when none is there. Call it under a Shield."""
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        parts = [frame.bytes]
+        if frame.more:
+            parts += self._socket.recv_multipart()
+        return parts
 
     def readable(self) -> bool:
         """Whether a message waits. Also what ZeroMQ wants to be asked before anybody sleeps."""
@@ -177,7 +166,6 @@ def handshake(connection: Connection, greeting: Hello, timeout: float) -> Welcom
         parts = connection.receive()
         if parts is not None:
             message, _ = decode(parts)
-            connection.drop()
             if isinstance(message, Heartbeat):
                 continue
             return _welcome(message)

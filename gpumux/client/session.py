@@ -13,8 +13,8 @@ Asking costs as much as a message, so nobody asks twice.
 
 A background thread sends heartbeats, drains while nobody waits, and notices a silent daemon.
 
-Ctrl-C may come anywhere. A message is dropped only after its handler returned: an interrupt loses
-nothing, but may hand a message over twice, so handlers are idempotent.
+Ctrl-C may come anywhere, but takes effect only outside sending and receiving (interrupts.py): every
+message is handed over whole and once, and no lock stays held.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 from gpumux.client.connection import START_IT, Connection, handshake, hello
 from gpumux.client.endpoint import resolve_endpoint
+from gpumux.client.interrupts import Shield
 from gpumux.client.mailbox import Handler, Mailbox
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, from_code
 from gpumux.wire.codec import decode, encode
@@ -154,9 +155,9 @@ class Session:
         self._check_process()
         with self._lock:
             self._raise_if_dead()
+            self._stale = True
             self._connection.send(parts)
             self._sent = time.monotonic()
-            self._stale = True
             if self._leader is not None:
                 self._drain()
 
@@ -173,7 +174,7 @@ class Session:
 
     def register(self, job_id: str, handler: Handler) -> None:
         """`handler(message, frames)` is called for every message with this job and no ref, by
-        whichever thread receives it, under the session's lock: it must be quick, idempotent, must
+        whichever thread receives it, under the session's lock: it must be quick, must
         not raise and must not wait. It may post."""
         self._mailbox.register(job_id, handler)
 
@@ -251,25 +252,27 @@ class Session:
         """Hand over all that has arrived, or as much as makes `predicate` true. Needs the lock."""
         if self._draining:
             return  # a handler posts: the drain below it goes on afterwards
-        self._draining = self._stale = True
-        some = False
-        try:
-            while (parts := self._connection.receive(expected)) is not None:
-                some, expected = True, False
-                self._heard = time.monotonic()
-                try:
-                    self._dispatch(parts)
-                except Exception:
-                    self._connection.drop()  # a handler's mistake must not come back for ever
-                    raise
-                self._connection.drop()
-                if predicate is not None and predicate():
-                    return
-            self._stale = False
-        finally:
-            self._draining = False
-            if some:
+        self._stale = True
+        while expected or self._connection.readable():
+            if self._take_one(predicate):
+                return
+            expected = False
+        self._stale = False
+
+    def _take_one(self, predicate: Callable[[], bool] | None) -> bool:
+        """Hand over one message; whether `predicate` holds now."""
+        with Shield():
+            parts = self._connection.receive()
+            if parts is None:
+                return False
+            self._heard = time.monotonic()
+            self._draining = True
+            try:
+                self._dispatch(parts)
+            finally:
+                self._draining = False
                 self._tell_others()
+        return predicate is not None and predicate()
 
     def _dispatch(self, parts: list[bytes]) -> None:
         try:

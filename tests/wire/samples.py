@@ -58,7 +58,7 @@ def _field(name: str, hint: Any) -> st.SearchStrategy[Any]:
         bytes: st.binary(max_size=64),
         type(None): st.none(),
     }
-    return simple[hint] if hint in simple else _trees
+    return simple.get(hint, _trees)
 
 
 def message_of(cls: type[Any]) -> st.SearchStrategy[Any]:

@@ -34,14 +34,11 @@ def test_every_message_survives_the_trip(cls: type[Any], data: st.DataObject):
 
 
 def test_tags_are_frozen():
-    names = {tag: cls.__name__ for tag, cls in m.REGISTRY.items()}
-    assert names == dict(
-        enumerate(
-            "Hello Welcome Refusal OpenJob JobOpened LoadProgram ProgramLoaded Step StepDone StepFailed OpenTransfer "
-            "TransferSegment FillTransfer TransferDone PauseJob ResumeJob CloseJob JobEnded Done JobStats GetStatus "
-            "Report Heartbeat Goodbye Leaving".split(),
-            start=1,
-        )
+    names = " ".join(m.REGISTRY[tag].__name__ for tag in range(1, len(m.REGISTRY) + 1))
+    assert names == (
+        "Hello Welcome Refusal OpenJob JobOpened LoadProgram ProgramLoaded Step StepDone StepFailed OpenTransfer "
+        "TransferSegment FillTransfer TransferDone PauseJob ResumeJob CloseJob JobEnded Done JobStats GetStatus "
+        "Report Heartbeat Goodbye Leaving"
     )
 
 

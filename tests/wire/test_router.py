@@ -128,7 +128,7 @@ def test_thousands_of_mutated_messages(make_world, make_client):
                 if frame:
                     frame[chance.randrange(len(frame))] = chance.randrange(256)
             if chance.random() < 0.1:
-                frames = frames[: chance.randrange(len(frames))] + [bytearray(chance.randbytes(chance.randrange(50)))]
+                frames = [*frames[: chance.randrange(len(frames))], bytearray(chance.randbytes(chance.randrange(50)))]
             bad.send_raw([bytes(frame) for frame in frames])
             sent += 1
         world.digest(bad, 1000 + round_number)
