@@ -56,7 +56,7 @@ class Client:
 
 def roster(quick: bool) -> list[Client]:
     size = "tiny" if quick else "large"
-    cnn, transformer = ("3", "3") if quick else ("40", "10")
+    cnn, transformer = ("3", "3") if quick else ("24", "8")
     return [
         Client("digits_cnn", "high", ("--size", size, "--epochs", cnn)),
         Client("digits_transformer", "low", ("--size", size, "--epochs", transformer)),

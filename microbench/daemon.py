@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,18 @@ from typing import Any
 GPUMUX = (sys.executable, "-m", "gpumux.cli.main")
 START_S = 60.0  # the warm executor imports torch, which a cold disk makes slow
 STOP_S = 20.0
+# Runs before the daemon, in its process: it keeps to the cores it was given, and gets SIGTERM when
+# whoever started it dies, however that comes about (PR_SET_PDEATHSIG is 1, and survives exec).
+LAUNCHER = """
+import ctypes, os, signal, sys
+parent, cores, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(parent):
+    sys.exit("the starter is gone")
+if cores:
+    os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+os.execv(command[0], command)
+"""
 
 
 class DaemonFailed(RuntimeError):
@@ -36,9 +48,9 @@ class RunningDaemon:
     directory: Path
     log: Path
 
-    def status(self) -> dict[str, Any]:
+    def status(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """What `gpumux status --json` says. Raises DaemonFailed when there is no answer."""
-        done = _status(self.endpoint, timeout_s=10.0)
+        done = _status(self.endpoint, timeout_s)
         if done.returncode:
             raise DaemonFailed(f"gpumux status failed: {done.stderr}")
         report: dict[str, Any] = json.loads(done.stdout)
@@ -52,11 +64,12 @@ def running_daemon(
     threads: int = 1,
     device: str = "cpu",
     directory: Path | None = None,
+    cores: Collection[int] = (),
     flags: Sequence[str] = (),
 ) -> Iterator[RunningDaemon]:
     """Start `gpumux serve`, yield it once it answers, stop it with SIGTERM.
 
-    `directory`: where its sockets go (default: a new short one, removed at the end). On leaving,
+    `cores`: those it and its executors may use (default: all that we may). `directory`: where its sockets go (default: a new short one, removed at the end). On leaving,
     a daemon that needs killing, or ends with another status than 0, raises DaemonFailed; one that
     the block itself has ended (a test that kills it) is left alone.
     """
@@ -65,7 +78,8 @@ def running_daemon(
     descriptor, name = tempfile.mkstemp(prefix="gm-", suffix=".log")
     log = Path(name)
     endpoint = f"ipc://{where}/gpumux.sock"
-    command = [*GPUMUX, "serve", "--device", device, "--threads", str(threads), "--policy", policy]
+    command = [sys.executable, "-c", LAUNCHER, str(os.getpid()), ",".join(map(str, cores)), *GPUMUX]
+    command += ["serve", "--device", device, "--threads", str(threads), "--policy", policy]
     command += ["--endpoint", endpoint, "--metrics-port", "0", *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMUX_")}
     try:

@@ -77,6 +77,7 @@ def compare(make: Callable[[], Workload], endpoint: str, repeats: int, steps: in
         for repeat in range(repeats):
             for name, loop in turns if repeat % 2 == 0 else reversed(turns):
                 rates[name].append(loop.rate(steps))
+        job.sync()
     if plain_loop.loss != job_loop.loss:
         raise RuntimeError(f"the plain loss is {plain_loop.loss!r}, the job's is {job_loop.loss!r}")
     ratios = [ours / plain for ours, plain in zip(rates["gpumux"], rates["plain"], strict=True)]
@@ -102,7 +103,7 @@ class Loop:
         began = time.perf_counter()
         for index in range(self._done, self._done + steps):
             loss = self._step(*self._workload.batch(index))
-        self.loss = float(loss)
+        self.loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._done += steps
         return steps / (time.perf_counter() - began)
 

@@ -2,9 +2,10 @@
 
 direct   the step function called in this process
 echo     one frame, DEALER to ROUTER and back, over ipc, to another Python process
+wire     a step message and its answer through gpumux's wire layer, with no daemon behind it
 gpumux   `job.step(x).result()`: batch into shared memory, daemon, executor process, result back
 
-All three take turns in one run; the ratio is gpumux over echo, of each turn's medians.
+All take turns in one run; the ratio is gpumux over echo, of each turn's medians.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from gpumux import client
 from microbench import common
 from microbench.daemon import running_daemon
-from microbench.rtt_echo import Measure, raw_echo
+from microbench.rtt_echo import Measure, raw_echo, wire_echo
 
 TARGET = 3.0
 
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     x = torch.zeros(())
     with (
         raw_echo() as echo,
+        wire_echo() as wire,
         running_daemon(policy=args.policy, threads=1) as daemon,
         client.submit(nothing, example=(x,), priority="high", name="rtt", endpoint=daemon.endpoint) as job,
     ):
@@ -49,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         ways = {
             "direct": timed(lambda: nothing(x)),
             "echo": echo,
+            "wire": wire,
             "gpumux": timed(lambda: job.step(x).result()),
         }
         samples = turns(ways, args.repeats, args.trips)

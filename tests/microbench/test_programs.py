@@ -11,7 +11,7 @@ import torch
 
 QUICK = {
     "overhead": ["--repeats", "2", "--steps", "5"],
-    "priority": ["--repeats", "1", "--steps", "5"],
+    "priority": ["--repeats", "1", "--steps", "5", "--policies", "paced"],
     "rtt": ["--repeats", "2", "--trips", "20"],
     "copies": ["--repeats", "3"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
