@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import gpumux
 from gpumux.device.cpu import channel as wire
 from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, WARMED, Channel, packets, unpack
 
@@ -22,9 +24,15 @@ class WarmProcess:
     def __init__(self) -> None:
         ours, theirs = wire.pair()
         with theirs:
-            arguments = [sys.executable, "-m", "gpumux.device.cpu.zygote", str(theirs.fileno())]
+            # -P: modules lying in the daemon's working directory are nobody's to import.
+            arguments = [sys.executable, "-P", "-m", "gpumux.device.cpu.zygote", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+                arguments,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,
+                env=_environment(),
             )
         ours.setblocking(False)
         self.channel = Channel(ours)
@@ -107,6 +115,13 @@ class WarmProcess:
     def _post(self, tag: int, body: object, fds: Sequence[int] = ()) -> None:
         self._outbox.extend(packets(tag, body, fds))
         self.flush()
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the gpumux that runs here found first."""
+    source = str(Path(gpumux.__file__).parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{inherited}" if inherited else source}
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -1,0 +1,131 @@
+"""Executors at work: seeds, failing operators, allocation failures, numerics settings."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gpumux.device.contract import JobLost, ProgramLoaded, ProgramRefused
+from gpumux.device.cpu.device import CpuDevice
+from gpumux.device.cpu.numerics import CurrentNumerics
+from gpumux.model import JobId, JobSpec
+from gpumux.program.ir import Numerics, Program, TensorRef
+from tests.device.harness import Case, Driver
+from tests.program import samples
+
+CASE = Case("cpu", wide=lambda: CpuDevice(threads=1, cores=2), narrow=lambda: CpuDevice(threads=1, cores=1))
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CpuDevice]:
+    device = CASE.wide()
+    device.open()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def driver(device: CpuDevice) -> Iterator[Driver]:
+    driver = Driver(CASE, device)
+    yield driver
+    driver.finish()
+
+
+def test_a_job_draws_from_a_generator_of_its_own_seed(driver: Driver) -> None:
+    ones = torch.ones(64)
+    generator = torch.Generator().manual_seed(11)
+    jobs = [driver.open(seed=seed) for seed in (11, 11, 12)]
+    got: list[list[bytes]] = []
+    for job in jobs:
+        program = job.load(samples.dropout())
+        job.put(program, 0, ones.numpy().tobytes())
+        got.append([])
+        for _ in range(4):  # over both ways of running it
+            job.step(program)
+            got[-1].extend(job.get(program, position, 256) for position in (0, 2))
+    direct = [torch.bernoulli(ones, 0.5, generator=generator).numpy().tobytes() for _ in range(8)]
+    assert got[0] == direct
+    assert got[1] == direct
+    assert got[2] != direct
+
+
+def derived_embedding() -> Program:
+    """input: int64[1]; looks up row input + input of a table of four."""
+    d = samples._Draft()
+    table, index = d.tensor("state", (4, 2), slot=0), d.tensor("input", (1,), "int64", slot=0)
+    doubled, out = d.tensor("temp", (1,), "int64"), d.tensor("temp", (1, 2))
+    d.op("aten.add.Tensor", TensorRef(index), TensorRef(index), out=doubled)
+    d.op("aten.embedding.default", TensorRef(table), TensorRef(doubled), out=out)
+    return d.program(inputs=(index,), results=(out,))
+
+
+@pytest.mark.parametrize("steps_before", [0, 3], ids=["operator by operator", "as a graph"])
+def test_an_operator_that_raises_fails_the_job_by_name(driver: Driver, steps_before: int) -> None:
+    job = driver.open()
+    program = job.load(derived_embedding(), [32])
+    for _ in range(steps_before):
+        job.step(program)
+    assert job.cut[program] == (1 if steps_before else 0)
+    job.put(program, 0, struct.pack("q", 9))
+    fault = driver.failed(job.launch(program)[0]).fault
+    assert fault.code == "job_failed"
+    assert "aten.embedding.default" in fault.message
+    assert "index out of range" in fault.message
+    assert "Traceback" not in fault.message
+    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert isinstance(lost, JobLost)
+    assert lost.fault == fault
+
+
+def test_an_allocation_that_fails_refuses_the_program_alone(
+    driver: Driver, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = driver.open()
+    monkeypatch.setattr(device, "_total", 1 << 62)  # so that it comes to the allocation
+    job.try_load(samples.counter(), [4, 1 << 50])
+    refused = driver.until(ProgramRefused | ProgramLoaded, job.job)
+    assert isinstance(refused, ProgramRefused)
+    assert refused.fault.code == "admission_refused"
+    program = job.load(samples.counter(), [4])
+    job.step(program, [2.0])
+    assert struct.unpack("f", job.get(program, 0, 4)) == (2.0,)
+
+
+def test_a_seed_torch_cannot_take_loses_the_job(driver: Driver, device: CpuDevice) -> None:
+    job = JobId("e" * 32)
+    device.open_job(job, JobSpec("seeded", seed=1 << 64))
+    lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job)
+    assert isinstance(lost, JobLost)
+    assert "seed" in lost.fault.message
+
+
+def test_a_scalar_without_an_encoding_fails_the_job(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.counter(), [4])
+    fault = driver.failed(job.launch(program, [1 << 70])[0]).fault
+    assert fault.code == "job_failed"
+
+
+def test_numerics_are_set_and_set_back() -> None:
+    current = CurrentNumerics()
+    wanted = Numerics(matmul_precision="medium", deterministic=True, mkldnn=False, default_dtype="float64")
+
+    def now() -> Numerics:
+        return Numerics(
+            matmul_precision=torch.get_float32_matmul_precision(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            mkldnn=torch.backends.mkldnn.enabled,
+            default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
+        )
+
+    before = now()
+    try:
+        current.apply(wanted)
+        assert now() == wanted
+        current.apply(Numerics())
+        assert now() == Numerics()
+    finally:
+        current.apply(before)
