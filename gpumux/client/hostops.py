@@ -63,7 +63,7 @@ def _set(rec: Recorder, tensor: torch.Tensor, expr: Expr) -> None:
 
 def _new(rec: Recorder, expr: Expr, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.zeros((), dtype=dtype)
-    rec._keep.append(tensor.untyped_storage())
+    rec.ledger.keep(tensor)
     _set(rec, tensor, expr)
     return tensor
 

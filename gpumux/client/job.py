@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch
-import torch.utils._pytree as pytree
-
 from gpumux.client.future import StepFuture
 from gpumux.client.localstate import dictionaries, install
+from gpumux.client.pending import Pending
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session
 from gpumux.client.stale import StaleGuard
@@ -21,26 +18,13 @@ from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
 from gpumux.client.variants import Choice, KeepMore, State, StepFunction
-from gpumux.errors import DaemonGone, GpumuxError, JobClosed, from_code
-from gpumux.model import JobSpec, StepTimes
+from gpumux.errors import DaemonGone, GpumuxError, JobClosed
+from gpumux.model import JobSpec
 from gpumux.program import allowlist
 from gpumux.wire import messages as m
 
 log = logging.getLogger("gpumux.client")
 _WARM_PHASES = 4  # how many phases of the optimizer submit() captures ahead
-
-
-class _Pending:
-    __slots__ = ("future", "host", "program", "results", "slot", "spec")
-
-    def __init__(self, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
-        lowered = choice.made.lowered
-        self.future = future
-        self.program = program
-        self.slot = slot
-        self.results = lowered.results
-        self.spec = lowered.result_spec
-        self.host = choice.values[sum(lowered.counts) :]
 
 
 class Job:
@@ -57,8 +41,7 @@ class Job:
         self._lock = threading.RLock()
         self._structures: dict[Structure, Structure] = {}
         self._remote = Remote(session, job_id, table)
-        self._pending: dict[int, _Pending] = {}
-        self._failures: deque[GpumuxError] = deque(maxlen=1)
+        self._pending = Pending(self._remote)
         self._next_step = 0
         self._unsynced = 0
         self._closed = False
@@ -68,7 +51,7 @@ class Job:
         self._warm_state = self._state
         self._guard = StaleGuard(spec.name, table.models, table.optimizers, table.versions)
         self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
-        session.register(job_id, self._on_message)
+        session.register(job_id, self._pending.on_message)
 
     def _intern(self, structure: Structure) -> Structure:
         return self._structures.setdefault(structure, structure)
@@ -165,7 +148,7 @@ class Job:
             frames = program.fill(slot, choice.tensors)
             future = StepFuture(self._wait)
             step, self._next_step = self._next_step, self._next_step + 1
-            self._pending[step] = _Pending(future, number, slot, choice)
+            self._pending.add(step, future, number, slot, choice)
             scalars = choice.values[: choice.made.lowered.counts[0]]
             self._session.post(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
             self._advance(choice)
@@ -191,46 +174,13 @@ class Job:
         self._guard.stale = True
         self._unsynced += 1
 
-    # ---- messages (may come in any thread that pumps the session) -----------------------------------
-
-    def _on_message(self, message: Any, frames: Sequence[Any]) -> None:
-        if isinstance(message, m.StepDone):
-            pending = self._pending.get(message.step)
-            if pending is None:
-                return
-            program = self._remote.programs[pending.program]
-            tensors = program.take(pending.slot, frames)
-            value = _assemble(pending, tensors)
-            pending.future._finish(value, StepTimes(message.queue_s, message.device_s, message.total_s))
-            program.free.add(pending.slot)
-            del self._pending[message.step]
-        elif isinstance(message, m.StepFailed):
-            error = from_code(message.code, message.message, message.remedy)
-            pending = self._pending.pop(message.step, None)
-            if pending is not None:
-                self._remote.programs[pending.program].free.add(pending.slot)
-                pending.future._fail(error)
-            self._failures.append(error)
-        elif isinstance(message, m.TransferDone):
-            self._remote.on_transfer(message, frames)
-        elif isinstance(message, m.JobEnded):
-            self._remote.ended = message
-            self._fail_pending(self._end_error())
-
-    def _fail_pending(self, error: GpumuxError) -> None:
-        for step in list(self._pending):
-            self._pending.pop(step).future._fail(error)
-
-    def _end_error(self) -> GpumuxError:
-        return self._remote.end_error()
-
     def _wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         if predicate():
             return True
         try:
             return self._session.wait(lambda: predicate() or self._remote.ended is not None, timeout) and predicate()
         except DaemonGone as gone:
-            self._fail_pending(gone)
+            self._pending.fail(gone)
             if predicate():
                 return True
             raise
@@ -239,9 +189,9 @@ class Job:
         if self._closed:
             raise JobClosed(f"job {self.name!r} is closed", "submit it again")
         if self._remote.ended is not None:
-            raise self._end_error()
+            raise self._remote.end_error()
         if self._session.dead is not None:
-            self._fail_pending(self._session.dead)
+            self._pending.fail(self._session.dead)
             raise self._session.dead
 
     # ---- state -----------------------------------------------------------------------------------
@@ -317,11 +267,11 @@ class Job:
             try:
                 if self._remote.ended is None and self._session.dead is None:
                     self._remote.call(m.CloseJob, drain)
-                    self._wait(lambda: not self._pending, None)
+                    self._wait(lambda: len(self._pending) == 0, None)
             except (DaemonGone, GpumuxError) as error:
                 log.info("job %r ended while closing: %s", self.name, error)
             finally:
-                self._fail_pending(JobClosed(f"job {self.name!r} is closed", "submit it again"))
+                self._pending.fail(JobClosed(f"job {self.name!r} is closed", "submit it again"))
                 self._guard.remove()
                 self._session.unregister(self.id)
                 self._remote.release()
@@ -335,13 +285,6 @@ class Job:
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r} {self.id[:8]} {'closed' if self._closed else 'open'}, {self._next_step} steps>"
-
-
-def _assemble(pending: _Pending, tensors: list[torch.Tensor]) -> Any:
-    leaves = []
-    for kind, value in pending.results:
-        leaves.append(tensors[value] if kind == "tensor" else pending.host[value] if kind == "host" else value)
-    return pytree.tree_unflatten(leaves, pending.spec)
 
 
 def _load_local(table: StateTable, state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 
 from gpumux.client.fingerprint import Change
 from gpumux.client.host import Evaluator, Expr
-from gpumux.client.recorder import RawOp, Record
+from gpumux.client.ledger import RawOp, Record
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, path_name, thaw
 from gpumux.client.trace import DeviceExit, HostExit, HostResult, RawTrace, TensorResult

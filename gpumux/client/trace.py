@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumux.client import blame
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Expr, Guard, Number, Scope, is_symbol
+from gpumux.client.ledger import Record
 from gpumux.client.patches import RngTape, patched
-from gpumux.client.recorder import Record, Recorder
+from gpumux.client.recorder import Recorder
 from gpumux.client.state import StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
@@ -267,7 +268,7 @@ class Tracer:
     def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
             key = value.untyped_storage()._cdata
-            if not isinstance(value, FakeTensor) and rec._is_host(value):
+            if not isinstance(value, FakeTensor) and rec.is_host(value):
                 return HostExit(rec.host[key], value.dtype)
             return DeviceExit(rec.view_of(rec.to_fake(value)), path)
         if is_symbol(value) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
