@@ -27,7 +27,8 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end of a connection, as the kernel says (uid -1: unknown, TCP)."""
+    """Who is at the other end of a connection, as the kernel says. Over tcp each client key has a
+    negative uid of its own; gid and pid are -1."""
 
     uid: int
     gid: int

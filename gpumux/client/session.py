@@ -1,20 +1,7 @@
-"""A client's session with a daemon: requests, posts, waits, heartbeats.
+"""A client's session with a daemon: requests, posts, waits, shared memory, heartbeats.
 
-There is no thread between a caller and the socket: a step's round trip would pay for two hops.
-Instead any thread sends and receives under one lock, and one of those that wait is the *leader*:
-it alone sleeps on the socket's descriptor, outside the lock, so that others can still send. What
-it receives it hands to whoever it is for; the others sleep on a condition until then, and one of
-them takes over when the leader has what it waited for.
-
-ZeroMQ's descriptor signals changes, not levels: after any call on the socket its events must be
-looked at before somebody sleeps on it. `_drain` does that. `_stale` says that it is still to be done:
-a sender leaves it to whoever sleeps next, and does it itself only while a leader sleeps already.
-Asking costs as much as a message, so nobody asks twice.
-
-A background thread sends heartbeats, drains while nobody waits, and notices a silent daemon.
-
-Ctrl-C may come anywhere, but takes effect only outside sending and receiving (interrupts.py): every
-message is handed over whole and once, and no lock stays held.
+Callers' own threads send and receive (pump.py). A background thread sends heartbeats, drains while
+nobody waits, and notices a daemon that fell silent.
 """
 
 from __future__ import annotations
@@ -30,18 +17,16 @@ from typing import Any
 
 from gpumux.client.connection import START_IT, Connection, handshake, hello
 from gpumux.client.endpoint import resolve_endpoint
-from gpumux.client.interrupts import Shield
 from gpumux.client.mailbox import Handler, Mailbox
+from gpumux.client.pump import Pump
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, from_code
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ClientCurve, client_curve
 from gpumux.wire.dataplane import CopyMeter, Segment
 from gpumux.wire.descriptors import DescriptorInbox
-from gpumux.wire.messages import Goodbye, Heartbeat, Leaving, Message, Refusal, Welcome
+from gpumux.wire.messages import Heartbeat, Leaving, Message, Refusal, Welcome
 
 Payload = Sequence[bytes | memoryview]
-
-_FOREVER = 3600.0  # one sleep; nobody sleeps longer without looking
 
 
 class Session:
@@ -56,19 +41,11 @@ class Session:
         self.copies = CopyMeter()
         self._connection = connection
         self._inbox = inbox
-        self._dead: GpumuxError | None = None
-        self._closed = False
         self._forked = False
         self._owner = os.getpid()
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._leader: int | None = None  # thread that sleeps on the socket
-        self._sleepers = 0  # threads that wait on the condition
-        self._draining = False
-        self._stale = True
         self._mailbox = Mailbox()
+        self._pump = Pump(connection, self._dispatch)
         self._segments: dict[int, Segment] = {}
-        self._heard = self._sent = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_beat_until_stopped,
@@ -113,7 +90,7 @@ class Session:
     @property
     def dead(self) -> GpumuxError | None:
         """Why the session is over, None while it lives."""
-        return self._dead
+        return self._pump.dead
 
     @property
     def inline(self) -> bool:
@@ -153,13 +130,7 @@ class Session:
         if frames:
             self._check_sizes(msg, frames)
         self._check_process()
-        with self._lock:
-            self._raise_if_dead()
-            self._stale = True
-            self._connection.send(parts)
-            self._sent = time.monotonic()
-            if self._leader is not None:
-                self._drain()
+        self._pump.send(parts)
 
     def _check_sizes(self, msg: Message, frames: Payload) -> None:
         most = self.welcome.max_message_bytes
@@ -185,114 +156,31 @@ class Session:
     def pump(self) -> None:
         """Hand over what has arrived, without waiting. Raises the error of a dead session."""
         self._check_process()
-        with self._lock:
-            if not self._closed:
-                self._drain()
-            self._raise_if_dead()
+        self._pump.drain()
+        self._pump.raise_if_dead()
 
     def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Receive until `predicate()` is true; False when `timeout` seconds pass first.
 
-        The predicate is called under the session's lock after messages were handed over. Raises
-        the session's error when it dies before the predicate holds.
+        The predicate is called under the session's lock, after messages were handed over: it must
+        be quick. Raises the session's error when it dies before the predicate holds.
         """
         self._check_process()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        me = threading.get_ident()
-        woken = broken = False
-        try:
-            while True:
-                with self._lock:
-                    left = _FOREVER if deadline is None else deadline - time.monotonic()
-                    if self._look(predicate, woken, broken, left):
-                        return True
-                    if left <= 0:
-                        return False
-                    if self._leader is not None:
-                        woken = broken = False
-                        self._sleep(left)
-                        continue
-                    self._leader = me
-                woken, broken = self._connection.poll(left)
-                self._leader = None
-        finally:
-            self._step_down(me)
-
-    def _look(self, predicate: Callable[[], bool], woken: bool, broken: bool, left: float) -> bool:
-        """Receive what there is until the predicate holds, and say whether it does."""
-        if self._draining:
-            raise GpumuxError("a handler can't wait for the daemon", "wait in the thread that asked")
-        if predicate():
-            return True
-        if not self._closed and (woken or self._stale or left <= 0):
-            self._drain(predicate, expected=woken)
-            if broken and self._dead is None:
-                self._check_connection()
-            if predicate():
-                return True
-        self._raise_if_dead()
-        return False
-
-    def _sleep(self, timeout: float) -> None:
-        self._sleepers += 1
-        try:
-            self._changed.wait(timeout)
-        finally:
-            self._sleepers -= 1
-
-    def _step_down(self, me: int) -> None:
-        """Leave `wait`, however it ends: somebody else must watch the socket now."""
-        if self._leader == me:
-            self._leader = None
-        if self._sleepers:
-            with self._lock:
-                self._changed.notify_all()
-
-    def _drain(self, predicate: Callable[[], bool] | None = None, expected: bool = False) -> None:
-        """Hand over all that has arrived, or as much as makes `predicate` true. Needs the lock."""
-        if self._draining:
-            return  # a handler posts: the drain below it goes on afterwards
-        self._stale = True
-        while expected or self._connection.readable():
-            if self._take_one(predicate):
-                return
-            expected = False
-        self._stale = False
-
-    def _take_one(self, predicate: Callable[[], bool] | None) -> bool:
-        """Hand over one message; whether `predicate` holds now."""
-        with Shield():
-            parts = self._connection.receive()
-            if parts is None:
-                return False
-            self._heard = time.monotonic()
-            self._draining = True
-            try:
-                self._dispatch(parts)
-            finally:
-                self._draining = False
-                self._tell_others()
-        return predicate is not None and predicate()
+        return self._pump.wait(predicate, timeout)
 
     def _dispatch(self, parts: list[bytes]) -> None:
         try:
             message, frames = decode(parts)
         except ProtocolError as error:
-            self._die(error)
+            self._pump.die(error)
             return
         ref: int = getattr(message, "ref", 0)
         if isinstance(message, Refusal) and not ref:
-            self._die(from_code(message.code, message.message, message.remedy))
+            self._pump.die(from_code(message.code, message.message, message.remedy))
         elif isinstance(message, Leaving):
-            self._die(DaemonGone(f"the daemon left: {message.reason}", START_IT))
+            self._pump.die(DaemonGone(f"the daemon left: {message.reason}", START_IT))
         elif not isinstance(message, Heartbeat):
             self._mailbox.deliver(ref, message, frames)
-
-    def _tell_others(self) -> None:
-        if self._sleepers:
-            self._changed.notify_all()
-        if self._leader not in (None, threading.get_ident()):
-            self._connection.wake()
 
     # ---- life and death --------------------------------------------------------------------------
 
@@ -300,7 +188,7 @@ class Session:
         """The shared memory the daemon announced under this id, writable, once it has arrived on
         the side channel. Mapped until `release_segment` or `close`."""
         self._check_process()
-        self._raise_if_dead()
+        self._pump.raise_if_dead()
         if self._inbox is None:
             raise ConfigError("this session takes no shared memory (tcp, or a control session)", "send payload frames")
         segment = self._inbox.take(segment_id, nbytes, timeout)
@@ -318,16 +206,9 @@ class Session:
         descriptors and maps. Waits that are under way raise. Idempotent."""
         if self._forked:
             return  # the sockets are the parent's
-        with self._lock:
-            if self._closed:
-                return
-            alive = self._dead is None
-            if alive:
-                self._say_goodbye()
-            self._closed = True
-            self._die(DaemonGone("this session is closed", "open another"))
-            while self._leader not in (None, threading.get_ident()):
-                self._sleep(1.0)
+        alive = self.dead is None
+        if not self._pump.end():
+            return
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -336,8 +217,7 @@ class Session:
             self._inbox.close()
         for segment_id in list(self._segments):
             self.release_segment(segment_id)
-        with self._lock:
-            self._connection.close(linger=alive)
+        self._connection.close(linger=alive)
 
     def __enter__(self) -> Session:
         return self
@@ -347,21 +227,6 @@ class Session:
     ) -> None:
         self.close()
 
-    def _say_goodbye(self) -> None:
-        try:
-            self._connection.send(encode(Goodbye()))
-        except DaemonGone:
-            pass  # it does not read; it will notice by itself
-
-    def _die(self, error: GpumuxError) -> None:
-        if self._dead is None:
-            self._dead = error
-        self._tell_others()
-
-    def _raise_if_dead(self) -> None:
-        if self._dead is not None:
-            raise from_code(self._dead.code, self._dead.message, self._dead.remedy)
-
     def _check_process(self) -> None:
         if self._forked:
             raise GpumuxError(
@@ -369,26 +234,21 @@ class Session:
                 "connect in the child itself, or use the job only in the process that submitted it",
             )
 
-    def _check_connection(self) -> None:
-        error = self._connection.lost()
-        if error is not None:
-            self._drain()  # what came before the break still counts
-            self._die(error)
-
     def _beat(self) -> bool:
         """One turn of the background thread. False when there is nothing left to do."""
-        with self._lock:
-            if self._dead is not None or self._forked:
-                return False
-            self._drain()
-            self._check_connection()
+        pump = self._pump
+        if pump.dead is not None or self._forked:
+            return False
+        try:
+            pump.drain()
             now = time.monotonic()
-            if now - self._heard > self.welcome.lease_s:
-                self._die(DaemonGone(f"the daemon has been silent for {self.welcome.lease_s:g} s", START_IT))
-            elif self._dead is None and now - self._sent >= self.welcome.heartbeat_s / 2:
-                self._connection.send(encode(Heartbeat(now)))
-                self._sent = now
-            return self._dead is None
+            if now - pump.heard > self.welcome.lease_s:
+                raise DaemonGone(f"the daemon has been silent for {self.welcome.lease_s:g} s", START_IT)
+            if now - pump.sent >= self.welcome.heartbeat_s / 2:
+                pump.send(encode(Heartbeat(now)))
+        except GpumuxError as error:
+            pump.die(error)
+        return pump.dead is None
 
     def _leave_to_parent(self) -> None:
         self._forked = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import zmq
 
 from gpumux.errors import ConfigError, EndpointBusy
@@ -12,6 +14,7 @@ from gpumux.wire.limits import Limits
 from gpumux.wire.lock import EndpointLock, remove_stale
 
 _HANDSHAKE_MS = 5_000  # a connection that has not finished ZeroMQ's handshake by then is closed
+_NOBLOCK_MORE = zmq.NOBLOCK | zmq.SNDMORE
 _LINGER_MS = 500  # how long a closing daemon tries to say goodbye
 
 
@@ -73,6 +76,21 @@ class Listening:
             if error.errno == zmq.EADDRINUSE:
                 raise EndpointBusy(f"{self.endpoint.text} is in use", "choose another --endpoint") from error
             raise ConfigError(f"can't listen on {self.endpoint.text}: {error}", "choose another --endpoint") from error
+
+    def send(self, identity: bytes, parts: Sequence[bytes | memoryview]) -> str:
+        """Hand a message to ZeroMQ without waiting. What failed, "" when nothing did."""
+        try:
+            self.socket.send(identity, _NOBLOCK_MORE)  # whether the message can go is decided here
+            for part in parts[:-1]:
+                self.socket.send(part, _NOBLOCK_MORE)
+            self.socket.send(parts[-1], zmq.NOBLOCK)
+        except zmq.Again:
+            return "the client does not read its messages"
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return "the client's connection is gone"
+        return ""
 
     def close(self) -> None:
         """Close the socket; `release` follows when the context has ended."""

@@ -25,7 +25,6 @@ from typing import Any
 
 import zmq
 
-import gpumux
 from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
 from gpumux.model import Peer, SessionId
 from gpumux.wire.codec import decode, encode
@@ -35,19 +34,9 @@ from gpumux.wire.gatekeeper import Gatekeeper
 from gpumux.wire.limits import Limits, Meter
 from gpumux.wire.listening import Listening
 from gpumux.wire.lock import EndpointLock, remove_stale
-from gpumux.wire.messages import (
-    FROM_CLIENT,
-    PROTOCOL_VERSION,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Leaving,
-    Message,
-    Refusal,
-    Welcome,
-)
+from gpumux.wire.messages import FROM_CLIENT, Goodbye, Heartbeat, Hello, Leaving, Message, Refusal
 from gpumux.wire.peers import cut, identify, peer_name
-from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello
+from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello, make_welcome
 from gpumux.wire.sidechannel import SideChannel
 
 __all__ = ["Arrival", "Closed", "Incoming", "Opened", "Router"]
@@ -55,7 +44,6 @@ __all__ = ["Arrival", "Closed", "Incoming", "Opened", "Router"]
 GOODBYE = "the client said goodbye"  # the reason in Closed of a session that ended well
 SIDE_CHANNEL_NAME = "side.sock"
 _POLLIN = int(zmq.POLLIN)
-_NOBLOCK_MORE = zmq.NOBLOCK | zmq.SNDMORE
 _SIDE_EVERY = 8  # busy passes between looks at the side channel, where nothing is as urgent as a step
 _Route = tuple[int, bytes]  # which listening socket, routing id
 
@@ -228,7 +216,7 @@ class Router:
     def _from_session(self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float) -> None:
         session.heard = now
         size = sum(map(len, parts))
-        if not (session.messages.spend(1, now) and session.bytes.spend(size, now)):
+        if not (session.messages.spend(1, now) and session.traffic.spend(size, now)):
             self.counters["flood"] += 1
             error = ProtocolError("too many messages or bytes in a short time", "wait for answers before sending more")
             self._refuse_session(session.id, error)
@@ -278,28 +266,9 @@ class Router:
         check_hello(hello, peer, over_ipc, [record.peer for record in self._sessions.values()], self.limits)
         session = SessionId(secrets.token_hex(8))
         nonce = self.side.expect(session, peer.uid) if over_ipc else b""
-        welcome = Welcome(
-            protocol=PROTOCOL_VERSION,
-            gpumux_version=gpumux.__version__,
-            session=session,
-            side_channel=str(self.side.path) if over_ipc else "",
-            nonce=nonce,
-            heartbeat_s=self.limits.heartbeat_s,
-            lease_s=self.limits.lease_s,
-            max_message_bytes=self.limits.max_message_bytes,
-            device=self.device,
-        )
-        record = self._sessions[session] = SessionRecord(
-            id=session,
-            peer=peer,
-            name=name,
-            route=route,
-            welcome=welcome,
-            messages=Meter(self.limits.messages_per_s, self.limits.burst_messages, now),
-            bytes=Meter(self.limits.bytes_per_s, self.limits.burst_bytes, now),
-            heard=now,
-            sent=now,
-        )
+        path = str(self.side.path) if over_ipc else ""
+        welcome = make_welcome(session, path, nonce, self.limits, self.device)
+        record = self._sessions[session] = SessionRecord.begin(session, peer, name, route, welcome, self.limits, now)
         self._routes[route] = record
         self._arrivals.append(Opened(session, peer, hello, hello.inline))
         self.send(session, welcome)
@@ -307,22 +276,8 @@ class Router:
     # ---- sending and ending ----------------------------------------------------------------------
 
     def _put(self, route: _Route, msg: Message, frames: Sequence[bytes | memoryview] = ()) -> str:
-        """Hand a message to ZeroMQ without waiting. What failed, "" when nothing did."""
         index, identity = route
-        parts = encode(msg, frames)
-        sock = self._listening[index].socket
-        try:
-            sock.send(identity, _NOBLOCK_MORE)  # whether the message can go is decided here
-            for part in parts[:-1]:
-                sock.send(part, _NOBLOCK_MORE)
-            sock.send(parts[-1], zmq.NOBLOCK)
-        except zmq.Again:
-            return "the client does not read its messages"
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return "the client's connection is gone"
-        return ""
+        return self._listening[index].send(identity, encode(msg, frames))
 
     def _check_silence(self, record: SessionRecord, now: float) -> None:
         # Messages that wait unread may be the very heartbeats: then nobody has been silent.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import gpumux
 from gpumux.errors import AdmissionRefused, ProtocolError
 from gpumux.model import Peer, SessionId
 from gpumux.wire.limits import Limits, Meter
-from gpumux.wire.messages import Hello, Message, Welcome
+from gpumux.wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 
 ROLES = ("client", "control")
 
@@ -53,9 +55,24 @@ class SessionRecord:
     route: tuple[int, bytes]  # which listening socket, routing id
     welcome: Welcome
     messages: Meter
-    bytes: Meter
+    traffic: Meter  # in bytes
     heard: float
     sent: float
+
+    @classmethod
+    def begin(
+        cls,
+        session: SessionId,
+        peer: Peer,
+        name: str,
+        route: tuple[int, bytes],
+        welcome: Welcome,
+        limits: Limits,
+        now: float,
+    ) -> SessionRecord:
+        messages = Meter(limits.messages_per_s, limits.burst_messages, now)
+        traffic = Meter(limits.bytes_per_s, limits.burst_bytes, now)
+        return cls(session, peer, name, route, welcome, messages, traffic, heard=now, sent=now)
 
 
 def check_hello(hello: Hello, peer: Peer, over_ipc: bool, others: Sequence[Peer], limits: Limits) -> None:
@@ -71,3 +88,19 @@ def check_hello(hello: Hello, peer: Peer, over_ipc: bool, others: Sequence[Peer]
         raise AdmissionRefused(
             f"{limits.max_sessions_per_user} sessions of this user are open already", "close some clients"
         )
+
+
+def make_welcome(
+    session: SessionId, side_channel: str, nonce: bytes, limits: Limits, device: dict[str, Any]
+) -> Welcome:
+    return Welcome(
+        protocol=PROTOCOL_VERSION,
+        gpumux_version=gpumux.__version__,
+        session=session,
+        side_channel=side_channel,
+        nonce=nonce,
+        heartbeat_s=limits.heartbeat_s,
+        lease_s=limits.lease_s,
+        max_message_bytes=limits.max_message_bytes,
+        device=device,
+    )

@@ -201,7 +201,7 @@ def test_many_threads_at_once(session: Session):
     for thread in threads:
         thread.join()
     assert errors == []
-    assert session._leader is None
+    assert session._pump._leader is None
 
 
 def test_a_sender_wakes_the_leader_for_what_it_received(session: Session):
@@ -256,9 +256,10 @@ def test_a_session_the_daemon_ends_raises_what_it_said(session: Session):
 DAEMON = """
 import sys, zmq
 from pathlib import Path
+from gpumux.wire.limits import Limits
 from gpumux.wire.router import Router
 directory = Path(sys.argv[1])
-router = Router([f"ipc://{directory}/g.sock"], directory)
+router = Router([f"ipc://{directory}/g.sock"], directory, Limits(heartbeat_s=30.0, lease_s=60.0))
 poller = zmq.Poller()
 for fd in router.fds():
     poller.register(fd, zmq.POLLIN)
@@ -272,7 +273,7 @@ while True:
 def test_a_killed_daemon_is_noticed_at_once(runtime_dir: Path):
     with subprocess.Popen([sys.executable, "-c", DAEMON, str(runtime_dir)]) as daemon:
         with Session.connect(f"ipc://{runtime_dir}/g.sock", LONG) as session:
-            assert session.welcome.lease_s > LONG / 2  # it is not the lease that tells
+            assert session.welcome.heartbeat_s > LONG  # neither the lease nor the background thread tells
             killer = threading.Timer(0.0, daemon.kill)
             killer.start()
             with pytest.raises(DaemonGone, match="is gone"):
@@ -298,8 +299,8 @@ def test_heartbeats_keep_an_idle_session(runtime_dir: Path):
     limits = Limits(heartbeat_s=0.02, lease_s=0.5)
     heard = threading.Event()
     with serving(runtime_dir, answer, limits=limits) as (endpoint, _), Session.connect(endpoint, LONG) as session:
-        start = session._heard
-        while session._heard < start + 1.2:
+        start = session._pump.heard
+        while session._pump.heard < start + 1.2:
             assert session.dead is None
             heard.wait(0.05)
         assert session.call(m.GetStatus(0))
@@ -415,7 +416,7 @@ def test_ctrl_c_leaves_the_session_whole(session: Session):
     posted_last.join(LONG)
     assert session.wait(lambda: 200 in done, LONG)
     assert done == set(range(201))
-    assert session._leader is None
+    assert session._pump._leader is None
 
 
 def test_a_forked_child_is_told_so(session: Session):

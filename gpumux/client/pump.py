@@ -1,0 +1,192 @@
+"""Sending and receiving without a thread in between: whoever waits does it.
+
+A step's round trip would pay for two thread hops. Instead any thread sends and receives under one
+lock, and one of those that wait is the *leader*: it alone sleeps on the socket's descriptor, outside
+the lock, so that others can still send. What it receives it hands to whoever it is for; the others
+sleep on a condition until then, and one of them takes over when the leader has what it waited for.
+
+ZeroMQ's descriptor signals changes, not levels: after any call on the socket its events must be
+looked at before somebody sleeps on it. `_drain` does that. `_stale` says that it is still to be done:
+a sender leaves it to whoever sleeps next, and does it itself only while a leader sleeps already.
+Asking costs as much as a message, so nobody asks twice.
+
+Ctrl-C may come anywhere, but takes effect only outside sending and receiving (interrupts.py): every
+message is handed over whole and once, and no lock stays held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from gpumux.client.connection import Connection
+from gpumux.client.interrupts import Shield
+from gpumux.errors import DaemonGone, GpumuxError, from_code
+from gpumux.wire.codec import encode
+from gpumux.wire.messages import Goodbye
+
+_FOREVER = 3600.0  # one sleep; nobody sleeps longer without looking
+
+
+class Pump:
+    """Moves messages between one connection and the threads of this process. `dispatch` is called
+    with each message's frames, under the lock; it may `send`, but not `wait`.
+
+    `dead` is why nothing moves any more; `heard` and `sent` are when something last did.
+    """
+
+    def __init__(self, connection: Connection, dispatch: Callable[[list[bytes]], None]) -> None:
+        self.dead: GpumuxError | None = None
+        self.heard = self.sent = time.monotonic()
+        self._connection = connection
+        self._dispatch = dispatch
+        self._closed = False
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._leader: int | None = None  # thread that sleeps on the socket
+        self._sleepers = 0  # threads that wait on the condition
+        self._draining = False
+        self._stale = True
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Raises the error of a dead connection."""
+        with self._lock:
+            self.raise_if_dead()
+            self._stale = True
+            self._connection.send(parts)
+            self.sent = time.monotonic()
+            if self._leader is not None:
+                self._drain()
+
+    def drain(self) -> None:
+        """Dispatch what has arrived, without waiting, and notice a broken connection."""
+        with self._lock:
+            if not self._closed:
+                self._drain()
+                self._check_connection()
+
+    def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Receive until `predicate()` is true; False when `timeout` seconds pass first.
+
+        The predicate is called under the lock after messages were handed over. Raises
+        the error of a connection that dies before the predicate holds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        me = threading.get_ident()
+        woken = broken = False
+        try:
+            while True:
+                with self._lock:
+                    left = _FOREVER if deadline is None else deadline - time.monotonic()
+                    if self._look(predicate, woken, broken, left):
+                        return True
+                    if left <= 0:
+                        return False
+                    if self._leader is not None:
+                        woken = broken = False
+                        self._sleep(left)
+                        continue
+                    self._leader = me
+                woken, broken = self._connection.poll(left)
+                self._leader = None
+        finally:
+            self._step_down(me)
+
+    def _look(self, predicate: Callable[[], bool], woken: bool, broken: bool, left: float) -> bool:
+        """Receive what there is until the predicate holds, and say whether it does."""
+        if self._draining:
+            raise GpumuxError("a handler can't wait for the daemon", "wait in the thread that asked")
+        if predicate():
+            return True
+        if not self._closed and (woken or broken or self._stale or left <= 0):
+            self._drain(predicate, expected=woken)
+            if broken:
+                self._check_connection()
+            if predicate():
+                return True
+        self.raise_if_dead()
+        return False
+
+    def _sleep(self, timeout: float) -> None:
+        self._sleepers += 1
+        try:
+            self._changed.wait(timeout)
+        finally:
+            self._sleepers -= 1
+
+    def _step_down(self, me: int) -> None:
+        """Leave `wait`, however it ends: somebody else must watch the socket now."""
+        if self._leader == me:
+            self._leader = None
+        if self._sleepers:
+            with self._lock:
+                self._changed.notify_all()
+
+    def _drain(self, predicate: Callable[[], bool] | None = None, expected: bool = False) -> None:
+        """Hand over all that has arrived, or as much as makes `predicate` true. Needs the lock."""
+        if self._draining:
+            return  # a handler posts: the drain below it goes on afterwards
+        self._stale = True
+        while expected or self._connection.readable():
+            if self._take_one(predicate):
+                return
+            expected = False
+        self._stale = False
+
+    def _take_one(self, predicate: Callable[[], bool] | None) -> bool:
+        """Hand over one message; whether `predicate` holds now."""
+        with Shield():
+            parts = self._connection.receive()
+            if parts is None:
+                return False
+            self.heard = time.monotonic()
+            self._draining = True
+            try:
+                self._dispatch(parts)
+            finally:
+                self._draining = False
+                self._tell_others()
+        return predicate is not None and predicate()
+
+    def _tell_others(self) -> None:
+        if self._sleepers:
+            self._changed.notify_all()
+        if self._leader not in (None, threading.get_ident()):
+            self._connection.wake()
+
+    def _check_connection(self) -> None:
+        if self.dead is None and (error := self._connection.lost()) is not None:
+            self._drain()  # what came before the break still counts
+            self.die(error)
+
+    def die(self, error: GpumuxError) -> None:
+        """Nothing moves from now on; every wait raises. The first reason stays."""
+        with self._lock:
+            if self.dead is None:
+                self.dead = error
+            self._tell_others()
+
+    def raise_if_dead(self) -> None:
+        if self.dead is not None:
+            raise from_code(self.dead.code, self.dead.message, self.dead.remedy)
+
+    def end(self) -> bool:
+        """Say goodbye and make every wait raise, then wait until no thread sleeps on the socket.
+        False when that had happened before."""
+        with self._lock:
+            if self._closed:
+                return False
+            if self.dead is None:
+                self._say_goodbye()
+            self._closed = True
+            self.die(DaemonGone("this session is closed", "open another"))
+            while self._leader not in (None, threading.get_ident()):
+                self._sleep(1.0)
+        return True
+
+    def _say_goodbye(self) -> None:
+        try:
+            self._connection.send(encode(Goodbye()))
+        except DaemonGone:
+            pass  # it does not read; it will notice by itself

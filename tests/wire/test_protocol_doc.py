@@ -1,0 +1,52 @@
+"""docs/protocol.md says what the code does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from gpumux.wire import messages as m
+from gpumux.wire import sidechannel
+from gpumux.wire.limits import Limits
+
+PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
+ROWS = {int(row[1]): row for row in re.finditer(r"^\| (\d+) \| (\w+) \| ([CD, ]+) \|(.*)\|$", PAGE, re.M)}
+WORDS = {
+    int: "int", float: "float", str: "str", bytes: "bytes", bool: "bool", int | None: "optional int",
+    list[int]: "list of int", list[str]: "list of str", list[float | int]: "list of float or int",
+}  # fmt: skip
+
+
+def test_every_message_is_there_and_no_other():
+    assert {tag: row[2] for tag, row in ROWS.items()} == {tag: cls.__name__ for tag, cls in m.REGISTRY.items()}
+
+
+@pytest.mark.parametrize("tag", m.REGISTRY)
+def test_fields_types_and_senders(tag: int):
+    cls = m.REGISTRY[tag]
+    hints = get_type_hints(cls, vars(m))
+    row = ROWS[tag]
+    written = re.sub(r"\([^()]*\)", "", row[4].partition(". One frame")[0])
+    stated = [part.strip() for part in written.split(", ") if part.strip()]
+    assert stated == [f"{f.name}: {WORDS.get(hints[f.name], 'map')}" for f in fields(cls)]
+    assert ("C" in row[3]) == (cls in m.FROM_CLIENT)
+
+
+def test_the_limits_are_the_defaults():
+    limits = Limits()
+    for stated in (
+        f"| {limits.max_message_bytes >> 20} MiB (`max_message_bytes`) |",
+        f"| {limits.max_control_bytes >> 10} KiB; 16 MiB |",
+        f"| {limits.messages_per_s:,.0f} a second, bursts of {limits.burst_messages:,.0f} |",
+        f"| {limits.strangers_per_s:,.0f} a second, bursts of {limits.burst_strangers:,.0f} |",
+        f"| {limits.max_sessions:,}; {limits.max_sessions_per_user} |",
+        f"| {limits.send_queue:,} |",
+        f"| {limits.messages_per_poll}, clients in turn |",
+        f"At most {sidechannel.MAX_PENDING} connections in all, {sidechannel.MAX_PENDING_PER_USER} of a user",
+        f"for {sidechannel.PENDING_S:g} seconds at most. At most {sidechannel.MAX_QUEUED} descriptors",
+    ):
+        assert stated in PAGE
