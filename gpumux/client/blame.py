@@ -42,6 +42,20 @@ def user_line() -> str:
     return f"{found[0]}:{found[1]}" if found else "an unknown line"
 
 
+def inside_optimizer() -> str:
+    """ " (inside SGD.step)" when an optimizer is on the stack, else nothing."""
+    import torch
+
+    frame: types.FrameType | None = sys._getframe(1)
+    found = ""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            found = f" (inside {type(owner).__name__}.step)"
+        frame = frame.f_back
+    return found
+
+
 def traceback_line(error: BaseException) -> str:
     """ "FILE:LINE" of the innermost user frame an exception passed through."""
     global _prefixes
@@ -110,6 +124,10 @@ def name_of(tensor: Any, fn: Any) -> str:
             for path, item in [*value.named_parameters(), *value.named_buffers()]:
                 if same(item):
                     return f"`{name}.{path}`"
+            for path, module in value.named_modules():
+                for attr, item in vars(module).items():
+                    if same(item):
+                        return f"`{name}.{path + '.' if path else ''}{attr}`"
         else:
             for attr, item in getattr(value, "__dict__", {}).items() if not callable(value) else ():
                 if same(item):

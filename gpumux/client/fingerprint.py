@@ -76,6 +76,9 @@ class Fingerprint:
         self._cells: list[tuple[str, types.CellType]] = []
         self._sized: list[tuple[str, Any]] = []
         self._seen: set[int] = set()
+        self.modules: list[torch.nn.Module] = []
+        self.spaces: list[dict[Any, Any]] = []  # where a step may leave tensors: attributes, containers, globals
+        self.cells: list[types.CellType] = []
         for i, model in enumerate(models):
             self._visit(f"model{i}" if len(models) > 1 else "model", model, 0)
         for i, optimizer in enumerate(optimizers):
@@ -85,9 +88,13 @@ class Fingerprint:
     # ---- collecting --------------------------------------------------------------------------------
 
     def _namespace(self, label: str, values: dict[Any, Any], keys: list[Any]) -> None:
-        if keys:
-            getter = itemgetter(*keys)
-            self._spaces.append(_Namespace(label, values, tuple(keys), getter))
+        # What is None now may hold a tensor tomorrow (a debugging attribute): compare its kind only.
+        empty = tuple(k for k in keys if values[k] is None)
+        firm = tuple(k for k in keys if values[k] is not None)
+        if firm:
+            self._spaces.append(_Namespace(label, values, firm, itemgetter(*firm)))
+        if empty:
+            self._spaces.append(_Namespace(label, values, empty, _kinds(empty)))
 
     def _function(self, label: str, fn: Any, depth: int) -> None:
         fn = getattr(fn, "__wrapped__", fn)
@@ -100,10 +107,12 @@ class Fingerprint:
         self._seen.add(id(fn))
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
             self._cells.append((name, cell))
+            self.cells.append(cell)
         names = set(_global_names(code))
         found = dict(reachable(fn))
         scalars = [n for n in names if n in fn.__globals__ and _is_scalar(fn.__globals__[n])]
         self._namespace("", fn.__globals__, sorted(scalars))
+        self.spaces.append(fn.__globals__)
         for name, value in found.items():
             self._visit(name, value, depth + 1, names)
         if fn.__defaults__:
@@ -135,6 +144,9 @@ class Fingerprint:
             return
         self._seen.add(id(value))
         space = value.__dict__
+        self.spaces.append(space)
+        if isinstance(value, torch.nn.Module):
+            self.modules.append(value)
         skip = _MODULE_INTERNALS if isinstance(value, torch.nn.Module) else frozenset()
         self._namespace(label, space, [k for k, v in space.items() if k not in skip and _is_scalar(v)])
         for key, item in list(space.items()):
@@ -145,6 +157,7 @@ class Fingerprint:
         self._seen.add(id(value))
         self._sized.append((label, value))
         if isinstance(value, dict):
+            self.spaces.append(value)
             self._namespace(label, value, [k for k, v in value.items() if _is_scalar(v)])
             items = list(value.items())
         else:
@@ -156,6 +169,8 @@ class Fingerprint:
         if id(optimizer) in self._seen:
             return
         self._seen.add(id(optimizer))
+        self._sized.append((f"{label}.param_groups", optimizer.param_groups))
+        self._sized += [(f"{label}.param_groups[{i}]", g["params"]) for i, g in enumerate(optimizer.param_groups)]
         for i, group in enumerate(optimizer.param_groups):
             # Numbers are lifted to host scalars; what is left decides which code runs.
             flags = [k for k, v in group.items() if isinstance(v, (bool, str, type(None)))]
@@ -196,6 +211,19 @@ class Fingerprint:
             if a != b:
                 found.append(Change("requires_grad", a, b, True, _require(p, a), _require(p, b)))
         return found
+
+
+def _kinds(keys: tuple[Any, ...]) -> Callable[[dict[Any, Any]], Any]:
+    """A reader that shows tensors as None: whether one was left there decides nothing by itself."""
+
+    def read(space: dict[Any, Any]) -> Any:
+        values = [space[k] for k in keys]
+        shown = tuple(
+            [v if _is_scalar(v) else None if isinstance(v, torch.Tensor) else type(v).__qualname__ for v in values]
+        )
+        return shown[0] if len(shown) == 1 else shown
+
+    return read
 
 
 def _modes() -> tuple[Any, ...]:

@@ -265,12 +265,14 @@ class Evaluator:
                     stack.extend(expr.args)
         place: dict[int, int] = {}
         self._vars: list[str] = []
+        self._types: list[type[Number]] = []
         self._consts: list[Number] = []
         self._steps: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
         for expr in needed.values():
             if expr.op == "var":
                 place[expr.index] = len(self._vars)
                 self._vars.append(expr.args[0])
+                self._types.append(type(expr.value))
         for expr in needed.values():
             if expr.op == "const":
                 place[expr.index] = len(self._vars) + len(self._consts)
@@ -288,6 +290,8 @@ class Evaluator:
         raises (a division by zero the traced path would have met too) counts as not holding."""
         try:
             values: list[Any] = [env[name] for name in self._vars]
+            if list(map(type, values)) != self._types:
+                return None  # an int learning rate became a float: operators take other arguments
             values += self._consts
             for fn, args in self._steps:
                 values.append(fn(*(values[a] for a in args)))

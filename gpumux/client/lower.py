@@ -78,6 +78,7 @@ class _Exit:
                     self.copies.append((place, view))
             else:
                 dropped.append((index, place))
+        self.copies += raw.replaced
         self.structure = Structure(optimizers, tuple(kept), tuple(dropped))
 
     def _home(self, path: tuple[Any, ...], name: str, view: int) -> tuple[Place, bool]:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.client import hostops
-from gpumux.client.blame import user_line
+from gpumux.client.blame import inside_optimizer, user_line
 from gpumux.client.host import Expr, Scope, is_symbol
 from gpumux.client.ledger import Ledger, RawOp, leaves
 from gpumux.client.patches import RngTape
@@ -110,6 +110,8 @@ class Recorder(TorchDispatchMode):
 
     def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
+            if tensor.fake_mode is not self.fake_mode:
+                raise self._unknown(tensor)
             return tensor
         key = tensor.untyped_storage()._cdata
         rebound = self._rebound.get(key)
@@ -133,6 +135,11 @@ class Recorder(TorchDispatchMode):
             return self._foreign(func, args, kwargs)
         if func is aten.lift_fresh.default:
             return self._lift(args[0])
+        if func is aten.mkldnn_rnn_layer.default:
+            raise UnsupportedOperator(
+                f"{user_line()} runs an LSTM through oneDNN, whose backward can't be captured",
+                "set torch.backends.mkldnn.enabled = False before you submit (and in runs you compare with)",
+            )
         if func is aten._conj.default:  # lazy conjugation is a flag on a view; make it real
             func = aten.conj_physical.default
         elif func is aten._neg_view.default:
@@ -150,7 +157,7 @@ class Recorder(TorchDispatchMode):
                 return out
         if func is aten._local_scalar_dense.default:
             raise DataDependent(
-                f"{user_line()} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)",
+                f"{user_line()}{inside_optimizer()} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)",
                 "keep the decision on the device (torch.where, masks), or return the tensor from the step and read it outside",
             )
         if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from gpumux.client import blame
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Expr, Guard, Number, Scope, is_symbol
 from gpumux.client.ledger import Record
+from gpumux.client.leftovers import Leftovers
 from gpumux.client.patches import RngTape, patched
 from gpumux.client.recorder import Recorder
-from gpumux.client.state import StateTable
+from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
 
@@ -58,6 +59,7 @@ class RawTrace:
     groups: list[tuple[int, int, str, int | None, Expr]]  # hyperparameters the step changes itself
     flags: list[Change]  # training and requires_grad flags the step leaves changed
     entry: Structure
+    replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
 
 
 def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, int | None, Any]]:
@@ -105,6 +107,7 @@ class Tracer:
         self.table = table
         self._allowed = allowed
         self._device = device
+        self._leftovers: list[Callable[[], None]] = []
 
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
@@ -124,6 +127,7 @@ class Tracer:
         rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, self._device)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         before = prints.read()
+        left = Leftovers(prints)
         position = 0
         fakes: list[Any] = []
         for leaf in leaves:
@@ -139,11 +143,16 @@ class Tracer:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
                 changes = prints.changes(before)
+                replaced = left.replaced_buffers()
                 raw = self._finish(rec, scope, entry, out, groups)
+                raw.replaced = self._replaced(rec, replaced)
+                self._leftovers += left.restorers()
             except GpumuxError:
+                left.restore()
                 _undo(prints, before)
                 raise
             except Exception as error:
+                left.restore()
                 _undo(prints, before)
                 raise CaptureError(
                     f"the step raised {type(error).__name__} while it was captured, at {blame.traceback_line(error)}: {error}",
@@ -162,6 +171,12 @@ class Tracer:
             )
         raw.flags = changes
         return raw
+
+    def tidy(self) -> None:
+        """Take back the fake tensors that traces left in the user's attributes and variables."""
+        for put in reversed(self._leftovers):
+            put()
+        self._leftovers.clear()
 
     # ---- the stage ---------------------------------------------------------------------------------
 
@@ -230,6 +245,7 @@ class Tracer:
     # ---- the end -----------------------------------------------------------------------------------
 
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
+        _refuse_written_batch(rec.record)
         leaves, spec = pytree.tree_flatten(out)
         results: list[Any] = []
         with torch.no_grad():
@@ -250,6 +266,17 @@ class Tracer:
         return RawTrace(
             rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry
         )  # fmt: skip
+
+    def _replaced(self, rec: Recorder, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Place, int]]:
+        out = []
+        for old, new in pairs:
+            place = self.table.place(old)
+            if place is None:
+                raise CaptureError(
+                    "the step replaces a buffer of a module that was not given", "pass the module in model="
+                )
+            out.append((place, rec.view_of(rec.to_fake(new))))
+        return out
 
     def _group(self, rec: Recorder, i: int, j: int, key: str, k: int | None) -> Expr:
         value = self.table.optimizers[i].param_groups[j][key]
@@ -278,6 +305,19 @@ class Tracer:
         raise unusable(path, value, self.table)
 
 
+def _refuse_written_batch(record: Record) -> None:
+    """The batch is copied to the daemon, so a write to it would not be seen here: the plain loop's
+    next use of the same tensor would differ."""
+    for op in record.ops:
+        for storage in op.writes:
+            found = record.storages[storage]
+            if found.kind == "input":
+                raise CaptureError(
+                    f"{op.where} writes into tensor {found.key} of the batch ({op.target.removeprefix('aten.')})",
+                    "clone it first, or use the operator that returns a new tensor",
+                )
+
+
 def _undo(prints: Fingerprint, before: tuple[Any, ...]) -> None:
     """Put Python values back after a failed trace, as far as they can still be read."""
     try:
@@ -301,7 +341,12 @@ def first_difference(a: RawTrace, b: RawTrace) -> str | None:
             return "a constant made inside the step has another value each time"
     if a.record.views != b.record.views or [str(e) for e in a.record.scalars] != [str(e) for e in b.record.scalars]:
         return "the sizes or the hyperparameter formulas differ"
-    if a.result_spec != b.result_spec or _results(a) != _results(b) or a.gradients != b.gradients:
+    if (
+        a.result_spec != b.result_spec
+        or _results(a) != _results(b)
+        or a.gradients != b.gradients
+        or a.replaced != b.replaced
+    ):
         return "what the step returns or leaves behind differs"
     return None
 

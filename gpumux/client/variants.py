@@ -193,6 +193,7 @@ class StepFunction:
                     "raise max_variants= if the variety is meant",
                 )
             phases = self._cases[(key, now)] = []
+            self._hyper = HyperReader(self._table.optimizers)  # groups may have come
         return phases
 
     def _difference(self, key: Any, now: Any) -> str:
@@ -220,8 +221,11 @@ class StepFunction:
         with self._guard.quiet():
             settle = self._settling is None
             self._settling = self._settling or []
-            first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints, settle)
-            second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints)
+            try:
+                first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints, settle)
+                second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints)
+            finally:
+                self._tracer.tidy()
         difference = first_difference(first, second)
         if difference is not None:
             raise NotRepeatable(

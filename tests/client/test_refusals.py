@@ -295,3 +295,81 @@ def test_no_daemon() -> None:
     with pytest.raises(errors.DaemonGone) as caught:
         client.submit(lambda x: x, example=(X,), endpoint="ipc:///tmp/no-gpumux-here.sock")
     assert "gpumux serve" in str(caught.value)
+
+
+class KeepsHidden(nn.Module):
+    """A recurrent habit: the output of one call is used by the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        if self.hidden is not None:
+            out = out + self.hidden  # reads it
+        self.hidden = out.detach()
+        return out
+
+
+def test_a_tensor_kept_in_an_attribute_between_calls_is_named(endpoint: str) -> None:
+    model = KeepsHidden()
+    error = refusal(lambda x, y: model(x), endpoint, errors.UnknownTensor, model=model)
+    assert "hidden`" in error.message
+    assert model.hidden is None, "no tensor of the trace is left in the user's model"
+
+
+def test_writing_into_the_batch(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.div_(255)  # in place
+        return model(x)
+
+    error = refusal(step, endpoint, errors.CaptureError, model=model)
+    assert line_of(step, "in place") in error.message
+    assert "tensor 0 of the batch" in error.message
+
+
+@pytest.mark.parametrize("kind", ["ASGD", "Adafactor"])
+def test_an_optimizer_that_branches_on_tensors_is_named(kind: str, endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    error = refusal(step, endpoint, errors.DataDependent, model=model, optimizer=optimizer)
+    assert f"inside {kind}.step" in error.message
+
+
+def test_an_lstm_says_which_switch_helps(endpoint: str) -> None:
+    model = nn.LSTM(6, 3)
+    error = refusal(lambda x, y: model(x)[0], endpoint, errors.UnsupportedOperator, model=model)
+    assert "mkldnn.enabled = False" in error.remedy
+
+
+def test_a_new_parameter_group_after_submit_is_no_secret(endpoint: str) -> None:
+    model, extra = nn.Linear(6, 3), nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x) + extra(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    both = nn.ModuleList([model, extra])
+    with client.submit(step, example=(X, Y), model=both, optimizer=optimizer, endpoint=endpoint) as job:
+        before = len(job._remote.programs)
+        job.step(X, Y)
+        optimizer.add_param_group({"params": list(extra.parameters())})
+        job.step(X, Y).result()
+        assert len(job._remote.programs) > before, "the group is part of the step from now on"
+        job.sync()

@@ -219,3 +219,17 @@ def test_unequal_host_counters_are_kept_apart(endpoint: str) -> None:
         return Work([model], [optimizer], [(step, data[0])], simple_loop(data, 20))
 
     check(make, endpoint)
+
+
+def test_a_learning_rate_that_turns_from_an_int_into_a_float(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        data = batches((4, 6), classes=3)
+
+        def each() -> None:
+            optimizer.param_groups[0]["lr"] = 0.5
+
+        return Work([model], [optimizer], [(training(model, optimizer), data[0])], simple_loop(data, 20, each))
+
+    check(make, endpoint)

@@ -418,3 +418,48 @@ def test_a_recurrent_network(endpoint: str) -> None:
         return Work([model], [opt], [(step, data[0])], simple_loop(data))
 
     check(make, endpoint)
+
+
+def test_a_buffer_that_is_replaced_instead_of_written(endpoint: str) -> None:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 10)
+            self.register_buffer("mean", torch.zeros(10))
+            self.seen: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.layer(x)
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+            self.seen = out.detach()  # left for debugging, read by nobody
+            return out - self.mean
+
+    def make() -> Work:
+        model = Running()
+        return classify(model, torch.optim.SGD(model.parameters(), lr=0.1), batches((8, 12)))
+
+    check(make, endpoint)
+
+
+def test_an_lstm_without_onednn(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.ModuleList([nn.LSTM(6, 12), nn.Linear(12, 10)])
+        opt = torch.optim.Adam(model.parameters())
+        data = batches((4, 5, 6))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            h, _ = model[0](x.transpose(0, 1))
+            loss = F.cross_entropy(model[1](h[-1]), y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        return Work([model], [opt], [(step, data[0])], simple_loop(data))
+
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        check(make, endpoint)
+    finally:
+        torch.backends.mkldnn.enabled = before
