@@ -68,12 +68,12 @@ def test_a_wrong_file_is_refused_by_name_with_a_remedy(tmp_path, text, names, re
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="nothing.toml"):
+    with pytest.raises(ConfigError, match=r"nothing\.toml"):
         load({}, {}, tmp_path / "nothing.toml")
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="GPUMUX_POLICI.*GPUMUX_POLICY"):
+    with pytest.raises(ConfigError, match=r"GPUMUX_POLICI.*GPUMUX_POLICY"):
         load({}, {"GPUMUX_POLICI": "fifo"})
 
 
