@@ -54,6 +54,15 @@ def test_a_program_that_does_not_fit_is_refused_with_the_numbers() -> None:
     assert world.core.snapshot()["memory"]["free"] == 0
 
 
+def test_what_a_job_holds_already_is_not_asked_for_twice() -> None:
+    world = World()
+    world.job("a", footprint=Footprint(500 * MIB, 24 * MIB, 0))
+    world.program("a", 1, (1e-4,), Footprint(500 * MIB, 10 * MIB, 0))
+    assert used(world)["used"] == GIB
+    world.program("a", 2, (1e-4,), Footprint(0, 24 * MIB, 0))
+    assert "1 bytes more" in refusal(world.offer("a", 3, Footprint(0, 24 * MIB + 1, 0))).message
+
+
 def test_memory_comes_back_when_loading_fails() -> None:
     world = World()
     world.job("a", pieces=None)

@@ -134,6 +134,18 @@ def test_a_dead_jobs_room_is_free_at_once_and_late_news_of_it_is_ignored() -> No
     assert world.core.snapshot()["counters"]["ignored"] == {"PieceDone": 1, "PieceFailed": 1, "JobReleased": 1}
 
 
+def test_a_forgotten_job_is_out_of_the_ready_heap_too() -> None:
+    world = World()
+    for name in ("holds", "first", "gone"):
+        world.job(name, "low", (1e-4,) * 4)
+        world.steps(name, 1)
+    queue = world.core._state.board.ready[0]
+    assert {entry[2].id for entry in queue._heap} >= {"first", "gone"}
+    world.close("gone")
+    world.release("gone")
+    assert {entry[2].id for entry in queue._heap} == {"first"}
+
+
 def test_one_jobs_end_does_not_touch_another() -> None:
     world = busy_world()
     world.steps("b", 1)

@@ -44,6 +44,17 @@ def test_fifo_passes_over_a_job_that_cannot_run() -> None:
     assert order(world.run()) == [("stuck", 1, 0)]
 
 
+def test_fifo_keeps_arrival_order_when_the_device_is_full() -> None:
+    world = World("fifo")
+    world.job("low", "low", (1e-4,) * (policies.DEEP + 6))
+    world.job("high", "high")
+    world.steps("low", 1)
+    world.steps("high", 1)
+    assert len(world.launches) == policies.DEEP
+    ran = order(world.run())
+    assert ran.index(("high", 1, 0)) > ran.index(("low", 1, policies.DEEP + 5))
+
+
 def test_streams_lets_the_device_choose_by_priority() -> None:
     world = World("streams")
     low, high = world.job("low", "low", FOUR), world.job("high", "high", FOUR)

@@ -171,6 +171,10 @@ def test_a_paused_job_starts_nothing_and_finishes_what_is_out() -> None:
     world.steps("a", 1)
     world.pause("a")
     assert len(world.run()) == 2
+    world.job("c")
+    world.pause("c")
+    assert world.transfer("c", 1) == []
+    assert world.resume("c") == [cmd.StartTransfer("c", 1, True)]
     world.job("b")
     world.pause("b")
     assert world.step("b", 1) == []

@@ -313,7 +313,11 @@ class World:
             for program in sorted(view.pending):
                 if not view.unloading:
                     self.ready(job, program, 0, (1e-4,))
+        rounds = sum(len(v.items) for v in self.jobs.values()) + 1  # each lets a transfer end, and what waits for it
         while self.launches or any(v.items for v in self.jobs.values()):
+            rounds -= 1
+            stuck = {job: v.items for job, v in self.jobs.items() if v.items}
+            assert rounds >= 0, f"never answered: {stuck}"
             self.run()
             for job, view in self.jobs.items():
                 if view.items and view.items[0].started:
