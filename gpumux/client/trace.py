@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumux.client import blame
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Expr, Guard, Number, Scope, is_symbol
+from gpumux.client.hyper import hyper_name, hyperparameters
 from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
 from gpumux.client.patches import RngTape, patched
@@ -60,37 +61,6 @@ class RawTrace:
     flags: list[Change]  # training and requires_grad flags the step leaves changed
     entry: Structure
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
-
-
-def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, int | None, Any]]:
-    """(optimizer, group, key, position in a tuple or None, value) for every number of every group."""
-    for i, optimizer in enumerate(optimizers):
-        for j, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key == "params" or isinstance(value, (bool, str)):
-                    continue
-                if isinstance(value, (int, float)) or _is_host_tensor(value):
-                    yield i, j, key, None, value
-                elif isinstance(value, (tuple, list)):
-                    for k, item in enumerate(value):
-                        if isinstance(item, (int, float)) and not isinstance(item, bool):
-                            yield i, j, key, k, item
-
-
-def _is_host_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
-
-
-def hyper_name(i: int, j: int, key: str, k: int | None) -> str:
-    return f"o{i}.g{j}.{key}" if k is None else f"o{i}.g{j}.{key}.{k}"
-
-
-def hyper_values(optimizers: Sequence[Any]) -> dict[str, Number]:
-    """The hyperparameters' present values by name."""
-    out: dict[str, Number] = {}
-    for i, j, key, k, value in hyperparameters(optimizers):
-        out[hyper_name(i, j, key, k)] = value.item() if isinstance(value, torch.Tensor) else value
-    return out
 
 
 class Settled(Exception):
@@ -325,39 +295,3 @@ def _undo(prints: Fingerprint, before: tuple[Any, ...]) -> None:
             change.restore()
     except NotRepeatable:
         return
-
-
-def first_difference(a: RawTrace, b: RawTrace) -> str | None:
-    """Why two traces of one step aren't the same, or None when they are."""
-    for i, (x, y) in enumerate(zip(a.record.ops, b.record.ops, strict=False)):
-        if (x.target, x.args, x.kwargs, x.outs, x.random) != (y.target, y.args, y.kwargs, y.outs, y.random):
-            return f"operator {i} at {x.where}: {_brief(x)} the first time, {_brief(y)} the second"
-    if len(a.record.ops) != len(b.record.ops):
-        longer = a if len(a.record.ops) > len(b.record.ops) else b
-        op = longer.record.ops[min(len(a.record.ops), len(b.record.ops))]
-        return f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where} is extra"
-    for s, t in zip(a.record.storages, b.record.storages, strict=False):
-        if (s.kind, s.nbytes, s.key) != (t.kind, t.nbytes, t.key):
-            return "a constant made inside the step has another value each time"
-    if a.record.views != b.record.views or [str(e) for e in a.record.scalars] != [str(e) for e in b.record.scalars]:
-        return "the sizes or the hyperparameter formulas differ"
-    if (
-        a.result_spec != b.result_spec
-        or _results(a) != _results(b)
-        or a.gradients != b.gradients
-        or a.replaced != b.replaced
-    ):
-        return "what the step returns or leaves behind differs"
-    return None
-
-
-def _brief(op: Any) -> str:
-    shown = [a for a in op.args if isinstance(a, (int, float, tuple))]
-    return f"{op.target.removeprefix('aten.')}{shown or ''}"
-
-
-def _results(raw: RawTrace) -> list[str]:
-    return [
-        f"view{r.view}" if isinstance(r, TensorResult) else str(r.expr) if isinstance(r, HostResult) else repr(r)
-        for r in raw.results
-    ]

@@ -15,11 +15,13 @@ import torch.utils._pytree as pytree
 
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Number
+from gpumux.client.hyper import HyperReader
 from gpumux.client.lower import Lowered, lower
+from gpumux.client.repeat import first_difference
 from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
-from gpumux.client.trace import RawTrace, Settled, Tracer, first_difference, hyper_name, hyperparameters
+from gpumux.client.trace import RawTrace, Settled, Tracer
 from gpumux.errors import CaptureError, NotRepeatable, TooManyVariants
 
 MAX_PHASES = 8
@@ -65,23 +67,6 @@ def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
                 f"the batch holds a {type(leaf).__name__}", "pass tensors, numbers, strings and containers of them only"
             )
     return tuple(parts), tensors
-
-
-class HyperReader:
-    """Reads the optimizers' numbers at every call, without walking the groups again."""
-
-    def __init__(self, optimizers: list[Any]) -> None:
-        self._slots = [
-            (hyper_name(i, j, key, k), optimizers[i].param_groups[j], key, k, isinstance(value, torch.Tensor))
-            for i, j, key, k, value in hyperparameters(optimizers)
-        ]
-
-    def read(self) -> dict[str, Number]:
-        out: dict[str, Number] = {}
-        for name, group, key, k, tensor in self._slots:
-            value = group[key] if k is None else group[key][k]
-            out[name] = value.item() if tensor or isinstance(value, torch.Tensor) else value
-        return out
 
 
 @dataclass(slots=True)
