@@ -100,7 +100,7 @@ def test_a_closed_job_leaves_nothing_behind(how: str) -> None:
     end(world, how)
     world.finish()
     gc.collect()
-    assert not [found for found in gc.get_objects() if isinstance(found, Job) and id(found) in mine]
+    assert not [found for found in gc.get_objects() if type(found) is Job and id(found) in mine]
     assert_empty(world.core)
 
 
