@@ -244,6 +244,7 @@ def steps_answered(commands: list[cmd.Command]) -> list[cmd.Command]:
     return [c for c in commands if isinstance(c, cmd.FinishStep | cmd.FailStep)]
 
 
+@pytest.mark.timeout(600)  # a failure is made small before it is shown
 @pytest.mark.parametrize("policy", ["paced", "streams", "fifo"])
 def test_promises_hold_in_every_life(policy: str) -> None:
     machine = type("Life", (Life,), {"policy": policy})

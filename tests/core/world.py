@@ -292,6 +292,7 @@ class World:
         view = self.jobs[c.job]
         assert not view.unloading, "a job was unloaded twice"
         assert not view.items, f"{view.items} unanswered when the job was unloaded"
+        assert not view.pending, f"programs {view.pending} were offered and never answered"
         view.unloading = True
 
     def _saw_CloseJob(self, c: cmd.CloseJob) -> None:
