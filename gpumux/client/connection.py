@@ -1,4 +1,4 @@
-"""The socket under a client's session, and the handshake that opens it. Not thread-safe: the
+"""The sockets under a client's session (ZeroMQ's, and the step lane), and the handshake that opens it. Not thread-safe: the
 session's lock guards every call but `poll` and `wake`.
 """
 
@@ -20,6 +20,7 @@ from gpumux.errors import DaemonGone, GpumuxError, ProtocolError, Refused, from_
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ClientCurve, secure_client
 from gpumux.wire.endpoint import Endpoint
+from gpumux.wire.lane import PACKET, Lane
 from gpumux.wire.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refusal, Welcome
 
 START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
@@ -32,8 +33,12 @@ _BARRED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _POLLIN = int(zmq.POLLIN)
 
 
+MESSAGE, LANE, BROKEN = 1, 2, 4  # what `poll` says there may be
+
+
 class Connection:
-    """One DEALER socket with a monitor, in a context of its own: closing it waits for nobody else."""
+    """One DEALER socket with a monitor, in a context of its own: closing it waits for nobody else.
+    `lane` is None until the session has one, and from when the daemon closes it."""
 
     def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
         self.endpoint = endpoint
@@ -53,6 +58,9 @@ class Connection:
             raise
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._socket_fd = int(self._socket.getsockopt(zmq.FD))
+        self.lane: Lane | None = None
+        self._lane_fd = -1
+        self._meaning = {self._socket_fd: MESSAGE, self._monitor_fd: BROKEN, self._wake: 0}
         self._poller = select.poll()
         for fd in (self._socket_fd, self._monitor_fd, self._wake):
             self._poller.register(fd, select.POLLIN)
@@ -90,18 +98,69 @@ class Connection:
         """Whether a message waits. Also what ZeroMQ wants to be asked before anybody sleeps."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
-    def poll(self, timeout: float) -> tuple[bool, bool]:
-        """Sleep until something may have happened, `timeout` seconds at most: (a message may wait,
-        the connection may have changed, ask `lost`). One thread at a time, without the lock."""
-        message = broken = False
-        for fd, _ in self._poller.poll(timeout * 1000):
-            if fd == self._socket_fd:
-                message = True
-            elif fd == self._monitor_fd:
-                broken = True
+    def use_lane(self, lane: Lane) -> None:
+        """From now on `send_step` and `receive_step` have something to work with."""
+        self.lane = lane
+        self._lane_fd = lane.fileno()
+        self._meaning[self._lane_fd] = LANE
+        self._poller.register(self._lane_fd, select.POLLIN)
+
+    def send_step(self, message: bytes | memoryview) -> bool:
+        """Send by the lane; False when it has been closed. Raises DaemonGone like `send`."""
+        lane = self.lane
+        if lane is None:
+            return False
+        try:
+            if len(message) <= PACKET:
+                sent = lane.send(message)
             else:
+                with Shield():  # half a message would swallow the next one
+                    sent = lane.send(message)
+            return sent or self._flush(lane)
+        except OSError:
+            return False  # the daemon closed it; what comes by ZeroMQ says why
+
+    def _flush(self, lane: Lane) -> bool:
+        poller = select.poll()
+        poller.register(lane.fileno(), select.POLLOUT)
+        deadline = time.monotonic() + _FULL_MS / 1000
+        while True:
+            with Shield():
+                if lane.flush():
+                    return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DaemonGone("the daemon does not take messages", "look at gpumux status")
+            poller.poll(left * 1000)
+
+    def receive_step(self) -> bytes | None:
+        """The oldest message on the lane, None when none is there. Call it under a Shield."""
+        if self.lane is None:
+            return None
+        try:
+            return self.lane.receive()
+        except EOFError:
+            self.drop_lane()
+            return None
+
+    def drop_lane(self) -> None:
+        """Idempotent."""
+        lane, self.lane = self.lane, None
+        if lane is not None:
+            self._poller.unregister(self._lane_fd)
+            del self._meaning[self._lane_fd]
+            lane.close()
+
+    def poll(self, timeout: float) -> int:
+        """Sleep until something may have happened, `timeout` seconds at most: MESSAGE (one may wait),
+        LANE (as well, on the lane), BROKEN (the connection may have changed, ask `lost`) or several
+        of them. One thread at a time, without the lock."""
+        happened = 0
+        for fd, _ in self._poller.poll(timeout * 1000):
+            happened |= self._meaning.get(fd, 0)
+            if fd == self._wake:
                 self._clear_wake()
-        return message, broken
+        return happened
 
     def _clear_wake(self) -> None:
         try:
@@ -126,8 +185,15 @@ class Connection:
             error = DaemonGone(f"the daemon at {self.endpoint.text} is gone", START_IT)
         return error
 
+    def close_lane_in_child(self) -> None:
+        """After a fork: only this process's copy. Were it kept open, the daemon would not notice the
+        parent's death."""
+        if self.lane is not None:
+            self.lane.close()
+
     def close(self, linger: bool = False) -> None:
         """Close, with `linger` after what is still to be said (a fifth of a second at most)."""
+        self.drop_lane()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=_LINGER_MS if linger else 0)

@@ -5,6 +5,9 @@ lock, and one of those that wait is the *leader*: it alone sleeps on the socket'
 the lock, so that others can still send. What it receives it hands to whoever it is for; the others
 sleep on a condition until then, and one of them takes over when the leader has what it waited for.
 
+Steps and their answers have a lane of their own (wire/lane.py), which is looked at first: what the
+daemon put there before a ZeroMQ message is handed over before it.
+
 ZeroMQ's descriptor signals changes, not levels: after any call on the socket its events must be
 looked at before somebody sleeps on it. `_drain` does that. `_stale` says that it is still to be done:
 a sender leaves it to whoever sleeps next, and does it itself only while a leader sleeps already.
@@ -19,32 +22,38 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from gpumux.client.connection import Connection
+from gpumux.client.connection import BROKEN, LANE, MESSAGE, Connection
 from gpumux.client.interrupts import Shield
 from gpumux.errors import DaemonGone, GpumuxError, from_code
 from gpumux.wire.codec import encode
 from gpumux.wire.messages import Goodbye
 
+T = TypeVar("T")
 _FOREVER = 3600.0  # one sleep; nobody sleeps longer without looking
 
 
 class Pump:
     """Moves messages between one connection and the threads of this process. `dispatch` is called
-    with each message's frames, under the lock; it may `send`, but not `wait`.
+    with each message's frames, under the lock, `answered` with each message of the lane; they may
+    `send`, but not `wait`.
 
     `dead` is why nothing moves any more; `heard` and `sent` are when something last did.
     """
 
-    def __init__(self, connection: Connection, dispatch: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self, connection: Connection, dispatch: Callable[[list[bytes]], None], answered: Callable[[bytes], None]
+    ) -> None:
         self.dead: GpumuxError | None = None
         self.heard = self.sent = time.monotonic()
         self._connection = connection
         self._dispatch = dispatch
+        self._answered = answered
         self._closed = False
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._leader: int | None = None  # thread that sleeps on the socket
+        self._leader: int | None = None  # thread that sleeps on the sockets
         self._sleepers = 0  # threads that wait on the condition
         self._draining = False
         self._stale = True
@@ -58,6 +67,17 @@ class Pump:
             self.sent = time.monotonic()
             if self._leader is not None:
                 self._drain()
+
+    def send_step(self, message: bytes | memoryview) -> None:
+        """Send by the lane; by ZeroMQ when there is none. Raises the error of a dead connection."""
+        with self._lock:
+            if self.dead is not None:
+                self.raise_if_dead()
+            if self._connection.send_step(message):
+                self.sent = time.monotonic()
+                return
+            self._drain()  # a lane that was closed: why is under way, or here already
+            self.send([message])
 
     def drain(self) -> None:
         """Dispatch what has arrived, without waiting, and notice a broken connection."""
@@ -74,34 +94,39 @@ class Pump:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         me = threading.get_ident()
-        woken = broken = False
+        happened = 0
         try:
             while True:
                 with self._lock:
                     left = _FOREVER if deadline is None else deadline - time.monotonic()
-                    if self._look(predicate, woken, broken, left):
+                    if self._look(predicate, happened, left):
                         return True
                     if left <= 0:
                         return False
                     if self._leader is not None:
-                        woken = broken = False
+                        happened = 0
                         self._sleep(left)
                         continue
                     self._leader = me
-                woken, broken = self._connection.poll(left)
+                happened = self._connection.poll(left)
                 self._leader = None
         finally:
             self._step_down(me)
 
-    def _look(self, predicate: Callable[[], bool], woken: bool, broken: bool, left: float) -> bool:
+    def _look(self, predicate: Callable[[], bool], happened: int, left: float) -> bool:
         """Receive what there is until the predicate holds, and say whether it does."""
         if self._draining:
             raise GpumuxError("a handler can't wait for the daemon", "wait in the thread that asked")
         if predicate():
             return True
-        if not self._closed and (woken or broken or self._stale or left <= 0):
-            self._drain(predicate, expected=woken)
-            if broken:
+        if self._closed:
+            pass
+        elif happened == LANE and not self._stale:
+            if self._take_steps(predicate):
+                return True
+        elif happened or self._stale or left <= 0:
+            self._drain(predicate, expected=bool(happened & MESSAGE))
+            if happened & BROKEN:
                 self._check_connection()
             if predicate():
                 return True
@@ -128,11 +153,31 @@ class Pump:
         if self._draining:
             return  # a handler posts: the drain below it goes on afterwards
         self._stale = True
+        if self._take_steps(predicate):
+            return
         while expected or self._connection.readable():
             if self._take_one(predicate):
                 return
             expected = False
         self._stale = False
+
+    def _take_steps(self, predicate: Callable[[], bool] | None) -> bool:
+        """Hand over the lane's messages; whether `predicate` holds now, which ends it early."""
+        if self._draining:
+            return False
+        while self._take_step():
+            if predicate is not None and predicate():
+                return True
+        return False
+
+    def _take_step(self) -> bool:
+        """Hand over one message of the lane; whether there was one."""
+        with Shield():
+            message = self._connection.receive_step()
+            if message is None:
+                return False
+            self._hand_over(self._answered, message)
+        return True
 
     def _take_one(self, predicate: Callable[[], bool] | None) -> bool:
         """Hand over one message; whether `predicate` holds now."""
@@ -140,14 +185,19 @@ class Pump:
             parts = self._connection.receive()
             if parts is None:
                 return False
-            self.heard = time.monotonic()
-            self._draining = True
-            try:
-                self._dispatch(parts)
-            finally:
-                self._draining = False
-                self._tell_others()
+            while self._take_step():
+                pass  # written before this message, so handed over before it
+            self._hand_over(self._dispatch, parts)
         return predicate is not None and predicate()
+
+    def _hand_over(self, to: Callable[[T], None], what: T) -> None:
+        self.heard = time.monotonic()
+        self._draining = True
+        try:
+            to(what)
+        finally:
+            self._draining = False
+            self._tell_others()
 
     def _tell_others(self) -> None:
         if self._sleepers:
@@ -187,6 +237,8 @@ class Pump:
 
     def _say_goodbye(self) -> None:
         try:
-            self._connection.send(encode(Goodbye()))
+            goodbye = encode(Goodbye())
+            if not self._connection.send_step(goodbye[0]):
+                self._connection.send(goodbye)
         except DaemonGone:
             pass  # it does not read; it will notice by itself

@@ -24,9 +24,11 @@ from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ClientCurve, client_curve
 from gpumux.wire.dataplane import CopyMeter, Segment
 from gpumux.wire.descriptors import DescriptorInbox
-from gpumux.wire.messages import Heartbeat, Leaving, Message, Refusal, Welcome
+from gpumux.wire.lane import FROM_DAEMON
+from gpumux.wire.messages import Heartbeat, Leaving, Message, Refusal, Step, Welcome
 
 Payload = Sequence[bytes | memoryview]
+_NO_FRAMES: list[bytes] = []
 
 
 class Session:
@@ -44,7 +46,7 @@ class Session:
         self._forked = False
         self._owner = os.getpid()
         self._mailbox = Mailbox()
-        self._pump = Pump(connection, self._dispatch)
+        self._pump = Pump(connection, self._dispatch, self._answered)
         self._segments: dict[int, Segment] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -80,6 +82,7 @@ class Session:
             welcome = handshake(connection, hello(role, inline=not found.is_ipc), timeout)
             if welcome.side_channel and role == "client":
                 inbox = DescriptorInbox(welcome.side_channel, welcome.nonce, timeout)
+                connection.use_lane(inbox.take_lane(timeout))
             return cls(connection, welcome, inbox)
         except BaseException:
             if inbox is not None:
@@ -130,7 +133,10 @@ class Session:
         if frames:
             self._check_sizes(msg, frames)
         self._check_process()
-        self._pump.send(parts)
+        if type(msg) is Step and not frames:
+            self._pump.send_step(parts[0])
+        else:
+            self._pump.send(parts)
 
     def _check_sizes(self, msg: Message, frames: Payload) -> None:
         most = self.welcome.max_message_bytes
@@ -181,6 +187,17 @@ class Session:
             self._pump.die(DaemonGone(f"the daemon left: {message.reason}", START_IT))
         elif not isinstance(message, Heartbeat):
             self._mailbox.deliver(ref, message, frames)
+
+    def _answered(self, packet: bytes) -> None:
+        """A message of the step lane."""
+        try:
+            message, _ = decode((packet,))
+            if type(message) not in FROM_DAEMON:
+                raise ProtocolError(f"the daemon sent a {type(message).__name__} on the step lane")
+        except ProtocolError as error:
+            self._pump.die(error)
+            return
+        self._mailbox.deliver(0, message, _NO_FRAMES)
 
     # ---- life and death --------------------------------------------------------------------------
 
@@ -252,6 +269,7 @@ class Session:
 
     def _leave_to_parent(self) -> None:
         self._forked = True
+        self._connection.close_lane_in_child()
         if self._inbox is not None:
             self._inbox.close_in_child()
 

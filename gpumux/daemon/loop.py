@@ -42,7 +42,7 @@ from gpumux.wire.messages import Leaving
 IDLE_GC_S = 0.25  # nothing to do for this long: a good moment for a full collection
 BUSY_GC_S = 10.0  # never idle for this long: a young collection, which is short
 MAX_WAIT_S = 1.0
-ALL = frozenset({"device", "sockets", "clients", "wakeup"})
+ALL = frozenset({"device", "lanes", "clients", "wakeup"})
 
 
 class Wakeup:
@@ -94,8 +94,9 @@ class Loop:
         self._requests = Requests(self.desk, self.status)
         self._completions = Completions(self.desk)
         self._executor = Executor(self.desk)
-        self._waiter = Waiter([source for source in router.fds() if not isinstance(source, int)])
-        self._waiter.follow("clients", [source for source in router.fds() if isinstance(source, int)])
+        self._waiter = Waiter()
+        for name, fds in router.descriptors().items():
+            self._waiter.follow(name, fds)
         self._waiter.follow("wakeup", [self._wakeup.fd])
         self._device_fds: tuple[int, ...] = ()
         self._stop_reason: str | None = None
@@ -139,7 +140,11 @@ class Loop:
             for event in self._device.poll():
                 self._completions.handle(event)
                 self._settle(now)
-        if "sockets" in ready or "clients" in ready:
+        if "lanes" in ready:
+            for arrival in self._router.receive_lanes(now):
+                self._arrived(arrival, now)
+                self._settle(now)
+        if "clients" in ready:
             for arrival in self._router.receive(now):
                 self._arrived(arrival, now)
                 self._settle(now)
@@ -179,7 +184,10 @@ class Loop:
             inf if self._executor.wake_at is None else self._executor.wake_at,
         )
         until = min(until, self._router.next_deadline(now), self._next_gc, now + MAX_WAIT_S)
-        ready = self._waiter.wait(max(0.0, until - now))
+        unread = self._router.unread()
+        ready = self._waiter.wait(0.0 if unread else max(0.0, until - now))
+        if unread:
+            ready.add("clients")
         if "wakeup" in ready:
             self._wakeup.clear()
         self._collect_garbage(bool(ready))

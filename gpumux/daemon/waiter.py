@@ -1,28 +1,19 @@
-"""Waiting for sockets and descriptors at once, a third of the cost of zmq.Poller.
-
-ZeroMQ's descriptor signals changes, not levels: it may stay silent while messages wait, so a socket's
-events are looked at before every sleep. It may also signal when there is nothing to read; whoever
-reads then finds nothing.
-"""
+"""Waiting for many descriptors at once, a third of the cost of zmq.Poller."""
 
 from __future__ import annotations
 
 import select
-from collections.abc import Iterable, Sequence
-
-import zmq
+from collections.abc import Iterable
 
 IN = select.EPOLLIN
 
 
 class Waiter:
-    """Over ZeroMQ sockets, which never change, and plain descriptors in named groups, which may."""
+    """Watches descriptors in named groups, which may change."""
 
-    def __init__(self, sockets: Sequence[zmq.Socket[bytes]]) -> None:
+    def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._sockets = tuple(sockets)
         self._groups: dict[int, str] = {}
-        self.follow("sockets", [_number(sock, zmq.FD) for sock in self._sockets])
 
     def follow(self, group: str, fds: Iterable[int]) -> None:
         """Watch exactly `fds` under this name from now on."""
@@ -39,21 +30,9 @@ class Waiter:
             self._groups[fd] = group
 
     def wait(self, seconds: float) -> set[str]:
-        """The groups that may have something ("sockets" for ZeroMQ's), after `seconds` at most."""
-        for sock in self._sockets:
-            if _number(sock, zmq.EVENTS) & zmq.POLLIN:
-                return self._look(0.0) | {"sockets"}
-        return self._look(seconds)
-
-    def _look(self, seconds: float) -> set[str]:
+        """The groups that may have something, after `seconds` at most."""
         groups = self._groups
         return {groups[fd] for fd, _ in self._epoll.poll(seconds) if fd in groups}
 
     def close(self) -> None:
         self._epoll.close()
-
-
-def _number(sock: zmq.Socket[bytes], option: int) -> int:
-    value = sock.getsockopt(option)
-    assert isinstance(value, int)  # these options are numbers
-    return value

@@ -1,4 +1,4 @@
-"""The client's end of the side channel: descriptors arrive here, by segment id."""
+"""The client's end of the side channel: segments arrive here, by their ids, and the step lane."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import threading
 import time
 
 from gpumux.errors import DaemonGone, ProtocolError
+from gpumux.wire.codec import MAX_CONTROL_BYTES
 from gpumux.wire.dataplane import Segment
+from gpumux.wire.lane import LANE_ID, Lane
 from gpumux.wire.sidechannel import HEADER
 
 _MAX_FDS = 4  # room for more than the one expected, so that a wrong count is seen and closed
@@ -22,6 +24,7 @@ class DescriptorInbox:
 
     def __init__(self, path: str, nonce: bytes, timeout: float) -> None:
         self._arrived: dict[int, Segment] = {}
+        self._lane: Lane | None = None
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -51,6 +54,19 @@ class DescriptorInbox:
             raise ProtocolError(f"segment {segment} has {found.nbytes} bytes, {nbytes} were announced")
         return found
 
+    def take_lane(self, timeout: float) -> Lane:
+        """The session's step lane; the caller owns it. It comes as soon as the daemon has heard the
+        nonce. Raises DaemonGone when it does not come in time or the daemon hangs up."""
+        deadline = time.monotonic() + timeout
+        while self._lane is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DaemonGone(f"no step lane arrived in {timeout:g} s", "look at gpumux status")
+            with self._lock:
+                self._receive(left)
+        lane, self._lane = self._lane, None
+        return lane
+
     def _receive(self, timeout: float) -> None:
         try:
             self._socket.settimeout(timeout)
@@ -68,10 +84,25 @@ class DescriptorInbox:
                 os.close(fd)
             raise ProtocolError("a side-channel packet that is not one segment")
         segment, nbytes = HEADER.unpack(data)
+        if segment == LANE_ID:
+            self._adopt_lane(fds[0])
+            return
         old = self._arrived.pop(segment, None)
         if old is not None:
             old.close()
         self._arrived[segment] = Segment.adopt(fds[0], nbytes)
+
+    def _adopt_lane(self, fd: int) -> None:
+        try:
+            sock = socket.socket(fileno=fd)
+        except OSError as error:
+            os.close(fd)
+            raise ProtocolError(f"the step lane is no socket: {error.strerror}") from error
+        lane, self._lane = self._lane, Lane(sock, MAX_CONTROL_BYTES)
+        if lane is not None or (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+            self._lane.close()
+            self._lane = lane
+            raise ProtocolError("the step lane is a socket of another kind, or a second one")
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -81,6 +112,9 @@ class DescriptorInbox:
         with self._lock:
             self.close_in_child()
             arrived, self._arrived = self._arrived, {}
+            lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.close()
         for segment in arrived.values():
             segment.close()
 

@@ -15,6 +15,7 @@ from gpumux.wire.lock import EndpointLock, remove_stale
 
 _HANDSHAKE_MS = 5_000  # a connection that has not finished ZeroMQ's handshake by then is closed
 _NOBLOCK_MORE = zmq.NOBLOCK | zmq.SNDMORE
+FULL = "the client does not read its messages"
 _LINGER_MS = 500  # how long a closing daemon tries to say goodbye
 
 
@@ -85,7 +86,7 @@ class Listening:
                 self.socket.send(part, _NOBLOCK_MORE)
             self.socket.send(parts[-1], zmq.NOBLOCK)
         except zmq.Again:
-            return "the client does not read its messages"
+            return FULL
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -7,8 +7,12 @@ session's only if both agree. Everything a client does wrong ends its own sessio
     a malformed message, or one only daemons send     Refusal, session over
     too many messages or bytes                        Refusal, session over, connection cut
     a full send queue, a vanished connection          session over
-    silence for lease_s, a closed side channel        session over
+    silence for lease_s                               session over
+    a closed side channel or step lane                session over
     frames outside a session                          Refusal; too many: connection cut
+
+What a client wrote to its step lane is handed on before any later ZeroMQ message of it (wire/lane.py);
+the other direction is delivery.py's.
 
 The router knows Hello, Heartbeat and Goodbye; all other messages are handed on untouched. It reads
 no clock: `now` (seconds, any monotonic clock) comes with each call. A loop calls, every turn,
@@ -17,6 +21,7 @@ no clock: `now` (seconds, any monotonic clock) comes with each call. A loop call
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -29,23 +34,22 @@ from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
 from gpumux.model import Peer, SessionId
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ServerCurve
-from gpumux.wire.endpoint import ensure_runtime_dir, parse
-from gpumux.wire.gatekeeper import Gatekeeper
+from gpumux.wire.delivery import GONE, Delivery
+from gpumux.wire.lane import FROM_CLIENT as LANE_FROM_CLIENT
+from gpumux.wire.lane import LANE_ID
 from gpumux.wire.limits import Limits, Meter
 from gpumux.wire.listening import Listening
-from gpumux.wire.lock import EndpointLock, remove_stale
 from gpumux.wire.messages import FROM_CLIENT, Goodbye, Heartbeat, Hello, Leaving, Message, Refusal
 from gpumux.wire.peers import cut, identify, peer_name
 from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello, make_welcome
 from gpumux.wire.sidechannel import SideChannel
+from gpumux.wire.sockets import Route, Sockets
 
 __all__ = ["Arrival", "Closed", "Incoming", "Opened", "Router"]
 
 GOODBYE = "the client said goodbye"  # the reason in Closed of a session that ended well
-SIDE_CHANNEL_NAME = "side.sock"
 _POLLIN = int(zmq.POLLIN)
 _SIDE_EVERY = 8  # busy passes between looks at the side channel, where nothing is as urgent as a step
-_Route = tuple[int, bytes]  # which listening socket, routing id
 
 
 class Router:
@@ -67,45 +71,26 @@ class Router:
         self.device: dict[str, Any] = {}
         self.counters: Counter[str] = Counter()
         self._sessions: dict[SessionId, SessionRecord] = {}
-        self._routes: dict[_Route, SessionRecord] = {}
+        self._routes: dict[Route, SessionRecord] = {}
         self._strangers: dict[int, Meter] = {}  # by uid
         self._arrivals: list[Arrival] = []
         self._passes = 0
         self._behind = False  # the last receive() stopped before the sockets were empty
         self._next_check = float("-inf")
-        self._listening: list[Listening] = []
-        self._gatekeeper: Gatekeeper | None = None
-        self._side: SideChannel | None = None
-        self._side_lock: EndpointLock | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        try:
-            self._open([parse(text) for text in endpoints], runtime_dir, curve)
-        except BaseException:
-            self._shut()
-            raise
-
-    def _open(self, endpoints: Sequence[Any], runtime_dir: Path, curve: ServerCurve | None) -> None:
-        if curve is not None:
-            self._gatekeeper = Gatekeeper(self._context, curve.clients)
-        for endpoint in endpoints:
-            self._listening.append(Listening(self._context, endpoint, self.limits, curve))
-        ensure_runtime_dir(runtime_dir)
-        path = runtime_dir / SIDE_CHANNEL_NAME
-        self._side_lock = EndpointLock(path)
-        remove_stale(path)
-        self._side = SideChannel(path)
+        self._sockets = Sockets(endpoints, runtime_dir, self.limits, curve, self._lay_lane)
+        self._delivery = Delivery(self._sockets, self.limits)
+        self._lanes = self._sockets.lanes
 
     # ---- what the loop calls ---------------------------------------------------------------------
 
     @property
     def side(self) -> SideChannel:
-        assert self._side is not None  # only a failed constructor leaves it out
-        return self._side
+        return self._sockets.side
 
     @property
     def addresses(self) -> list[str]:
         """The endpoints as bound."""
-        return [listening.address for listening in self._listening]
+        return [listening.address for listening in self._sockets.listening]
 
     @property
     def session_count(self) -> int:
@@ -113,22 +98,35 @@ class Router:
 
     def fds(self) -> list[zmq.Socket[bytes] | int]:
         """What to register with a zmq.Poller for POLLIN. The set never changes."""
-        sockets: list[zmq.Socket[bytes] | int] = [listening.socket for listening in self._listening]
-        if self._gatekeeper is not None:
-            sockets.append(self._gatekeeper.socket)
-        return [*sockets, self.side.fileno()]
+        return self._sockets.fds()
+
+    def descriptors(self) -> dict[str, list[int]]:
+        """The same as bare descriptors: "clients", for `receive`, and "lanes", for `receive_lanes`."""
+        return self._sockets.descriptors()
+
+    def unread(self) -> bool:
+        """Whether a ZeroMQ socket has something. Who sleeps on ZeroMQ's bare descriptors, which signal
+        changes and not levels, asks before each sleep; it costs nothing while no socket was used."""
+        return self._sockets.unread()
 
     def receive(self, now: float) -> list[Arrival]:
         """What came in, a bounded number of messages, clients in turn. Never waits."""
-        if self._gatekeeper is not None:
-            self._gatekeeper.process()
+        self._sockets.touched = True
+        if self._sockets.gatekeeper is not None:
+            self._sockets.gatekeeper.process()
         self._behind = False
-        for index, listening in enumerate(self._listening):
+        self._hear_lanes(now)
+        for index, listening in enumerate(self._sockets.listening):
             self._drain(index, listening, now)
         self._passes += 1
         if not self._arrivals or self._passes % _SIDE_EVERY == 0:
             for session in self.side.process(now):
-                self._end(session, "the client is gone")
+                self._end(session, GONE)
+        return self._take()
+
+    def receive_lanes(self, now: float) -> list[Arrival]:
+        """What came in on step lanes, one message of each. Never waits."""
+        self._hear_lanes(now)
         return self._take()
 
     def expire(self, now: float) -> list[Arrival]:
@@ -156,7 +154,7 @@ class Router:
         record = self._sessions.get(session)
         if record is None:
             return False
-        failure = self._put(record.route, msg, frames)
+        failure = self._delivery.send(record, msg, encode(msg, frames))
         if failure:
             self.counters["unreachable"] += 1
             self._end(session, failure)
@@ -184,7 +182,7 @@ class Router:
             self.side.forget(record.id)
         self._sessions.clear()
         self._routes.clear()
-        self._shut()
+        self._sockets.close()
 
     # ---- receiving -------------------------------------------------------------------------------
 
@@ -214,12 +212,11 @@ class Router:
         self._behind = True
 
     def _from_session(self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float) -> None:
-        session.heard = now
-        size = sum(map(len, parts))
-        if not (session.messages.spend(1, now) and session.traffic.spend(size, now)):
-            self.counters["flood"] += 1
-            error = ProtocolError("too many messages or bytes in a short time", "wait for answers before sending more")
-            self._refuse_session(session.id, error)
+        while session.lane is not None and self._hear_lane(session, now):
+            pass  # it was written before this message, so it comes first
+        if session.id not in self._sessions:
+            return
+        if not self._allow(session, sum(map(len, parts)), now):
             cut(first, session.peer)
             return
         try:
@@ -239,8 +236,61 @@ class Router:
         else:
             self._arrivals.append(Incoming(session.id, session.peer, message, frames))
 
+    def _allow(self, session: SessionRecord, size: int, now: float) -> bool:
+        """A message of `size` bytes came. A session that sends too much is over."""
+        session.heard = now
+        if session.messages.spend(1, now) and session.traffic.spend(size, now):
+            return True
+        self.counters["flood"] += 1
+        error = ProtocolError("too many messages or bytes in a short time", "wait for answers before sending more")
+        self._refuse_session(session.id, error)
+        return False
+
+    def _hear_lanes(self, now: float) -> None:
+        for record, readable, writable in self._lanes.ready():
+            if writable and (failure := self._delivery.flush(record)):
+                self._end(record.id, failure)
+            if readable and record.lane is not None:
+                self._hear_lane(record, now)
+
+    def _hear_lane(self, session: SessionRecord, now: float) -> bool:
+        """Take one message from the session's lane; whether there was one and the session goes on."""
+        assert session.lane is not None
+        try:
+            packet = session.lane.receive()
+            if packet is None or not self._allow(session, len(packet), now):
+                return False
+            message, _ = decode((packet,), self.limits.max_control_bytes)
+            if type(message) not in LANE_FROM_CLIENT:
+                raise ProtocolError(f"a {type(message).__name__} on the step lane", "send it by ZeroMQ")
+        except EOFError:
+            self._end(session.id, GONE)
+            return False
+        except ProtocolError as error:
+            self.counters["malformed"] += 1
+            self._refuse_session(session.id, error)
+            return False
+        if type(message) is Goodbye:
+            self._end(session.id, GOODBYE)
+            return False
+        session.steps_on_lane = True
+        self._arrivals.append(Incoming(session.id, session.peer, message, []))
+        return True
+
+    def _lay_lane(self, session: SessionId) -> bool:
+        """The session's client has connected to the side channel: give it its step lane."""
+        try:
+            theirs = self._lanes.open(self._sessions[session])
+        except OSError:
+            self.counters["no_descriptors"] += 1
+            return False
+        try:
+            return self.side.send(session, LANE_ID, 0, theirs)
+        finally:
+            os.close(theirs)
+
     def _from_stranger(
-        self, route: _Route, name: str | None, over_ipc: bool, first: zmq.Frame, parts: list[bytes], now: float
+        self, route: Route, name: str | None, over_ipc: bool, first: zmq.Frame, parts: list[bytes], now: float
     ) -> None:
         peer = identify(name, over_ipc) if name is not None else None
         if name is None or peer is None:
@@ -262,7 +312,7 @@ class Router:
             self.counters[f"stranger_{error.code}"] += 1
             self._put(route, Refusal(0, error.code, error.message, error.remedy))
 
-    def _open_session(self, route: _Route, name: str, peer: Peer, hello: Hello, over_ipc: bool, now: float) -> None:
+    def _open_session(self, route: Route, name: str, peer: Peer, hello: Hello, over_ipc: bool, now: float) -> None:
         check_hello(hello, peer, over_ipc, [record.peer for record in self._sessions.values()], self.limits)
         session = SessionId(secrets.token_hex(8))
         nonce = self.side.expect(session, peer.uid) if over_ipc else b""
@@ -275,9 +325,8 @@ class Router:
 
     # ---- sending and ending ----------------------------------------------------------------------
 
-    def _put(self, route: _Route, msg: Message, frames: Sequence[bytes | memoryview] = ()) -> str:
-        index, identity = route
-        return self._listening[index].send(identity, encode(msg, frames))
+    def _put(self, route: Route, msg: Message) -> str:
+        return self._sockets.send(route, encode(msg))
 
     def _check_silence(self, record: SessionRecord, now: float) -> None:
         # Messages that wait unread may be the very heartbeats: then nobody has been silent.
@@ -300,28 +349,13 @@ class Router:
         if record is None:
             return
         self._routes.pop(record.route, None)
+        self._lanes.close_lane(record)
         self.side.forget(session)
         self._arrivals.append(Closed(session, record.peer, reason))
 
     def _take(self) -> list[Arrival]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
-
-    def _shut(self) -> None:
-        if self._side is not None:
-            self._side.close()
-            self._side = None
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
-            self._gatekeeper = None
-        for listening in self._listening:
-            listening.close()
-        self._context.term()  # the sockets are closed when this returns, so their files may go
-        for listening in self._listening:
-            listening.release()
-        self._listening.clear()
-        if self._side_lock is not None:
-            self._side_lock.close()
 
 
 def _no_session() -> DaemonGone:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import gpumux
 from gpumux.errors import AdmissionRefused, ProtocolError
 from gpumux.model import Peer, SessionId
+from gpumux.wire.lane import Lane
 from gpumux.wire.limits import Limits, Meter
 from gpumux.wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 
@@ -45,6 +47,7 @@ class Closed:
 
 
 Arrival = Opened | Incoming | Closed
+Held = tuple[Sequence[bytes | memoryview], bool]  # a message's frames, whether it goes by the lane
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +61,9 @@ class SessionRecord:
     traffic: Meter  # in bytes
     heard: float
     sent: float
+    lane: Lane | None = None
+    steps_on_lane: bool = False  # the client uses it, so steps are answered there
+    held: deque[Held] = field(default_factory=deque)  # what waits behind a full lane
 
     @classmethod
     def begin(

@@ -2,7 +2,8 @@
 
     client: connect, send one packet: the nonce of its Welcome
     daemon: checks the nonce and that SO_PEERCRED's uid is the session's, then sends one packet for
-            each segment: segment id and size (two u64, network order) with one descriptor
+            each segment: segment id and size (two u64, network order) with one descriptor. The
+            session's step lane (wire/lane.py) travels the same way, under an id of its own.
 
 Packets (SOCK_SEQPACKET) keep their borders, so nothing has to be framed. A bound connection that
 closes tells the daemon at once that the client is gone, long before its lease ends.
@@ -20,6 +21,7 @@ import select
 import socket
 import struct
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -57,11 +59,13 @@ class _Pending:
 
 
 class SideChannel:
-    """The daemon's end. `fileno()` turns readable when `process` has something to do."""
+    """The daemon's end. `fileno()` turns readable when `process` has something to do. `introduced` is
+    called when a session's client has connected; False: the session can't go on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, introduced: Callable[[SessionId], bool] = lambda session: True) -> None:
         check_path_length(path)
         self.path = path
+        self._introduced = introduced
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind(str(path))
@@ -119,7 +123,7 @@ class SideChannel:
             if fd == self._listener.fileno():
                 self._accept(now)
             elif fd in self._pending:
-                self._introduce(self._pending.pop(fd))
+                gone += self._introduce(self._pending.pop(fd))
             elif fd in self._bound:
                 claim = self._bound[fd]
                 if events & ~select.EPOLLOUT:
@@ -185,7 +189,7 @@ class SideChannel:
             pass  # it went by itself
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
-    def _introduce(self, pending: _Pending) -> None:
+    def _introduce(self, pending: _Pending) -> list[SessionId]:
         try:
             nonce = pending.connection.recv(NONCE_BYTES + 1)
         except OSError:
@@ -193,10 +197,11 @@ class SideChannel:
         claim = self._claims.get(nonce)
         if claim is None or claim.uid != pending.uid or claim.connection is not None:
             self._drop(pending.connection)
-            return
+            return []
         claim.connection = pending.connection
         self._bound[pending.connection.fileno()] = claim
         self._flush(claim)
+        return [] if self._introduced(claim.session) else [claim.session]
 
     def _flush(self, claim: _Claim) -> None:
         connection = claim.connection

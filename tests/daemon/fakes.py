@@ -167,7 +167,13 @@ class FakeRouter:
         self.open: dict[SessionId, Peer] = {}
         self.read = 0
 
-    def fds(self):
+    def descriptors(self):
+        return {}
+
+    def unread(self):
+        return False
+
+    def receive_lanes(self, now):
         return []
 
     def receive(self, now):

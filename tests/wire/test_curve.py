@@ -78,9 +78,10 @@ def test_nobody_else_gets_in(world, make_client, keys, kind):
         "unknown key": as_client(keys, "mallory"),
         "wrong server key": as_client(keys, "alice", server="bob"),
     }[kind]
-    stranger = make_client(world, configure=lambda sock: watch(sock, configure))
+    monitors = []
+    stranger = make_client(world, configure=lambda sock: monitors.append(watch(sock, configure)))
     stranger.send(INLINE)
-    monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    monitor = monitors[0]
     while not monitor.poll(10):
         assert world.router.receive(world.now) == []
     stranger.socket.disable_monitor()
@@ -91,10 +92,12 @@ def test_nobody_else_gets_in(world, make_client, keys, kind):
     assert world.router.session_count == 1
 
 
-def watch(sock: zmq.Socket, configure) -> None:
+def watch(sock: zmq.Socket, configure) -> zmq.Socket:
+    """A monitor of a socket that is yet to connect, so that it misses nothing."""
     sock.setsockopt(zmq.RECONNECT_IVL, -1)
     if configure is not None:
         configure(sock)
+    return sock.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
 def test_a_key_added_later_counts(world, make_client, keys, tmp_path: Path):

@@ -16,6 +16,7 @@ from gpumux.model import SessionId
 from gpumux.wire import sidechannel
 from gpumux.wire.dataplane import Segment
 from gpumux.wire.descriptors import DescriptorInbox
+from gpumux.wire.lane import LANE_ID
 from gpumux.wire.router import Closed
 from gpumux.wire.sidechannel import HEADER, MAX_PENDING_PER_USER, MAX_QUEUED, PENDING_S, SideChannel
 
@@ -240,6 +241,7 @@ def test_the_router_ends_a_session_whose_client_died(world, make_client):
         while not select.select([connection], [], [], 0.01)[0]:
             world.router.receive(world.now)
         assert connection.recv(100) == HEADER.pack(5, 4096)
+        assert connection.recv(100) == HEADER.pack(LANE_ID, 0)
         connection.close()
         assert world.next(Closed).reason == "the client is gone"
         assert not world.router.send_segment(opened.session, 6, segment.fd, segment.nbytes)

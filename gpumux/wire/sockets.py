@@ -1,0 +1,99 @@
+"""All that a daemon's router listens on, opened together and closed in the right order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from gpumux.model import SessionId
+from gpumux.wire.curve import ServerCurve
+from gpumux.wire.endpoint import ensure_runtime_dir, parse
+from gpumux.wire.gatekeeper import Gatekeeper
+from gpumux.wire.lanes import Lanes
+from gpumux.wire.limits import Limits
+from gpumux.wire.listening import Listening
+from gpumux.wire.lock import EndpointLock, remove_stale
+from gpumux.wire.sidechannel import SideChannel
+
+SIDE_CHANNEL_NAME = "side.sock"
+Route = tuple[int, bytes]  # which listening socket, routing id
+_POLLIN = int(zmq.POLLIN)
+
+
+class Sockets:
+    """ZeroMQ's sockets, the side channel, the step lanes. Raises what Router says."""
+
+    side: SideChannel
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        runtime_dir: Path,
+        limits: Limits,
+        curve: ServerCurve | None,
+        introduced: Callable[[SessionId], bool],
+    ) -> None:
+        self.listening: list[Listening] = []
+        self.gatekeeper: Gatekeeper | None = None
+        self.touched = True  # a ZeroMQ socket was used since `unread` said no
+        self._side_lock: EndpointLock | None = None
+        parsed = [parse(text) for text in endpoints]
+        self.lanes = Lanes(limits.max_control_bytes)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            if curve is not None:
+                self.gatekeeper = Gatekeeper(self._context, curve.clients)
+            for endpoint in parsed:
+                self.listening.append(Listening(self._context, endpoint, limits, curve))
+            ensure_runtime_dir(runtime_dir)
+            path = runtime_dir / SIDE_CHANNEL_NAME
+            self._side_lock = EndpointLock(path)
+            remove_stale(path)
+            self.side = SideChannel(path, introduced)
+        except BaseException:
+            self._close_rest()
+            raise
+        self._zmq = [listening.socket for listening in self.listening]
+        if self.gatekeeper is not None:
+            self._zmq.append(self.gatekeeper.socket)
+
+    def fds(self) -> list[zmq.Socket[bytes] | int]:
+        return [*self._zmq, self.side.fileno(), self.lanes.fileno()]
+
+    def descriptors(self) -> dict[str, list[int]]:
+        """See Router.descriptors."""
+        bare = [int(sock.getsockopt(zmq.FD)) for sock in self._zmq]
+        return {"clients": [*bare, self.side.fileno()], "lanes": [self.lanes.fileno()]}
+
+    def unread(self) -> bool:
+        """See Router.unread."""
+        if not self.touched:
+            return False
+        self.touched = any(int(sock.getsockopt(zmq.EVENTS)) & _POLLIN for sock in self._zmq)
+        return self.touched
+
+    def send(self, route: Route, parts: Sequence[bytes | memoryview]) -> str:
+        """Hand a message to ZeroMQ; what failed, "" when nothing did."""
+        self.touched = True
+        return self.listening[route[0]].send(route[1], parts)
+
+    def close(self) -> None:
+        """Waits half a second at most for what is still to be sent. Idempotent."""
+        if self._zmq:
+            self._zmq = []
+            self.side.close()
+            self._close_rest()
+
+    def _close_rest(self) -> None:
+        self.lanes.close()
+        if self.gatekeeper is not None:
+            self.gatekeeper.close()
+        for listening in self.listening:
+            listening.close()
+        self._context.term()  # the sockets are closed when this returns, so their files may go
+        for listening in self.listening:
+            listening.release()
+        if self._side_lock is not None:
+            self._side_lock.close()
