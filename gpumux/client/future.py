@@ -30,16 +30,19 @@ class StepFuture:
         if not self._done:
             self._error, self._done = error, True
 
+    def _answered(self) -> bool:
+        return self._done
+
     def done(self) -> bool:
         """Whether the step was answered. Never waits."""
         if not self._done:
-            self._wait(lambda: self._done, 0.0)
+            self._wait(self._answered, 0.0)
         return self._done
 
     def result(self, timeout: float | None = None) -> Any:
         """What the step returned, as CPU tensors. Waits at most `timeout` seconds, then raises
         TimeoutError. Raises JobFailed, JobClosed or DaemonGone when the step could not be answered."""
-        if not self._done and not self._wait(lambda: self._done, timeout):
+        if not self._done and not self._wait(self._answered, timeout):
             raise TimeoutError(f"the step was not answered within {timeout} s")
         if self._error is not None:
             raise self._error

@@ -140,10 +140,9 @@ class Job:
                 choice = function.choose(batch, named, self._state)  # explains what is missing
             number = self._upload(choice)
             program = self._remote.programs[number]
-            self._session.pump()
             if len(self._pending) >= self._spec.max_inflight:
                 self._wait(lambda: len(self._pending) < self._spec.max_inflight, None)
-            self._check_open()
+                self._check_open()
             slot = program.free.pop()
             frames = program.fill(slot, choice.tensors)
             future = StepFuture(self._wait)
@@ -175,10 +174,9 @@ class Job:
         self._unsynced += 1
 
     def _wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
-        if predicate():
-            return True
+        """The predicate is about this job's steps: a job that ends answers them all."""
         try:
-            return self._session.wait(lambda: predicate() or self._remote.ended is not None, timeout) and predicate()
+            return self._session.wait(predicate, timeout)
         except DaemonGone as gone:
             self._pending.fail(gone)
             if predicate():

@@ -37,7 +37,7 @@ class _Step:
         leaves = []
         for kind, what in self.results:
             leaves.append(tensors[what] if kind == "tensor" else self.host[what] if kind == "host" else what)
-        return pytree.tree_unflatten(leaves, self.spec)
+        return leaves[0] if self.spec.is_leaf() else pytree.tree_unflatten(leaves, self.spec)
 
 
 class Pending:
