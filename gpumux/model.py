@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 JobId = NewType("JobId", str)  # chosen by the client: 32 hex digits
 SessionId = NewType("SessionId", str)  # chosen by the daemon, one a client connection
@@ -68,8 +68,7 @@ class Fault:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Where a step's time went: waiting in its queue, running on the device, and in all."""
 
     queue_s: float

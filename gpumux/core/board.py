@@ -62,6 +62,10 @@ class Board:
         """The class's ready job whose turn it is, or None."""
         return self.ready[priority].first()
 
+    def any_ready(self) -> bool:
+        """Whether any job of any class could be launched, if there were room."""
+        return any(self.ready)
+
     def fits(self, job: Job, limit: Limit) -> bool:
         """The next piece of this ready job has room in its class's window under `limit`."""
         return self.windows[job.priority].fits(job.next_seconds(), limit)

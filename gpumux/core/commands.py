@@ -1,8 +1,9 @@
-"""What the core asks the daemon's loop to do, in order. Frozen data."""
+"""What the core asks the daemon's loop to do, in order. Frozen data (events.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpumux.model import Fault, JobId, LaunchId, ProgramId, SessionId, StepId, StepTimes, TransferId
 
@@ -48,8 +49,7 @@ class AnnounceProgram:
     program: ProgramId
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchPiece:
+class LaunchPiece(NamedTuple):
     launch: LaunchId
     job: JobId
     step: StepId
@@ -73,8 +73,7 @@ class FinishTransfer:
     fault: Fault | None
 
 
-@dataclass(frozen=True, slots=True)
-class FinishStep:
+class FinishStep(NamedTuple):
     """The step is answered, successfully. Exactly one FinishStep or FailStep per submitted step."""
 
     job: JobId

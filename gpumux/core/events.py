@@ -1,4 +1,5 @@
-"""What can happen to the core. Frozen data; `handle(event, now)` is told the clock separately.
+"""What can happen to the core. Frozen data (named tuples where one is made for every piece: they cost a
+third); `handle(event, now)` is told the clock separately.
 
 The core never sees bytes, descriptors or programs: the daemon's loop keeps those under the ids
 used here.
@@ -7,6 +8,7 @@ used here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpumux.model import (
     DeviceInfo,
@@ -74,8 +76,7 @@ class ProgramDropped:
     fault: Fault
 
 
-@dataclass(frozen=True, slots=True)
-class StepSubmitted:
+class StepSubmitted(NamedTuple):
     job: JobId
     step: StepId
     program: ProgramId
@@ -90,8 +91,7 @@ class TransferRequested:
     into_device: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PieceDone:
+class PieceDone(NamedTuple):
     launch: LaunchId
     started: float
     ended: float

@@ -40,6 +40,9 @@ class ReadyQueue:
         self._serial = count()
         self._size = 0
 
+    def __len__(self) -> int:
+        return self._size
+
     def key(self, job: Job) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
         return job.head_step().arrival

@@ -58,12 +58,13 @@ class Core:
         _HANDLERS[type(event)](state, event)
         policy = state.policy
         if policy is not None:
-            while (choice := policy.choose(state.board)) is not None:
+            while state.board.any_ready() and (choice := policy.choose(state.board)) is not None:
                 self._launch(policy, *choice)
-        for job in state.touched:
-            if job.queue:
-                self._explain(job)
-        state.touched.clear()
+        if state.touched:
+            for job in state.touched:
+                if job.queue:
+                    self._explain(job)
+            state.touched.clear()
         return state.out
 
     @property

@@ -105,6 +105,8 @@ class Loop:
         self._young_gc = inf
         self._next_call = inf
         self._alarm = inf  # the earliest of what _seldom looks after
+        self._turned = self._clock()  # when the last turn ended
+        self._router_due = self._turned
         self.every_s = inf
         self.on_time: Callable[[], None] = _nothing
         self.desk.feed(ev.DeviceOpened(identity.device))
@@ -129,7 +131,7 @@ class Loop:
 
     def run(self) -> None:
         """Serve until `stop`. Jobs that don't let go of the device in `drain_s` are left behind."""
-        while not (self.core.drained or self._clock() >= self._leave_by):
+        while not (self.core.drained or self._turned >= self._leave_by):
             self.turn(self._wait())
 
     def turn(self, ready: Collection[str] = ALL) -> None:
@@ -148,14 +150,17 @@ class Loop:
             for arrival in self._router.receive(now):
                 self._arrived(arrival, now)
                 self._settle(now)
-        if now >= self._router.next_deadline(now):
-            for arrival in self._router.expire(now):
-                self._arrived(arrival, now)
-                self._settle(now)
         if "wakeup" in ready or now >= self._alarm:
             self._seldom(now)
             self._settle(now)
-        self._metrics.loop_busy.inc(max(0.0, self._clock() - now))
+        self._router_due = self._router.next_deadline(now)
+        if now >= self._router_due:
+            for arrival in self._router.expire(now):
+                self._arrived(arrival, now)
+                self._settle(now)
+            self._router_due = self._router.next_deadline(now)
+        self._turned = self._clock()
+        self._metrics.loop_busy.inc(max(0.0, self._turned - now))
 
     def _seldom(self, now: float) -> None:
         """What most turns have nothing of."""
@@ -173,17 +178,13 @@ class Loop:
 
     def _wait(self) -> Collection[str]:
         """Wait until something is ready; who may have it."""
-        fds = self._device.filenos()
-        if self._device_fds != tuple(fds):
-            self._device_fds = tuple(fds)
+        fds = tuple(self._device.filenos())
+        if fds != self._device_fds:
+            self._device_fds = fds
             self._waiter.follow("device", fds)
-        now = self._clock()
-        until = self._alarm = min(
-            self._leave_by,
-            self._next_call,
-            inf if self._executor.wake_at is None else self._executor.wake_at,
-        )
-        until = min(until, self._router.next_deadline(now), self._next_gc, now + MAX_WAIT_S)
+        now, wake_at = self._turned, self._executor.wake_at
+        until = self._alarm = min(self._leave_by, self._next_call, inf if wake_at is None else wake_at)
+        until = min(until, self._router_due, self._next_gc, now + MAX_WAIT_S)
         unread = self._router.unread()
         ready = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 
@@ -37,8 +37,7 @@ class MemoryFigures:
     by_job: dict[JobId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """One piece of one step. `slot` is the step's slot in the program's data segment; `scalars` are
     the step's host scalars (floats and ints as the Program declares), sent with every piece."""
 
@@ -87,8 +86,7 @@ class Recut:
     pieces: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchDone:
+class LaunchDone(NamedTuple):
     launch: LaunchId
     started: float
     ended: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import gpumux
 from gpumux.errors import AdmissionRefused, ProtocolError
@@ -27,8 +27,7 @@ class Opened:
     inline: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """A message of an open session, checked field by field, not yet interpreted."""
 
     session: SessionId

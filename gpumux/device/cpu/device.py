@@ -60,6 +60,7 @@ class CpuDevice:
         self._events: list[DeviceEvent] = []
         self._warm: WarmProcess | None = None
         self._warm_writes = False
+        self._fds: tuple[int, ...] = ()
         self._total = 0
 
     # ---- the contract ----------------------------------------------------------------------------
@@ -69,6 +70,7 @@ class CpuDevice:
             raise ConfigError(f"{self._threads} threads on {self._cores} cores", "use --threads with no more than that")
         self._total = available_bytes()
         self._epoll = select.epoll()
+        self._fds = (self._epoll.fileno(),)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._start_warm()
@@ -90,7 +92,7 @@ class CpuDevice:
         )
 
     def filenos(self) -> Sequence[int]:
-        return [self._epoll.fileno()]
+        return self._fds
 
     def poll(self) -> list[DeviceEvent]:
         if self._total == 0:
@@ -104,7 +106,8 @@ class CpuDevice:
             elif self._warm is not None:
                 self._warm.flush()
                 self._hear_warm()
-        self._hand_over()
+        if self._schedule.waiting:
+            self._hand_over()
         self._watch_warm()
         events, self._events = self._events, []
         return events
@@ -238,19 +241,21 @@ class CpuDevice:
             except OSError:
                 pass  # it is gone; the end of its channel will tell
 
-    def _hear(self, executor: Executor) -> None:
+    def _hear(self, executor: Executor) -> bool:
+        """One message; whether there was one. Asking a second time costs more than being told again."""
         try:
-            while True:
-                tag, body, _ = executor.channel.receive()
-                if not executor.unloading:
-                    self._events.extend(answer(executor, self._schedule, tag, body))
+            tag, body, _ = executor.channel.receive()
         except BlockingIOError:
-            return
+            return False
         except EOFError:
             executor.ended = True
             del self._by_fd[executor.channel.fileno()]
             self._epoll.unregister(executor.channel.fileno())
             self._bury(executor)
+            return False
+        if not executor.unloading:
+            self._events.extend(answer(executor, self._schedule, tag, body))
+        return True
 
     def _bury(self, executor: Executor) -> None:
         """Once its channel and its process have both ended, answer for it."""
@@ -300,7 +305,8 @@ class CpuDevice:
             return
         executor.status = status
         if not executor.ended:
-            self._hear(executor)  # what it said last comes before its end
+            while self._hear(executor):
+                pass  # what it said last comes before its end
         self._bury(executor)
 
     def _lose_warm(self, warm: WarmProcess) -> None:

@@ -15,6 +15,7 @@ from gpumux.device.cpu.warm import WarmProcess
 from gpumux.model import Fault, Footprint, JobId, ProgramId, TransferId
 
 UNKNOWN_STATUS = "ended, and nobody could say how"
+_NO_SCALARS = pack(())
 
 
 class Descriptors:
@@ -165,7 +166,9 @@ def send(channel: Channel, command: Command) -> None:
         numbers = (command.launch, command.step, command.program, command.cut, command.piece, command.slot)
         head = LAUNCH_HEAD.pack(LAUNCH, *numbers)
         # The executor keeps a step's scalars: they go with its first piece only.
-        channel.sock.send(head + pack(command.scalars) if command.piece == 0 else head)
+        if command.piece == 0:
+            head += pack(command.scalars) if command.scalars else _NO_SCALARS
+        channel.sock.send(head)
         return
     try:
         if isinstance(command, Load):

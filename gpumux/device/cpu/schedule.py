@@ -60,6 +60,11 @@ class Schedule(Generic[T]):
         self._busy: dict[JobId, Lane[T]] = {}  # those with something waiting: the only ones worth a look
         self._age = 0
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits to be handed over."""
+        return bool(self._busy)
+
     def open(self, job: JobId) -> None:
         self._lanes[job] = Lane()
 
@@ -94,6 +99,10 @@ class Schedule(Generic[T]):
 
     def hand_over(self) -> Iterator[tuple[JobId, T]]:
         """Commands to send now, in order. Each is counted as handed when it is yielded."""
+        if len(self._busy) < 2:
+            for job, lane in list(self._busy.items()):
+                yield from self._hand_over_alone(job, lane)
+            return
         busy = list(self._busy.items())
         for job, lane in busy:
             if not lane.handed and lane.next_stream is None:
@@ -111,6 +120,15 @@ class Schedule(Generic[T]):
                 continue
             if highest_left is None or stream > highest_left:
                 yield self._hand(job, lane)
+
+    def _hand_over_alone(self, job: JobId, lane: Lane[T]) -> Iterator[tuple[JobId, T]]:
+        """The same when no other job has anything waiting."""
+        if not lane.handed:
+            if lane.next_stream is not None and self.pieces_running >= self.parallel:
+                return
+            yield self._hand(job, lane)
+        if len(lane.handed) == 1 and lane.runs_piece and lane.next_stream is not None:
+            yield self._hand(job, lane)
 
     def _hand(self, job: JobId, lane: Lane[T]) -> tuple[JobId, T]:
         command = lane.waiting.popleft()
