@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -241,7 +242,7 @@ class Recorder(TorchDispatchMode):
                 f"{user_line()}: the shape or value of {func}'s result depends on the data",
                 "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step",
             ) from error
-        except UnsupportedOperatorException as error:
+        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
             raise UnsupportedOperator(
                 f"{user_line()}: {func} can't run on fake tensors", "replace the operator or do it outside the step"
             ) from error
