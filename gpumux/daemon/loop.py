@@ -160,7 +160,7 @@ class Loop:
                 self._settle(now)
             self._router_due = self._router.next_deadline(now)
         self._turned = self._clock()
-        self._metrics.loop_busy.inc(max(0.0, self._turned - now))
+        self._metrics.tally.busy_s += max(0.0, self._turned - now)
 
     def _seldom(self, now: float) -> None:
         """What most turns have nothing of."""
