@@ -64,7 +64,8 @@ class Board:
 
     def any_ready(self) -> bool:
         """Whether any job of any class could be launched, if there were room."""
-        return any(self.ready)
+        low, high = self.ready
+        return low.size > 0 or high.size > 0
 
     def fits(self, job: Job, limit: Limit) -> bool:
         """The next piece of this ready job has room in its class's window under `limit`."""

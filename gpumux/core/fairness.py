@@ -38,23 +38,20 @@ class ReadyQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Job]] = []
         self._serial = count()
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = 0  # ready jobs
 
     def key(self, job: Job) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
         return job.head_step().arrival
 
     def enter(self, job: Job) -> None:
-        self._size += 1
+        self.size += 1
         self._push(job)
 
     def leave(self, job: Job) -> None:
         if job.entry is not None:
             job.entry = None
-            self._size -= 1
+            self.size -= 1
 
     def forget(self, job: Job) -> None:
         """Leave, and drop even outdated entries, so that nothing refers to the job any more."""
@@ -87,14 +84,14 @@ class ReadyQueue:
     def check(self, jobs: list[Job]) -> None:
         """Raise AssertionError unless exactly `jobs` are in, each with a key not above its own."""
         live = [entry for entry in self._heap if entry[2].entry is entry]
-        assert len(live) == self._size, f"ready queue counts {self._size} jobs and holds {len(live)}"
+        assert len(live) == self.size, f"ready queue counts {self.size} jobs and holds {len(live)}"
         assert {id(entry[2]) for entry in live} == {id(job) for job in jobs}, "ready queue holds the wrong jobs"
         for key, _, job in live:
             assert key <= self.key(job), f"job {job.id}: ready under key {key}, above its own {self.key(job)}"
-        assert len(self._heap) <= self._bound(), f"{len(self._heap)} heap entries for {self._size} ready jobs"
+        assert len(self._heap) <= self._bound(), f"{len(self._heap)} heap entries for {self.size} ready jobs"
 
     def _bound(self) -> int:
-        return 2 * self._size + 64
+        return 2 * self.size + 64
 
     def _push(self, job: Job) -> None:
         entry = (self.key(job), next(self._serial), job)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Any
 
@@ -42,7 +42,7 @@ from gpumux.wire.messages import Leaving
 IDLE_GC_S = 0.25  # nothing to do for this long: a good moment for a full collection
 BUSY_GC_S = 10.0  # never idle for this long: a young collection, which is short
 MAX_WAIT_S = 1.0
-ALL = frozenset({"device", "lanes", "clients", "wakeup"})
+ALL = frozenset({"device", "clients", "wakeup"})
 
 
 class Wakeup:
@@ -82,6 +82,7 @@ class Loop:
         config = identity.config
         self._clock = clock
         self._router = router
+        self._sockets = router.sockets
         self._device = device
         self._metrics = metrics
         self._identity = identity
@@ -94,9 +95,8 @@ class Loop:
         self._requests = Requests(self.desk, self.status)
         self._completions = Completions(self.desk)
         self._executor = Executor(self.desk)
-        self._waiter = Waiter()
-        for name, fds in router.descriptors().items():
-            self._waiter.follow(name, fds)
+        self._waiter = Waiter(router.sockets.lane_epoll)
+        self._waiter.follow("clients", router.sockets.descriptors())
         self._waiter.follow("wakeup", [self._wakeup.fd])
         self._device_fds: tuple[int, ...] = ()
         self._stop_reason: str | None = None
@@ -132,29 +132,29 @@ class Loop:
     def run(self) -> None:
         """Serve until `stop`. Jobs that don't let go of the device in `drain_s` are left behind."""
         while not (self.core.drained or self._turned >= self._leave_by):
-            self.turn(self._wait())
+            self.turn(*self._wait())
 
-    def turn(self, ready: Collection[str] = ALL) -> None:
-        """Handle everything that is ready, and all that follows from it. `ready`: who the wait says
-        may have something; asking the others would only cost time."""
+    def turn(self, ready: Collection[str] = ALL, lanes: Sequence[tuple[int, int]] = ()) -> None:
+        """Handle everything that is ready, and all that follows from it. `ready` and `lanes`: who the
+        wait says may have something; asking the others would only cost time."""
         now = self._clock()
         if "device" in ready:
             for event in self._device.poll():
                 self._completions.handle(event)
                 self._settle(now)
-        if "lanes" in ready:
-            for arrival in self._router.receive_lanes(now):
+        if lanes:
+            for arrival in self._router.receive_lanes(lanes, now):
                 self._arrived(arrival, now)
                 self._settle(now)
         if "clients" in ready:
             for arrival in self._router.receive(now):
                 self._arrived(arrival, now)
                 self._settle(now)
+            self._router_due = self._router.next_deadline(now)
         if "wakeup" in ready or now >= self._alarm:
             self._seldom(now)
             self._settle(now)
-        self._router_due = self._router.next_deadline(now)
-        if now >= self._router_due:
+        if now >= self._router_due or self._router.has_news:
             for arrival in self._router.expire(now):
                 self._arrived(arrival, now)
                 self._settle(now)
@@ -176,7 +176,7 @@ class Loop:
             self._next_call = now + self.every_s
             self.on_time()
 
-    def _wait(self) -> Collection[str]:
+    def _wait(self) -> tuple[Collection[str], Sequence[tuple[int, int]]]:
         """Wait until something is ready; who may have it."""
         fds = tuple(self._device.filenos())
         if fds != self._device_fds:
@@ -185,14 +185,14 @@ class Loop:
         now, wake_at = self._turned, self._executor.wake_at
         until = self._alarm = min(self._leave_by, self._next_call, inf if wake_at is None else wake_at)
         until = min(until, self._router_due, self._next_gc, now + MAX_WAIT_S)
-        unread = self._router.unread()
-        ready = self._waiter.wait(0.0 if unread else max(0.0, until - now))
+        unread = self._sockets.unread()
+        ready, lanes = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")
         if "wakeup" in ready:
             self._wakeup.clear()
-        self._collect_garbage(bool(ready))
-        return ready
+        self._collect_garbage(bool(ready or lanes))
+        return ready, lanes
 
     def _collect_garbage(self, busy: bool) -> None:
         """The collector is off (daemon/serve.py): a full one takes longer than many steps. It runs
@@ -260,7 +260,6 @@ class Loop:
         self._offload.close()
         for job in list(self.desk.books.jobs):
             self.desk.books.forget_job(job)
-        self._waiter.close()
         self._wakeup.close()
 
     # ---- what it says of itself

@@ -9,30 +9,32 @@ IN = select.EPOLLIN
 
 
 class Waiter:
-    """Watches descriptors in named groups, which may change."""
+    """Watches descriptors in named groups, which may change, through an epoll that may watch others."""
 
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
+    def __init__(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
         self._groups: dict[int, str] = {}
 
     def follow(self, group: str, fds: Iterable[int]) -> None:
-        """Watch exactly `fds` under this name from now on."""
+        """Watch exactly `fds` under this name from now on. They stay open while they are watched."""
         wanted = set(fds)
         watched = {fd for fd, name in self._groups.items() if name == group}
         for fd in watched - wanted:
             del self._groups[fd]
-            try:
-                self._epoll.unregister(fd)
-            except OSError:
-                pass  # closed by its owner, which takes it out of the set
+            self._epoll.unregister(fd)
         for fd in wanted - watched:
             self._epoll.register(fd, IN)
             self._groups[fd] = group
 
-    def wait(self, seconds: float) -> set[str]:
-        """The groups that may have something, after `seconds` at most."""
-        groups = self._groups
-        return {groups[fd] for fd, _ in self._epoll.poll(seconds) if fd in groups}
-
-    def close(self) -> None:
-        self._epoll.close()
+    def wait(self, seconds: float) -> tuple[set[str], list[tuple[int, int]]]:
+        """After `seconds` at most: the groups that may have something, and (descriptor, events) of
+        those that others watch."""
+        groups: set[str] = set()
+        others: list[tuple[int, int]] = []
+        for event in self._epoll.poll(seconds):
+            name = self._groups.get(event[0])
+            if name is None:
+                others.append(event)
+            else:
+                groups.add(name)
+        return groups, others

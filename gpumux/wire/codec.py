@@ -10,14 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import msgpack
 
 from gpumux.errors import ProtocolError, VersionMismatch
 from gpumux.wire import messages
-from gpumux.wire.fields import MAX_DEPTH, MAX_LIST, PROSE, Check, checker_for, clip
-from gpumux.wire.messages import PROTOCOL_VERSION, REGISTRY, Hello, LoadProgram, Message, Welcome
+from gpumux.wire.fields import MAX_DEPTH, MAX_LIST, PROSE, Check, checker_for, clip, fits_step, fits_step_done
+from gpumux.wire.messages import PROTOCOL_VERSION, REGISTRY, Hello, LoadProgram, Message, Step, StepDone, Welcome
 
 MAX_CONTROL_BYTES = 16 << 20  # of a message's first frame; the router allows clients far less
 Frame = TypeVar("Frame", bytes, memoryview)
@@ -34,6 +35,7 @@ class _Spec(NamedTuple):
     names: tuple[str, ...]
     read: Callable[[Any], tuple[Any, ...]]
     checks: tuple[Check, ...]
+    fits: Callable[[Sequence[Any]], bool]  # all checks at once
     arity: int
     floats: tuple[int, ...]  # positions where an int from Python code becomes a float
     prose: tuple[int, ...]  # positions of sentences, clipped rather than refused
@@ -52,18 +54,28 @@ def _spec(tag: int, cls: type[Any]) -> _Spec:
         read = _one_field(getter)
     else:
         read = getter
+    checks = tuple(checker_for(name, hints[name]) for name in names)
     return _Spec(
         tag=tag,
         make=cls,
         names=names,
         read=read,
-        checks=tuple(checker_for(name, hints[name]) for name in names),
+        checks=checks,
+        fits=_AT_ONCE.get(cls) or partial(_all_fit, checks),
         arity=len(names),
         floats=tuple(i for i, name in enumerate(names) if hints[name] is float),
         prose=tuple(i for i, name in enumerate(names) if name in PROSE),
         frames=names.index("frames") if "frames" in names else -1,
         fixed_frames=1 if cls is LoadProgram else 0,
     )
+
+
+def _all_fit(checks: tuple[Check, ...], values: Sequence[Any]) -> bool:
+    return all(map(operator.call, checks, values))
+
+
+# What comes by with every step.
+_AT_ONCE: dict[type[Any], Callable[[Sequence[Any]], bool]] = {Step: fits_step, StepDone: fits_step_done}
 
 
 def _no_fields(message: Any) -> tuple[Any, ...]:
@@ -86,7 +98,7 @@ def encode(msg: Message, frames: Sequence[bytes | memoryview] = ()) -> list[byte
     if spec is None:
         raise ProtocolError(f"{type(msg).__name__} is not a message")
     values = spec.read(msg)
-    if not all(map(operator.call, spec.checks, values)):
+    if not spec.fits(values):
         values = _mend(spec, values)
     expected = values[spec.frames] if spec.frames >= 0 else spec.fixed_frames
     if len(frames) != expected or expected > MAX_FRAMES:
@@ -107,7 +119,7 @@ def _mend(spec: _Spec, values: tuple[Any, ...]) -> tuple[Any, ...]:
     for i in spec.prose:
         if isinstance(mended[i], str):
             mended[i] = clip(mended[i])
-    if not all(map(operator.call, spec.checks, mended)):
+    if not spec.fits(mended):
         raise _misfit(spec, mended)
     return tuple(mended)
 
@@ -130,7 +142,7 @@ def decode(frames: Sequence[Frame], max_control_bytes: int = MAX_CONTROL_BYTES) 
         _check_version(spec, values)
     if len(values) != spec.arity:
         raise ProtocolError(f"{spec.make.__name__} has {spec.arity} fields, {len(values)} came")
-    if not all(map(operator.call, spec.checks, values)):
+    if not spec.fits(values):
         raise _misfit(spec, values)
     expected = values[spec.frames] if spec.frames >= 0 else spec.fixed_frames
     if len(frames) - 1 != expected or expected > MAX_FRAMES:

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import select
 
-from gpumux.wire.lane import Lane, pair
+from gpumux.errors import ProtocolError
+from gpumux.wire.codec import decode
+from gpumux.wire.lane import FROM_CLIENT, Lane, pair
+from gpumux.wire.messages import Message
 from gpumux.wire.sessions import SessionRecord
 
 LANES_A_PASS = 128  # lanes looked at in one pass, one message of each
 
 _IN = select.EPOLLIN
-_OUT = select.EPOLLOUT
+OUT = int(select.EPOLLOUT)  # in a pair of `poll`: the lane can take more
+
+
+def decode_lane(packet: bytes, max_bytes: int) -> Message:
+    """The message a client sent on its lane. Raises ProtocolError for all that has no place there."""
+    message, _ = decode((packet,), max_bytes)
+    if type(message) not in FROM_CLIENT:
+        raise ProtocolError(f"a {type(message).__name__} on the step lane", "send it by ZeroMQ")
+    return message
 
 
 class Lanes:
-    """`fileno()` turns readable when `ready` has something."""
+    """`epoll` watches them. It may watch other descriptors for its user, too."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._epoll = select.epoll()
-        self._poll = self._epoll.poll
+        self.epoll = select.epoll()
         self._records: dict[int, SessionRecord] = {}
 
     def fileno(self) -> int:
-        return self._epoll.fileno()
+        return self.epoll.fileno()
 
     def open(self, record: SessionRecord) -> int:
         """Make the session's lane; the client's end of it, the caller's to pass on and to close.
@@ -31,27 +41,30 @@ class Lanes:
         ours, theirs = pair()
         record.lane = Lane(ours, self._max_bytes)
         self._records[ours.fileno()] = record
-        self._epoll.register(ours, _IN)
+        self.epoll.register(ours, _IN)
         return theirs.detach()
 
-    def ready(self) -> list[tuple[SessionRecord, bool, bool]]:
-        """Sessions whose lanes have something, in turn: may be read, may be written to again."""
-        records = self._records
-        return [(records[fd], bool(events & ~_OUT), bool(events & _OUT)) for fd, events in self._poll(0, LANES_A_PASS)]
+    def poll(self) -> list[tuple[int, int]]:
+        """(descriptor, events) of what is ready, lanes in turn."""
+        return self.epoll.poll(0, LANES_A_PASS)
+
+    def find(self, fd: int) -> SessionRecord | None:
+        """Whose lane this is; None when it is none any more."""
+        return self._records.get(fd)
 
     def watch(self, lane: Lane, *, writable: bool) -> None:
         """Whether `ready` should say when a lane that was full can take more."""
-        self._epoll.modify(lane.fileno(), _IN | _OUT if writable else _IN)
+        self.epoll.modify(lane.fileno(), _IN | OUT if writable else _IN)
 
     def close_lane(self, record: SessionRecord) -> None:
         """Idempotent."""
         lane, record.lane = record.lane, None
         if lane is not None:
             del self._records[lane.fileno()]
-            self._epoll.unregister(lane.fileno())
+            self.epoll.unregister(lane.fileno())
             lane.close()
 
     def close(self) -> None:
         for record in list(self._records.values()):
             self.close_lane(record)
-        self._epoll.close()
+        self.epoll.close()

@@ -35,15 +35,15 @@ from gpumux.model import Peer, SessionId
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ServerCurve
 from gpumux.wire.delivery import GONE, Delivery
-from gpumux.wire.lane import FROM_CLIENT as LANE_FROM_CLIENT
 from gpumux.wire.lane import LANE_ID
-from gpumux.wire.limits import Limits, Meter
+from gpumux.wire.lanes import OUT, decode_lane
+from gpumux.wire.limits import Limits
 from gpumux.wire.listening import Listening
 from gpumux.wire.messages import FROM_CLIENT, Goodbye, Heartbeat, Hello, Leaving, Message, Refusal
 from gpumux.wire.peers import cut, identify, peer_name
 from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello, make_welcome
-from gpumux.wire.sidechannel import SideChannel
 from gpumux.wire.sockets import Route, Sockets
+from gpumux.wire.strangers import Strangers
 
 __all__ = ["Arrival", "Closed", "Incoming", "Opened", "Router"]
 
@@ -72,25 +72,22 @@ class Router:
         self.counters: Counter[str] = Counter()
         self._sessions: dict[SessionId, SessionRecord] = {}
         self._routes: dict[Route, SessionRecord] = {}
-        self._strangers: dict[int, Meter] = {}  # by uid
+        self._strangers = Strangers(self.limits)
         self._arrivals: list[Arrival] = []
         self._passes = 0
         self._behind = False  # the last receive() stopped before the sockets were empty
         self._next_check = float("-inf")
-        self._sockets = Sockets(endpoints, runtime_dir, self.limits, curve, self._lay_lane)
-        self._delivery = Delivery(self._sockets, self.limits)
-        self._lanes = self._sockets.lanes
+        self.sockets = Sockets(endpoints, runtime_dir, self.limits, curve, self._lay_lane)
+        self._delivery = Delivery(self.sockets, self.limits)
+        self._lanes = self.sockets.lanes
+        self.side = self.sockets.side
 
     # ---- what the loop calls ---------------------------------------------------------------------
 
     @property
-    def side(self) -> SideChannel:
-        return self._sockets.side
-
-    @property
     def addresses(self) -> list[str]:
         """The endpoints as bound."""
-        return [listening.address for listening in self._sockets.listening]
+        return [listening.address for listening in self.sockets.listening]
 
     @property
     def session_count(self) -> int:
@@ -98,25 +95,16 @@ class Router:
 
     def fds(self) -> list[zmq.Socket[bytes] | int]:
         """What to register with a zmq.Poller for POLLIN. The set never changes."""
-        return self._sockets.fds()
-
-    def descriptors(self) -> dict[str, list[int]]:
-        """The same as bare descriptors: "clients", for `receive`, and "lanes", for `receive_lanes`."""
-        return self._sockets.descriptors()
-
-    def unread(self) -> bool:
-        """Whether a ZeroMQ socket has something. Who sleeps on ZeroMQ's bare descriptors, which signal
-        changes and not levels, asks before each sleep; it costs nothing while no socket was used."""
-        return self._sockets.unread()
+        return self.sockets.fds()
 
     def receive(self, now: float) -> list[Arrival]:
         """What came in, a bounded number of messages, clients in turn. Never waits."""
-        self._sockets.touched = True
-        if self._sockets.gatekeeper is not None:
-            self._sockets.gatekeeper.process()
+        self.sockets.touched = True
+        if self.sockets.gatekeeper is not None:
+            self.sockets.gatekeeper.process()
         self._behind = False
-        self._hear_lanes(now)
-        for index, listening in enumerate(self._sockets.listening):
+        self._hear_lanes(self._lanes.poll(), now)
+        for index, listening in enumerate(self.sockets.listening):
             self._drain(index, listening, now)
         self._passes += 1
         if not self._arrivals or self._passes % _SIDE_EVERY == 0:
@@ -124,9 +112,9 @@ class Router:
                 self._end(session, GONE)
         return self._take()
 
-    def receive_lanes(self, now: float) -> list[Arrival]:
-        """What came in on step lanes, one message of each. Never waits."""
-        self._hear_lanes(now)
+    def receive_lanes(self, ready: Sequence[tuple[int, int]], now: float) -> list[Arrival]:
+        """What came in on step lanes, one message of each that `lane_epoll` says is ready. Never waits."""
+        self._hear_lanes(ready, now)
         return self._take()
 
     def expire(self, now: float) -> list[Arrival]:
@@ -137,9 +125,13 @@ class Router:
             self._next_check = now + self.limits.heartbeat_s / 4
             for session in list(self._sessions.values()):
                 self._check_silence(session, now)
-            for uid in [uid for uid, meter in self._strangers.items() if meter.is_full(now)]:
-                del self._strangers[uid]
+            self._strangers.forget(now)
         return self._take()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something arrived, or ended, that nobody has taken yet."""
+        return bool(self._arrivals)
 
     def next_deadline(self, now: float) -> float:
         """When `expire` wants to be called, at the latest; `now` when events wait already."""
@@ -182,7 +174,7 @@ class Router:
             self.side.forget(record.id)
         self._sessions.clear()
         self._routes.clear()
-        self._sockets.close()
+        self.sockets.close()
 
     # ---- receiving -------------------------------------------------------------------------------
 
@@ -246,11 +238,14 @@ class Router:
         self._refuse_session(session.id, error)
         return False
 
-    def _hear_lanes(self, now: float) -> None:
-        for record, readable, writable in self._lanes.ready():
-            if writable and (failure := self._delivery.flush(record)):
+    def _hear_lanes(self, ready: Sequence[tuple[int, int]], now: float) -> None:
+        for fd, events in ready:
+            record = self._lanes.find(fd)
+            if record is None:
+                continue
+            if events & OUT and (failure := self._delivery.flush(record)):
                 self._end(record.id, failure)
-            if readable and record.lane is not None:
+            elif events != OUT:
                 self._hear_lane(record, now)
 
     def _hear_lane(self, session: SessionRecord, now: float) -> bool:
@@ -260,9 +255,7 @@ class Router:
             packet = session.lane.receive()
             if packet is None or not self._allow(session, len(packet), now):
                 return False
-            message, _ = decode((packet,), self.limits.max_control_bytes)
-            if type(message) not in LANE_FROM_CLIENT:
-                raise ProtocolError(f"a {type(message).__name__} on the step lane", "send it by ZeroMQ")
+            message = decode_lane(packet, self.limits.max_control_bytes)
         except EOFError:
             self._end(session.id, GONE)
             return False
@@ -296,17 +289,14 @@ class Router:
         if name is None or peer is None:
             self.counters["unidentified"] += 1
             return
-        meter = self._strangers.get(peer.uid)
-        if meter is None:
-            meter = self._strangers[peer.uid] = Meter(self.limits.strangers_per_s, self.limits.burst_strangers, now)
-        if not meter.spend(1, now):
+        if not self._strangers.allow(peer.uid, now):
             self.counters["flood"] += 1
             cut(first, peer)
             return
         try:
             message, _ = decode(parts, self.limits.max_control_bytes)
             if not isinstance(message, Hello):
-                raise _no_session()
+                raise DaemonGone("this connection has no session: it ended, or never began", "connect again")
             self._open_session(route, name, peer, message, over_ipc, now)
         except GpumuxError as error:
             self.counters[f"stranger_{error.code}"] += 1
@@ -326,7 +316,7 @@ class Router:
     # ---- sending and ending ----------------------------------------------------------------------
 
     def _put(self, route: Route, msg: Message) -> str:
-        return self._sockets.send(route, encode(msg))
+        return self.sockets.send(route, encode(msg))
 
     def _check_silence(self, record: SessionRecord, now: float) -> None:
         # Messages that wait unread may be the very heartbeats: then nobody has been silent.
@@ -356,7 +346,3 @@ class Router:
     def _take(self) -> list[Arrival]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
-
-
-def _no_session() -> DaemonGone:
-    return DaemonGone("this connection has no session: it ended, or never began", "connect again")

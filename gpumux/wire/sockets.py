@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -60,15 +61,21 @@ class Sockets:
             self._zmq.append(self.gatekeeper.socket)
 
     def fds(self) -> list[zmq.Socket[bytes] | int]:
+        """See Router.fds."""
         return [*self._zmq, self.side.fileno(), self.lanes.fileno()]
 
-    def descriptors(self) -> dict[str, list[int]]:
-        """See Router.descriptors."""
-        bare = [int(sock.getsockopt(zmq.FD)) for sock in self._zmq]
-        return {"clients": [*bare, self.side.fileno()], "lanes": [self.lanes.fileno()]}
+    def descriptors(self) -> list[int]:
+        """The same as bare descriptors, but for the lanes: their epoll may serve as the loop's own, and
+        what it reports of descriptors that nobody else registered is for `receive_lanes`."""
+        return [*(int(sock.getsockopt(zmq.FD)) for sock in self._zmq), self.side.fileno()]
+
+    @property
+    def lane_epoll(self) -> select.epoll:
+        return self.lanes.epoll
 
     def unread(self) -> bool:
-        """See Router.unread."""
+        """Whether a ZeroMQ socket has something. Who sleeps on ZeroMQ's bare descriptors, which signal
+        changes and not levels, asks before each sleep; it costs nothing while no socket was used."""
         if not self.touched:
             return False
         self.touched = any(int(sock.getsockopt(zmq.EVENTS)) & _POLLIN for sock in self._zmq)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -155,6 +156,19 @@ class FakeDevice:
         self.events.clear()
 
 
+class FakeSockets:
+    """Nothing to wait on."""
+
+    def __init__(self):
+        self.lane_epoll = select.epoll()
+
+    def descriptors(self):
+        return []
+
+    def unread(self):
+        return False
+
+
 class FakeRouter:
     """What clients say is pushed in; what they would hear is kept. Messages pass the real codec's
     checks on the way out, so that a test can't accept what the wire would not carry."""
@@ -166,14 +180,11 @@ class FakeRouter:
         self.segments: dict[tuple[SessionId, int], int] = {}
         self.open: dict[SessionId, Peer] = {}
         self.read = 0
+        self.sockets = FakeSockets()
 
-    def descriptors(self):
-        return {}
+    has_news = False
 
-    def unread(self):
-        return False
-
-    def receive_lanes(self, now):
+    def receive_lanes(self, ready, now):
         return []
 
     def receive(self, now):
@@ -213,6 +224,7 @@ class Daemon:
     def close(self):
         self.device.close()
         self.loop.close()
+        self.router.sockets.lane_epoll.close()
 
     def turn(self):
         """Turns until nothing is left to do but what the fake device holds back."""

@@ -168,7 +168,10 @@ class CpuDevice:
         if executor is None:
             self._tell(LaunchFailed(launch.launch, _UNKNOWN), JobLost(launch.job, _UNKNOWN))
         elif not executor.unloading:
-            self._submit(launch.job, launch, launch.stream)
+            if self._schedule.claim(launch.job, launch, launch.stream):
+                self._send(executor, launch)
+            else:
+                self._submit(launch.job, launch, launch.stream)
 
     def transfer(
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
@@ -232,14 +235,16 @@ class CpuDevice:
 
     def _hand_over(self) -> None:
         for job, command in self._schedule.hand_over():
-            executor = self._jobs[job]
-            try:
-                send(executor.channel, command)
-            except (struct.error, OverflowError, ValueError, TypeError) as error:
-                executor.failure = Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
-                self._kill(executor.token)
-            except OSError:
-                pass  # it is gone; the end of its channel will tell
+            self._send(self._jobs[job], command)
+
+    def _send(self, executor: Executor, command: Command) -> None:
+        try:
+            send(executor.channel, command)
+        except (struct.error, OverflowError, ValueError, TypeError) as error:
+            executor.failure = Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
+            self._kill(executor.token)
+        except OSError:
+            pass  # it is gone; the end of its channel will tell
 
     def _hear(self, executor: Executor) -> bool:
         """One message; whether there was one. Asking a second time costs more than being told again."""
