@@ -136,6 +136,67 @@ def test_a_handler_may_post_but_not_wait(session: Session):
     assert len(errors) == 6
 
 
+def test_a_step_too_long_for_a_packet(session: Session):
+    done: list[Any] = []
+    session.register(JOB, lambda message, frames: done.append(message.step))
+    session.post(m.Step(JOB, 0, 1, 0, [0.5] * 20_000, 0))
+    session.post(m.Step(JOB, 1, 1, 0, [], 0))
+    assert session.wait(lambda: len(done) == 2, LONG)
+    assert done == [0, 1]
+
+
+def test_lane_and_zeromq_keep_their_order(runtime_dir: Path):
+    """A request goes behind the steps posted before it, and JobEnded behind the answers before it."""
+    came: list[str] = []
+
+    def record(router: Router, arrival: Incoming) -> None:
+        message = arrival.message
+        came.append(type(message).__name__)
+        if isinstance(message, m.Step):
+            router.send(arrival.session, m.StepDone(message.job, message.step, 0.0, 0.0, 0.0, 0))
+            if message.step % 2:
+                router.send(arrival.session, m.JobEnded(message.job, "", "", ""))
+        else:
+            router.send(arrival.session, m.Done(message.ref))
+
+    heard: list[str] = []
+    with serving(runtime_dir, record) as (endpoint, _), Session.connect(endpoint, LONG) as session:
+        session.register(JOB, lambda message, frames: heard.append(type(message).__name__))
+        for turn in range(200):
+            session.post(m.Step(JOB, 2 * turn, 1, 0, [], 0))
+            session.post(m.Step(JOB, 2 * turn + 1, 1, 0, [], 0))
+            session.call(m.ResumeJob(0, JOB))
+            assert session.wait(lambda expected=3 * turn + 3: len(heard) >= expected, LONG)
+    assert came == ["Step", "Step", "ResumeJob"] * 200
+    assert heard == ["StepDone", "StepDone", "JobEnded"] * 200
+
+
+def test_threads_that_send_into_a_full_lane(runtime_dir: Path):
+    """The daemon stops reading for a while; every step arrives once, in its thread's order."""
+    with serving(runtime_dir, answer) as (endpoint, frozen), Session.connect(endpoint, LONG) as session:
+        done: dict[str, list[int]] = {}
+        jobs = [f"{number:032x}" for number in range(3)]
+        for job in jobs:
+            done[job] = []
+            session.register(job, lambda message, frames: done[message.job].append(message.step))
+        frozen.set()
+        thaw = threading.Timer(0.3, frozen.clear)
+        thaw.start()
+
+        def post(job: str) -> None:
+            for number in range(400):
+                session.post(m.Step(job, number, 1, 0, [0.5] * 100, 0))
+
+        threads = [threading.Thread(target=post, args=(job,)) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+        thaw.join()
+        assert session.wait(lambda: all(len(numbers) == 400 for numbers in done.values()), LONG)
+        assert all(numbers == list(range(400)) for numbers in done.values())
+
+
 def test_wait_gives_up_in_time_and_sees_what_came(session: Session):
     assert session.wait(lambda: False, 0.0) is False
     assert session.wait(lambda: False, 0.01) is False
@@ -427,6 +488,9 @@ def test_a_forked_child_is_told_so(session: Session):
             session.call(m.GetStatus(0))
         except GpumuxError as error:
             os.write(writer, str(error).encode())
+        lane = session._connection.lane
+        assert lane is not None
+        os.write(writer, f" lane {lane.fileno()}".encode())
         session.close()
         os._exit(0)
     os.waitpid(child, 0)
@@ -434,6 +498,7 @@ def test_a_forked_child_is_told_so(session: Session):
     said = os.read(reader, 1000).decode()
     os.close(reader)
     assert f"belongs to process {os.getpid()}" in said
+    assert "lane -1" in said, "the daemon would not see the parent's end"
     assert session.call(m.GetStatus(0)), "the parent's session is none the worse"
 
 

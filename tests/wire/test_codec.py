@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgpack
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpumux.errors import ProtocolError, VersionMismatch
 from gpumux.wire import messages as m
 from gpumux.wire.codec import MAX_FRAMES, decode, encode
-from gpumux.wire.fields import MAX_DEPTH, MAX_LIST, MAX_PROSE, checker_for
+from gpumux.wire.fields import MAX_DEPTH, MAX_LIST, MAX_PROSE, checker_for, fits_step, fits_step_done
 from tests.wire.samples import JOB, any_message, message_of, payload_for
 
 STEP = m.Step(JOB, 5, 1, 0, [0.1, 3], 0)
@@ -182,3 +182,24 @@ def test_a_mutated_message_is_a_message_or_a_protocol_error(message: Any, data: 
     except ProtocolError:
         return
     assert decode(encode(decoded, payload)) == (decoded, payload)
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=4), st.just(JOB), st.text(max_size=40),
+    st.lists(st.one_of(st.integers(), st.floats(), st.booleans()), max_size=3), st.just(2**63), st.just(-1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "at_once"), [(m.Step, fits_step), (m.StepDone, fits_step_done)])
+@given(data=st.data())
+@settings(deadline=None, max_examples=300)
+def test_checking_all_fields_at_once_is_as_strict_as_one_by_one(cls: type[Any], at_once: Any, data: st.DataObject):
+    hints = get_type_hints(cls, vars(m))
+    good = data.draw(message_of(cls))
+    values = [getattr(good, f.name) for f in dataclasses.fields(cls)]
+    for _ in range(data.draw(st.integers(0, 2))):
+        values[data.draw(st.integers(0, len(values) - 1))] = data.draw(ODD)
+    one_by_one = [
+        checker_for(f.name, hints[f.name])(value) for f, value in zip(dataclasses.fields(cls), values, strict=True)
+    ]
+    assert at_once(values) is all(one_by_one)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
+from gpumux.wire import lane, sidechannel
 from gpumux.wire import messages as m
-from gpumux.wire import sidechannel
 from gpumux.wire.limits import Limits
 
 PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
@@ -34,6 +34,20 @@ def test_fields_types_and_senders(tag: int):
     stated = [part.strip() for part in written.split(", ") if part.strip()]
     assert stated == [f"{f.name}: {WORDS.get(hints[f.name], 'map')}" for f in fields(cls)]
     assert ("C" in row[3]) == (cls in m.FROM_CLIENT)
+
+
+def test_the_step_lane():
+    for stated in (
+        f"id {lane.LANE_ID}, size 0 is the session's step lane",
+        f"one packet of at most {lane.PACKET:,} bytes",
+        f"begin with the byte 0x{lane.MORE:02X} and carry {lane.PACKET - 1:,} bytes of it each",
+        f"It takes {_names(lane.FROM_CLIENT)} from the client, {_names(lane.FROM_DAEMON)} from the daemon",
+    ):
+        assert stated in PAGE.replace("\n  ", " ").replace("\n", " ")
+
+
+def _names(classes: frozenset[type[Any]]) -> str:
+    return " and ".join(cls.__name__ for cls in m.REGISTRY.values() if cls in classes)
 
 
 def test_the_limits_are_the_defaults():
