@@ -19,10 +19,15 @@ from gpumux.wire import messages as msg
 
 # Ends that say nothing about the job itself: its client left, somebody closed it, the daemon leaves.
 _NOT_ITS_FAULT = (JobClosed.code, DaemonGone.code)
+_CLOSED = Fault(JobClosed.code, "the job was closed", "open a new one")
 
 
 class Executor:
-    """Carries out each command once. Time-critical ones come first in the table."""
+    """Carries out each command once. Time-critical ones come first in the table.
+
+    The core may still answer for a job that ended in the same breath: its client has heard by then, from
+    CloseJob or ForgetJob, which answer whatever is left. Such a command finds no record and does nothing.
+    """
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -72,7 +77,9 @@ class Executor:
         self._desk.metrics.step_done(job.spec.priority, times)
 
     def _fail_step(self, c: cmd.FailStep) -> None:
-        job = self._books.jobs[c.job]
+        job = self._books.jobs.get(c.job)
+        if job is None or c.step not in job.steps:
+            return
         self._take_step(job, c.step)
         fault = c.fault
         self._desk.reply(job.session, msg.StepFailed(c.job, c.step, fault.code, fault.message, fault.remedy))
@@ -111,11 +118,15 @@ class Executor:
             self._desk.refuse(session, asked[0], c.fault)
 
     def _unload_job(self, c: cmd.UnloadJob) -> None:
-        self._books.jobs[c.job].unloading = True
+        job = self._books.jobs.get(c.job)
+        if job is not None:
+            job.unloading = True
         self._device.unload(c.job)
 
     def _close_job(self, c: cmd.CloseJob) -> None:
-        job = self._books.jobs[c.job]
+        job = self._books.jobs.get(c.job)
+        if job is None:
+            return
         job.over = True
         fault = c.fault or Fault("", "", "")
         if c.fault is not None:
@@ -129,20 +140,26 @@ class Executor:
 
     def _refuse_waiting(self, job: JobRecord, fault: Fault) -> None:
         """Requests of an ended job that nobody else will answer."""
-        ended = fault if fault.code else Fault("job_closed", "the job was closed", "open a new one")
+        ended = fault if fault.code else _CLOSED
         job.waiting.clear()
         job.loading = None
         for program in [program for program in job.programs.values() if not program.announced]:
             self._drop_program(job, program)
             self._desk.refuse(job.session, program.ref, ended)
-        for transfer in [transfer for transfer in job.transfers.values() if not transfer.asked]:
-            transfer.refused = True
-            self._desk.refuse(job.session, transfer.ref, ended)
+        for number in [number for number, transfer in job.transfers.items() if not transfer.asked]:
+            self._finish_transfer(cmd.FinishTransfer(job.id, number, ended))
 
     def _forget_job(self, c: cmd.ForgetJob) -> None:
-        job = self._books.forget_job(c.job)
-        if job is not None:
-            log.debug("job %s: nothing of it is left", job.short)
+        job = self._books.jobs.get(c.job)
+        if job is None:
+            return
+        for step in list(job.steps):  # what the core has still to hear of would find no job
+            self._fail_step(cmd.FailStep(c.job, step, _CLOSED))
+        self._refuse_waiting(job, _CLOSED)
+        for transfer in list(job.transfers):
+            self._finish_transfer(cmd.FinishTransfer(c.job, transfer, _CLOSED))
+        self._books.forget_job(c.job)
+        log.debug("job %s: nothing of it is left", job.short)
 
     # ---- programs
 
@@ -178,8 +195,10 @@ class Executor:
         )
 
     def _refuse_program(self, c: cmd.RefuseProgram) -> None:
-        job = self._books.jobs[c.job]
-        program = job.programs[c.program]
+        job = self._books.jobs.get(c.job)
+        program = job.programs.get(c.program) if job is not None else None
+        if job is None or program is None or program.announced:
+            return
         self._drop_program(job, program)
         log.info("job %s: program %d refused (%s): %s", job.short, c.program, c.fault.code, c.fault.message)
         self._desk.refuse(job.session, program.ref, c.fault)
@@ -223,10 +242,10 @@ class Executor:
             move(self._desk, job, c.transfer, transfer)
 
     def _finish_transfer(self, c: cmd.FinishTransfer) -> None:
-        job = self._books.jobs[c.job]
-        transfer = job.transfers.pop(c.transfer)
-        if transfer.refused:
-            return  # the refusal was its answer
+        job = self._books.jobs.get(c.job)
+        transfer = job.transfers.pop(c.transfer, None) if job is not None else None
+        if job is None or transfer is None or transfer.refused:
+            return  # a refusal was its answer
         transfer.refused = True  # for a segment still in the making
         fault = c.fault or Fault("", "", "")
         frames: tuple[bytes, ...] = ()

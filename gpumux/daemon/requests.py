@@ -15,7 +15,7 @@ from gpumux.daemon.desk import Desk, as_fault, log
 from gpumux.daemon.report import job_stats
 from gpumux.daemon.segments import SharedSegment
 from gpumux.device.contract import Segment
-from gpumux.errors import AdmissionRefused, GpumuxError, NotOwner, ProgramError, ProtocolError, UnknownJob
+from gpumux.errors import AdmissionRefused, GpumuxError, JobClosed, NotOwner, ProgramError, ProtocolError, UnknownJob
 from gpumux.model import JobId, JobSpec, Priority, ProgramId, StepId, TransferId
 from gpumux.program.ir import ALIGN
 from gpumux.wire import messages as msg
@@ -76,6 +76,13 @@ class Requests:
             raise NotOwner("this job belongs to another session", "submit to the job this client opened")
         return record
 
+    def _working(self, session: SessionRecord, job: str) -> JobRecord:
+        """The session's own job, if it takes new programs and transfers still."""
+        record = self._own(session, job)
+        if record.unloading:
+            raise JobClosed(f"job {record.short} is closing", "open a new one")
+        return record
+
     def _governed(self, session: SessionRecord, job: str) -> JobRecord:
         """A job this peer may pause, resume or close: its own session's, its user's, or any for root."""
         record = self._books.jobs.get(JobId(job))
@@ -125,7 +132,7 @@ class Requests:
     # ---- programs
 
     def _load_program(self, session: SessionRecord, m: msg.LoadProgram, frames: Sequence[bytes]) -> None:
-        job = self._own(session, m.job)
+        job = self._working(session, m.job)
         if len(frames) != 1:
             raise ProtocolError(f"LoadProgram with {len(frames)} payload frames", "send exactly one")
         if m.program in job.programs:
@@ -199,7 +206,7 @@ class Requests:
     # ---- transfers
 
     def _open_transfer(self, session: SessionRecord, m: msg.OpenTransfer, frames: Sequence[bytes]) -> None:
-        job = self._own(session, m.job)
+        job = self._working(session, m.job)
         if m.transfer in job.transfers or m.transfer <= job.last_transfer:
             raise ProtocolError(f"transfer {m.transfer} after {job.last_transfer}", "number transfers upwards")
         if len(job.transfers) >= MAX_TRANSFERS:
@@ -275,7 +282,7 @@ def move(desk: Desk, job: JobRecord, transfer: TransferId, record: TransferRecor
 
 def start_load(desk: Desk, job: JobRecord) -> None:
     """Let the job's next waiting program be checked, unless one is on its way."""
-    if job.loading is None and job.waiting and not job.over:
+    if job.loading is None and job.waiting and not job.unloading:
         record = job.loading = job.waiting.popleft()
         desk.device.check(job.id, record.id, record.encoded)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gpumux.config import Config
@@ -38,11 +39,21 @@ class FakeJob:
     programs: dict[ProgramId, FakeProgram] = field(default_factory=dict)
 
 
+@dataclass
+class Held:
+    """A check or a load that waits for `finish()`."""
+
+    job: JobId
+    run: Callable[[], None]
+
+
 class FakeDevice:
-    """Does nothing until told: `finish()` completes the oldest launch, transfer or load. A program
-    has one piece; running it adds one to every float32 of its first input."""
+    """Does nothing until told: `finish()` completes the oldest launch or transfer, and, when `slow`, the
+    oldest check or load, which are done at once otherwise. A program has one piece; running it adds one
+    to every float32 of its first input."""
 
     def __init__(self):
+        self.slow = False
         self.jobs: dict[JobId, FakeJob] = {}
         self.work: deque = deque()
         self.events: list = []
@@ -61,6 +72,15 @@ class FakeDevice:
 
     def check(self, job, program, encoded):
         assert job in self.jobs, "checked before open_job"
+        self._begin(job, lambda: self._check(job, program, encoded))
+
+    def _begin(self, job, run):
+        if self.slow:
+            self.work.append(Held(job, run))
+        else:
+            run()
+
+    def _check(self, job, program, encoded):
         if encoded == BAD:
             self.events.append(dev.ProgramRefused(job, program, BROKEN))
             return
@@ -75,13 +95,17 @@ class FakeDevice:
     def load_program(self, job, program, encoded, new_buffers, binding, data, slots):
         assert (job, program, encoded) in self.checked, "loaded before it was checked"
         if encoded == UNLOADABLE:
-            self.events.append(dev.ProgramRefused(job, program, BROKEN))
+            self._begin(job, lambda: self.events.append(dev.ProgramRefused(job, program, BROKEN)))
             return
-        state = self.jobs[job]
         decoded = codec.decode(encoded)
         assert data.nbytes == slots * slot_layout(decoded).nbytes
-        state.buffers += new_buffers
-        state.programs[program] = FakeProgram(decoded, Segment.adopt(os.dup(data.fd), data.nbytes), slots)
+        # Held by the job from now on: it goes with it, loaded or not.
+        loaded = FakeProgram(decoded, Segment.adopt(os.dup(data.fd), data.nbytes), slots)
+        self.jobs[job].programs[program] = loaded
+        self._begin(job, lambda: self._load(job, program, new_buffers))
+
+    def _load(self, job, program, new_buffers):
+        self.jobs[job].buffers += new_buffers
         self.events.append(dev.ProgramLoaded(job, program, (0.001,)))
 
     def launch(self, launch):
@@ -104,7 +128,7 @@ class FakeDevice:
         self.events.append(dev.JobUnloaded(job))
 
     def _drops(self, item, job):
-        if isinstance(item, dev.Launch):
+        if isinstance(item, dev.Launch | Held):
             return item.job == job
         if item[0] == job:
             item[2].close()
@@ -125,6 +149,8 @@ class FakeDevice:
         if isinstance(item, dev.Launch):
             self._run(item)
             self.events.append(dev.LaunchDone(item.launch, now, now + 0.001))
+        elif isinstance(item, Held):
+            item.run()
         else:
             job, transfer, segment, into_device = item
             if not into_device:

@@ -129,7 +129,7 @@ def test_kill_9_of_a_client_mid_step_frees_its_job_and_harms_nobody(daemon, sess
     with Control(daemon.endpoint, SOON_S) as control:
         before = control.status()
         victim = subprocess.Popen(
-            [sys.executable, "-m", "tests.daemon.victim", daemon.endpoint], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.daemon.victim", daemon.endpoint, "steps"], stdout=subprocess.PIPE, text=True
         )
         assert victim.stdout.readline() == "submitted\n"
         working = status_when(control, lambda b: any(j["outstanding"] for j in b["jobs"] if j["name"] == "victim"))

@@ -54,6 +54,7 @@ owned = st.sampled_from(list(zip(("s", "t"), JOBS, strict=True)))
 sensible = st.one_of(  # what an honest client does: numbers rise, jobs are its own
     st.tuples(st.just("step"), owned, st.integers(0, 1)),
     st.tuples(st.just("move"), owned, st.booleans()),
+    st.tuples(st.just("load"), owned, st.integers(2, 9)),
     st.tuples(st.just("finish"), st.none(), st.none()),
     st.tuples(st.just("made"), st.none(), st.none()),
 )
@@ -64,13 +65,15 @@ wild = st.one_of(
 rare = st.one_of(
     st.tuples(st.just("lose"), jobs, st.none()),
     st.tuples(st.just("reconnect"), sessions, st.none()),
+    st.tuples(st.just("stop"), owned, st.booleans()),
+    st.tuples(st.just("drain"), st.none(), st.none()),
 )
 actions = st.lists(
-    st.integers(0, 19).flatmap(lambda n: rare if n == 19 else wild if n % 3 == 2 else sensible), min_size=5, max_size=60
+    st.integers(0, 19).flatmap(lambda n: rare if n >= 18 else wild if n % 3 == 2 else sensible), min_size=5, max_size=60
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(actions)
 def test_any_conversation_is_answered_and_leaves_nothing(script):
     daemon = Daemon(Config(max_programs_per_job=3))
@@ -82,6 +85,7 @@ def test_any_conversation_is_answered_and_leaves_nothing(script):
         for who, job in zip(("s", "t"), JOBS, strict=True):  # deep water at once
             daemon.open_job(who, job)
             daemon.load(who, job, PROGRAMS[0], 1, new_buffers=[4, 1 << 20])
+        daemon.device.slow = True  # from here on, checks and loads take until the script says
         for action, who, what in script:
             act(daemon, owed, action, who, what)
         while daemon.device.work or slow_work.held:
@@ -146,6 +150,19 @@ def act(daemon, owed, action, who, what):
                 session, msg.FillTransfer(ref, job, number + 100, int(inline)), *[bytes(64 + (1 << 20))] * inline
             )
         daemon.router.read = 0
+    elif action == "load":
+        (session, job), number = who, what
+        owed[session, ref := daemon.ref()] += 1
+        program = PROGRAMS[number % len(PROGRAMS)]
+        daemon.say(session, msg.LoadProgram(ref, job, daemon.ref() + 100, [], []), program)
+        daemon.router.read = 0
+    elif action == "stop":
+        (session, job), drain = who, what
+        owed[session, ref := daemon.ref()] += 1
+        daemon.say(session, msg.CloseJob(ref, job, drain))
+        daemon.router.read = 0
+    elif action == "drain":
+        daemon.loop.stop("the test says so")
     elif action == "finish" and daemon.device.work:
         daemon.device.finish()
     elif action == "made":

@@ -1,0 +1,76 @@
+"""Clients killed while a real daemon checks or loads their Program or moves their state, and a daemon told
+to stop meanwhile: it lives on, or ends well, and nobody else notices."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from gpumux.cli.control import Control
+from gpumux.client.session import Session
+from tests.program import samples
+
+from .live import SOON_S, LiveJob, floats, read_floats, serving
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    path = Path(tempfile.mkdtemp(prefix="gmdie-"))
+    with serving(path) as daemon:
+        yield daemon
+    shutil.rmtree(path)
+    assert daemon.process.returncode == 0, daemon.log
+
+
+class Victim:
+    def __init__(self, daemon, doing):
+        command = [sys.executable, "-m", "tests.daemon.victim", daemon.endpoint, doing]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout.readline() == "submitted\n"
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait(SOON_S)
+        self._process.stdout.close()
+
+
+def until(daemon, control, condition):
+    """Asking is the only waiting."""
+    for _ in range(100_000):
+        if condition(body := control.status()):
+            return
+    raise AssertionError(f"never came true: {body}\n{daemon.log}")
+
+
+def checked(daemon):
+    return sum("program 0 checked" in line for line in daemon.lines)
+
+
+@pytest.mark.parametrize("doing", ["check", "load", "transfer"])
+def test_kill_9_of_a_client_in_the_middle_harms_nobody(daemon, doing):
+    with Session.connect(daemon.endpoint) as session, Control(daemon.endpoint, SOON_S) as control:
+        job = LiveJob(session, samples.add_one(), name="bystander")
+        before, passed = control.status()["memory"], checked(daemon)
+        victim = Victim(daemon, "check" if doing == "load" else doing)
+        until(daemon, control, lambda body: len(body["jobs"]) == 2)
+        if doing == "load":
+            until(daemon, control, lambda _: checked(daemon) > passed)
+        victim.kill()
+        until(daemon, control, lambda body: [j["name"] for j in body["jobs"]] == ["bystander"])
+        (result,) = job.run(floats(1, 2, 3, 4))
+        assert read_floats(result, 4) == (2, 3, 4, 5)
+        until(daemon, control, lambda body: body["memory"] == before)
+        job.close()
+
+
+def test_a_daemon_told_to_stop_while_it_loads_ends_well(runtime_dir):
+    with serving(runtime_dir) as daemon, Control(daemon.endpoint, SOON_S) as control:
+        victim = Victim(daemon, "check")
+        until(daemon, control, lambda _: checked(daemon))
+        assert daemon.stop() == 0, daemon.log
+        victim.kill()

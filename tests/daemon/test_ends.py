@@ -1,0 +1,121 @@
+"""Sessions, jobs and the daemon end while a Program is checked or loaded and while state moves: the loop
+goes on, every request has one answer, and nothing is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumux.core import events as ev
+from gpumux.model import Fault, JobId, ProgramId, StepId, TransferId
+from gpumux.program import codec
+from gpumux.wire import messages as msg
+from tests.program import samples
+
+from .fakes import Daemon
+
+JOB = "a" * 32
+PROGRAM = codec.encode(samples.add_one())
+LOST = Fault("executor_crashed", "gone", "")
+
+
+@pytest.fixture
+def daemon():
+    daemon = Daemon()
+    daemon.connect("s")
+    daemon.open_job("s", JOB)
+    yield daemon
+    daemon.close()
+
+
+def checking(daemon):
+    """A check is under way, and a second Program waits behind it."""
+    daemon.device.slow = True
+    assert daemon.load("s", JOB, PROGRAM, 1) == []
+    assert daemon.load("s", JOB, PROGRAM, 2) == []
+
+
+def loading(daemon):
+    """The core has charged the Program and the device loads it."""
+    checking(daemon)
+    daemon.device.finish()
+    assert daemon.hear("s") == []
+    assert daemon.loop.segments.used_bytes > 0
+
+
+def pulling(daemon):
+    """A transfer is at the device, and one behind it, and a push that nobody filled."""
+    daemon.load("s", JOB, PROGRAM, 1, new_buffers=[4])
+    for number in (1, 2, 3):
+        daemon.say("s", msg.OpenTransfer(daemon.ref(), JOB, number, [0], number == 3))
+
+
+def gone(daemon):
+    daemon.disconnect("s")
+
+
+def drained(daemon):
+    daemon.loop.stop("the test says so")
+    daemon.turn()
+    assert daemon.loop.core.drained
+
+
+def lost(daemon):
+    daemon.device.lose(JOB, LOST)
+    daemon.turn()
+
+
+def closed(daemon):
+    daemon.say("s", msg.CloseJob(daemon.ref(), JOB, False))
+
+
+@pytest.mark.parametrize("end", [gone, drained, lost, closed])
+@pytest.mark.parametrize("doing", [checking, loading, pulling])
+def test_an_end_in_the_middle_of_something_leaves_nothing(daemon, doing, end):
+    doing(daemon)
+    end(daemon)
+    assert daemon.loop.desk.books.jobs == {}
+    assert daemon.device.jobs == {}
+    assert daemon.loop.segments.used_bytes == 0
+    assert daemon.loop.core.snapshot()["memory"]["used"] == 0
+    refs = [m.ref for _, m, _ in daemon.router.sent if isinstance(m, msg.Refusal | msg.TransferSegment)]
+    assert sorted(refs) == sorted(set(refs))
+    if doing is pulling and end is not gone:
+        ended = [m.transfer for _, m, _ in daemon.router.sent if isinstance(m, msg.TransferDone)]
+        assert sorted(ended) == [1, 2, 3]
+    elif end is not gone:
+        refused = [m for _, m, _ in daemon.router.sent if isinstance(m, msg.Refusal)]
+        assert len(refused) == 2
+
+
+@pytest.mark.parametrize(
+    "queued",
+    [
+        ev.StepSubmitted(JobId(JOB), StepId(7), ProgramId(1)),
+        ev.TransferRequested(JobId(JOB), TransferId(7), False),
+        ev.ProgramDropped(JobId(JOB), ProgramId(1), LOST),
+    ],
+    ids=["step", "transfer", "program"],
+)
+def test_what_the_core_answers_for_a_job_that_is_forgotten_goes_nowhere(daemon, queued):
+    daemon.load("s", JOB, PROGRAM, 1)
+    daemon.loop.desk.feed(ev.CloseRequested(JobId(JOB), False, "x"))
+    daemon.loop.desk.feed(ev.JobReleased(JobId(JOB)))
+    daemon.loop.desk.feed(queued)
+    daemon.turn()
+    assert daemon.loop.desk.books.jobs == {}
+
+
+def test_a_step_that_the_core_never_heard_of_is_answered_when_its_job_is_forgotten(daemon):
+    daemon.load("s", JOB, PROGRAM, 1)
+    daemon.loop.desk.feed(ev.CloseRequested(JobId(JOB), False, "x"))
+    daemon.loop.desk.feed(ev.JobReleased(JobId(JOB)))
+    answers = [message for message, _ in daemon.say("s", msg.Step(JOB, 1, 1, 0, [], 0))]
+    assert [type(a) for a in answers if not isinstance(a, msg.JobEnded)] == [msg.StepFailed]
+
+
+@pytest.mark.parametrize("asked", [msg.LoadProgram(90, JOB, 5, [], []), msg.OpenTransfer(90, JOB, 5, [], False)])
+def test_a_closing_job_takes_nothing_new_and_says_so(daemon, asked):
+    daemon.load("s", JOB, PROGRAM, 1)
+    daemon.loop.desk.books.jobs[JobId(JOB)].unloading = True  # the device has not let go of it yet
+    ((refusal, _),) = daemon.say("s", asked, *([PROGRAM] if isinstance(asked, msg.LoadProgram) else []))
+    assert (refusal.ref, refusal.code) == (90, "job_closed")
