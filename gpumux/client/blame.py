@@ -42,6 +42,12 @@ def user_line() -> str:
     return f"{found[0]}:{found[1]}" if found else "an unknown line"
 
 
+def definition(fn: Any) -> str:
+    """ "FILE:LINE" where a step is defined."""
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else type(fn).__name__
+
+
 def inside_optimizer() -> str:
     """ " (inside SGD.step)" when an optimizer is on the stack, else nothing."""
     import torch

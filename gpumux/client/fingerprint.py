@@ -1,61 +1,48 @@
 """What Python could change between two calls of a step, read cheaply at every call.
 
 A captured step is replayed without running its Python again. So everything its Python may have
-decided by is listed once, at capture: scalars in closures, globals, modules, configuration objects
-and optimizer groups, training flags, `requires_grad`, and torch's own modes. `Fingerprint.read()`
-returns their present values; a value never seen before means another variant must be captured.
+decided by is found once, at capture, and watched: scalars, containers and objects in closures,
+globals, defaults, attributes and classes, training flags, `requires_grad`, hooks, optimizer groups and
+torch's own modes. A reading that differs means another variant must be captured.
+
+What counts is what the code names: starting from the step, every user function reached by a name is
+walked, with the names in it; an attribute of a user's object is watched if some walked function names
+it. So `trainer.epoch += 1` outside the step changes nothing, unless the step reads `epoch`. Of modules
+and objects of libraries, whose code is not walked, all scalar attributes are watched.
 """
 
 from __future__ import annotations
 
+import collections
 import os
+import random
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import partial, partialmethod
 from typing import Any
 
+import numpy
 import torch
 
-from gpumux.client.blame import _global_names, reachable
-from gpumux.errors import NotRepeatable
+import gpumux
+from gpumux.client import watch
+from gpumux.client.watch import SCALARS, Gone, Reading, Watch
+from gpumux.errors import CaptureError, NotRepeatable
 
-_SCALARS = (bool, int, float, str, bytes, complex, type(None), torch.dtype)
-_MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
-_LIBRARY = tuple({os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))})
-_MAX_DEPTH = 4
-
-
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, _SCALARS):
-        return True
-    return isinstance(value, tuple) and len(value) <= 16 and all(isinstance(v, _SCALARS) for v in value)
-
-
-def _in_library(path: str | None) -> bool:
-    return path is None or path.startswith(_LIBRARY) or path.startswith("<")
-
-
-def _readable(value: Any) -> bool:
-    """Objects whose attributes a step may decide by: the user's own, and libraries' configurations."""
-    home = getattr(sys.modules.get(type(value).__module__), "__file__", "<")
-    return not _in_library(home) or type(value).__name__.endswith(("Config", "Namespace"))
-
-
-@dataclass(slots=True)
-class _Namespace:
-    """Scalars of one dictionary (a module's attributes, a configuration object, globals)."""
-
-    label: str
-    values: dict[Any, Any]
-    keys: tuple[Any, ...]
-    read: Callable[[dict[Any, Any]], Any]
+_STRUCTURE = frozenset(torch.nn.Module().__dict__) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARY = tuple(
+    {os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(gpumux.__file__)}
+)
+_MOST = 20_000  # objects a step may reach, and elements of one container
+_PLAIN_MODULES = (torch.nn.Module, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, object)
 
 
 @dataclass(slots=True)
 class Change:
-    """A value that differs between two readings, and how to put the old one back."""
+    """A value that differs between two readings, and how to put either back."""
 
     name: str
     old: Any
@@ -65,207 +52,292 @@ class Change:
     again: Callable[[], None]
 
 
+def _in_library(path: str | None) -> bool:
+    return path is None or path.startswith((*_LIBRARY, "<"))
+
+
+def _library_class(cls: type) -> bool:
+    return _in_library(getattr(sys.modules.get(cls.__module__), "__file__", "<")) and cls.__module__ != "__main__"
+
+
+def _code_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _code_names(const)
+
+
 class Fingerprint:
-    """Built for one step function and the models and optimizers it was submitted with."""
+    """Built for one step function and the models and optimizers it was submitted with. Raises
+    CaptureError for what can't be watched."""
 
     def __init__(
         self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor]
-    ) -> None:
-        self._params = list(params)
-        self._spaces: list[_Namespace] = []
-        self._cells: list[tuple[str, types.CellType]] = []
-        self._sized: list[tuple[str, Any]] = []
-        self._seen: set[int] = set()
+    ) -> None:  # fmt: skip
+        self._roots = [("model" if len(models) == 1 else f"model{i}", m) for i, m in enumerate(models)]
+        self._roots += [("optimizer" if len(optimizers) == 1 else f"optimizer{i}", o) for i, o in enumerate(optimizers)]
+        self._roots.append((getattr(fn, "__qualname__", type(fn).__name__), fn))
+        self._given = list(optimizers)
+        self._names: set[str] = {"forward", "__call__", "step"}
+        known = -1
+        while known != len(self._names):  # each walk may reach functions that name more
+            known = len(self._names)
+            self._walk()
+        self.watches += [watch.gradients_wanted(list(params)), watch.modes()]
+
+    def _walk(self) -> None:
+        self.watches: list[Watch] = []
         self.modules: list[torch.nn.Module] = []
-        self.spaces: list[dict[Any, Any]] = []  # where a step may leave tensors: attributes, containers, globals
+        self.strangers: list[tuple[str, Any]] = []  # optimizers that are reached but were not given
+        self.spaces: list[dict[Any, Any]] = []  # where a step may leave tensors
         self.cells: list[types.CellType] = []
-        for i, model in enumerate(models):
-            self._visit(f"model{i}" if len(models) > 1 else "model", model, 0)
-        for i, optimizer in enumerate(optimizers):
-            self._optimizer(f"optimizer{i}" if len(optimizers) > 1 else "optimizer", optimizer)
-        self._function(getattr(fn, "__qualname__", "step"), fn, 0)
+        self._generators: list[tuple[str, Any]] = []
+        self._seen: dict[int, Any] = {}
+        for label, root in self._roots:
+            self._visit(label, root)
 
-    # ---- collecting --------------------------------------------------------------------------------
+    # ---- walking -----------------------------------------------------------------------------------
 
-    def _namespace(self, label: str, values: dict[Any, Any], keys: list[Any]) -> None:
-        # What is None now may hold a tensor tomorrow (a debugging attribute): compare its kind only.
-        empty = tuple(k for k in keys if values[k] is None)
-        firm = tuple(k for k in keys if values[k] is not None)
-        if firm:
-            self._spaces.append(_Namespace(label, values, firm, itemgetter(*firm)))
-        if empty:
-            self._spaces.append(_Namespace(label, values, empty, _kinds(empty)))
-
-    def _function(self, label: str, fn: Any, depth: int) -> None:
-        fn = getattr(fn, "__wrapped__", fn)
-        if isinstance(fn, types.MethodType):
-            self._visit(f"{label}.self", fn.__self__, depth)
-            fn = fn.__func__
-        code = getattr(fn, "__code__", None)
-        if code is None or id(fn) in self._seen or depth > _MAX_DEPTH or _in_library(code.co_filename):
+    def _visit(self, label: str, value: Any) -> None:
+        if value is None or isinstance(value, (*SCALARS, torch.Tensor)) or id(value) in self._seen:
             return
-        self._seen.add(id(fn))
-        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
-            self._cells.append((name, cell))
-            self.cells.append(cell)
-        names = set(_global_names(code))
-        found = dict(reachable(fn))
-        scalars = [n for n in names if n in fn.__globals__ and _is_scalar(fn.__globals__[n])]
-        self._namespace("", fn.__globals__, sorted(scalars))
-        self.spaces.append(fn.__globals__)
-        for name, value in found.items():
-            self._visit(name, value, depth + 1, names)
-        if fn.__defaults__:
-            for i, value in enumerate(fn.__defaults__):
-                self._visit(f"{label}.default{i}", value, depth + 1)
-
-    def _visit(self, label: str, value: Any, depth: int, names: set[str] | None = None) -> None:
-        if id(value) in self._seen or depth > _MAX_DEPTH or isinstance(value, (torch.Tensor, type, *_SCALARS)):
-            return
-        if isinstance(value, torch.nn.Module):
-            for path, module in value.named_modules():
-                self._object(f"{label}.{path}" if path else label, module, depth)
+        self._seen[id(value)] = value
+        if len(self._seen) > _MOST:
+            raise CaptureError(
+                f"the step reaches more than {_MOST} Python objects, by way of {label}",
+                "keep data out of what the step's code names: pass tensors as arguments",
+            )
+        if isinstance(value, types.FunctionType):
+            self._function(label, value)
+        elif isinstance(value, types.MethodType):
+            self._visit(f"{label}.self" if label.isidentifier() else label, value.__self__)
+            self._visit(label, value.__func__)
+        elif isinstance(value, (partial, partialmethod)):
+            self._visit(label, value.func)
+            self._visit(f"{label}.args", list(value.args))
+            self._dictionary(f"{label}.keywords", value.keywords)
+        elif isinstance(value, torch.nn.Module):
+            self._module(label, value)
         elif isinstance(value, torch.optim.Optimizer):
             self._optimizer(label, value)
-        elif isinstance(value, (types.FunctionType, types.MethodType)):
-            self._function(label, value, depth)
         elif isinstance(value, types.ModuleType):
             if not _in_library(getattr(value, "__file__", None)):
-                self._seen.add(id(value))
-                space = value.__dict__
-                self._namespace(label, space, sorted(k for k in names or () if k in space and _is_scalar(space[k])))
-        elif isinstance(value, (list, dict, set)):
-            self._container(label, value, depth)
-        elif hasattr(value, "__dict__") and _readable(value):
-            self._object(label, value, depth)
-
-    def _object(self, label: str, value: Any, depth: int) -> None:
-        if id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        space = value.__dict__
-        self.spaces.append(space)
-        if isinstance(value, torch.nn.Module):
-            self.modules.append(value)
-        skip = _MODULE_INTERNALS if isinstance(value, torch.nn.Module) else frozenset()
-        self._namespace(label, space, [k for k, v in space.items() if k not in skip and _is_scalar(v)])
-        for key, item in list(space.items()):
-            if key not in skip and not _is_scalar(item):
-                self._visit(f"{label}.{key}", item, depth + 1)
-
-    def _container(self, label: str, value: Any, depth: int) -> None:
-        self._seen.add(id(value))
-        self._sized.append((label, value))
-        if isinstance(value, dict):
-            self.spaces.append(value)
-            self._namespace(label, value, [k for k, v in value.items() if _is_scalar(v)])
-            items = list(value.items())
+                self._named_entries(label, value.__dict__)
+        elif isinstance(value, type):
+            self._class(label, value)
         else:
-            items = list(enumerate(value))
-        for key, item in items[:256]:
-            self._visit(f"{label}[{key!r}]", item, depth + 1)
+            self._data(label, value)
+
+    def _data(self, label: str, value: Any) -> None:
+        if isinstance(value, (random.Random, numpy.random.Generator, numpy.random.RandomState)):
+            self._generators.append((label, value))
+        elif isinstance(value, numpy.ndarray):
+            self._bounded(label, value.nbytes // 64)
+            self.watches.append(watch.array(label, value))
+        elif isinstance(value, dict):
+            self._dictionary(label, value)
+        elif isinstance(value, (list, set, collections.deque)):
+            self._bounded(label, len(value))
+            self.watches.append(watch.sequence(label, value))
+            self._items(label, enumerate(value))
+        elif isinstance(value, (tuple, frozenset)):
+            self._bounded(label, len(value))
+            self._items(label, enumerate(value))
+        elif isinstance(value, collections.abc.Iterator) and "next" in self._names:
+            raise CaptureError(
+                f"the step draws from the iterator {label}",
+                "draw outside the step and pass what it gave as an argument",
+            )
+        else:
+            self._object(label, value)
+
+    def _bounded(self, label: str, size: int) -> None:
+        if size > _MOST:
+            raise CaptureError(f"{label} is too large to watch for changes", "pass it to the step as a tensor argument")
+
+    def _items(self, label: str, items: Any) -> None:
+        for key, item in items:
+            self._visit(f"{label}[{key!r}]", item)
+
+    def _dictionary(self, label: str, value: dict[Any, Any]) -> None:
+        self._bounded(label, len(value))
+        self.spaces.append(value)
+        self.watches.append(watch.values(label, value))
+        self._items(label, list(value.items()))
+
+    def _function(self, label: str, fn: types.FunctionType) -> None:
+        wrapped = getattr(fn, "__wrapped__", None)
+        if wrapped is not None:
+            self._visit(label, wrapped)
+        code = fn.__code__
+        if _in_library(code.co_filename) and wrapped is None:
+            return
+        self._names.update(_code_names(code))
+        for name, box in zip(code.co_freevars, fn.__closure__ or (), strict=False):
+            self.cells.append(box)
+            self.watches.append(watch.cell(name, box))
+            found = self.watches[-1].read()
+            self._visit(name, found[0] if found else None)
+        names = [n for n in dict.fromkeys(_code_names(code)) if n in fn.__globals__]
+        if names and not _in_library(code.co_filename):
+            self.spaces.append(fn.__globals__)
+            self.watches.append(watch.entries("", fn.__globals__, names))
+            for name in names:
+                self._visit(name, fn.__globals__[name])
+        for default in fn.__defaults__ or ():
+            self._visit(f"{label}'s default", default)
+        if fn.__kwdefaults__:
+            self._dictionary(f"{label}'s defaults", fn.__kwdefaults__)
+
+    def _named_entries(self, label: str, space: dict[Any, Any]) -> None:
+        keys = [k for k in space if k in self._names]
+        if keys:
+            self.watches.append(watch.entries(label, space, keys))
+            for key in keys:
+                self._visit(f"{label}.{key}", space[key])
+
+    def _class(self, label: str, cls: type) -> None:
+        """Methods and attributes that walked code names, of a user's class and its user bases."""
+        for base in cls.__mro__:
+            if base is object or _library_class(base) or (base is not cls and id(base) in self._seen):
+                continue
+            self._seen[id(base)] = base
+            named = [k for k in vars(base) if k in self._names]
+            data = [k for k in named if not isinstance(vars(base)[k], (types.FunctionType, property))]
+            data = [
+                k
+                for k in data
+                if not isinstance(vars(base)[k], (classmethod, staticmethod, types.MemberDescriptorType))
+            ]
+            if data:
+                self.watches.append(watch.class_attributes(base.__name__, base, data))
+            for key in named:
+                item = vars(base)[key]
+                if isinstance(item, property):
+                    self._visit(f"{base.__name__}.{key}", item.fget)
+                elif isinstance(item, (classmethod, staticmethod)):
+                    self._visit(f"{base.__name__}.{key}", item.__func__)
+                else:
+                    self._visit(f"{base.__name__}.{key}", item)
+
+    def _object(self, label: str, value: Any) -> None:
+        cls = type(value)
+        space = getattr(value, "__dict__", None)
+        if _library_class(cls):
+            watched = cls.__module__.startswith("torch.optim") or cls.__name__.endswith(("Config", "Namespace"))
+            if watched and isinstance(space, dict):
+                self._scalars(label, space)
+            return
+        self._class(label, cls)
+        if isinstance(space, dict):
+            self.spaces.append(space)
+            self.watches.append(watch.keys_of(label, space))
+            self._named_entries(label, space)
+        names = tuple(n for c in cls.__mro__ for n in getattr(c, "__slots__", ()) if n in self._names)
+        if names:
+            self.watches.append(watch.slots(label, value, names))
+            for name in names:
+                self._visit(f"{label}.{name}", getattr(value, name, None))
+
+    def _scalars(self, label: str, space: dict[Any, Any], skip: frozenset[str] = frozenset()) -> None:
+        """All plain values of a library's object, and its lists of them."""
+        keys = [k for k, v in space.items() if k not in skip and (v is None or isinstance(v, (tuple, *SCALARS)))]
+        if keys:
+            self.watches.append(watch.entries(label, space, keys))
+        for key, item in list(space.items()):
+            if (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64) or type(item).__name__.endswith(
+                "Config"
+            ):
+                self._visit(f"{label}.{key}", item)
+
+    def _module(self, label: str, module: torch.nn.Module) -> None:
+        self.modules.append(module)
+        space = module.__dict__
+        self.spaces.append(space)
+        self.watches.append(watch.entries(label, space, ["training"], flag=True))
+        for kind in ("_parameters", "_buffers", "_modules"):
+            if space[kind] or kind == "_modules":
+                self.watches.append(watch.values(f"{label}.{kind}", space[kind], identity=True))
+        for kind in _HOOKS:
+            self.watches.append(watch.values(f"{label}.{kind}", space[kind]))
+            self._items(f"{label}.{kind}", list(space[kind].items()))
+        cls = type(module)
+        if _library_class(cls):
+            self._scalars(label, space, _STRUCTURE | {"training"})
+            self._named_callables(label, space)
+        else:
+            self._class(label, cls)
+            rest = {k: v for k, v in space.items() if k not in _STRUCTURE and k != "training"}
+            keys = [
+                k
+                for k in rest
+                if k in self._names or any(_library_class(b) and b not in _PLAIN_MODULES for b in cls.__mro__)
+            ]
+            if keys:
+                self.watches.append(watch.entries(label, space, keys))
+            for key in keys:
+                self._visit(f"{label}.{key}", space[key])
+        for name, child in module._modules.items():
+            self._visit(f"{label}.{name}", child)
+
+    def _named_callables(self, label: str, space: dict[str, Any]) -> None:
+        """A library module's replaceable functions (`activation`)."""
+        keys = [
+            k for k, v in space.items() if k not in _STRUCTURE and callable(v) and not isinstance(v, torch.nn.Module)
+        ]
+        if keys:
+            self.watches.append(watch.entries(label, space, keys))
+            for key in keys:
+                self._visit(f"{label}.{key}", space[key])
 
     def _optimizer(self, label: str, optimizer: Any) -> None:
-        if id(optimizer) in self._seen:
-            return
-        self._seen.add(id(optimizer))
-        self._sized.append((f"{label}.param_groups", optimizer.param_groups))
-        self._sized += [(f"{label}.param_groups[{i}]", g["params"]) for i, g in enumerate(optimizer.param_groups)]
-        for i, group in enumerate(optimizer.param_groups):
-            # Numbers are lifted to host scalars; what is left decides which code runs.
-            flags = [k for k, v in group.items() if isinstance(v, (bool, str, type(None)))]
-            self._namespace(f"{label}.param_groups[{i}]", group, flags)
+        if not any(optimizer is o for o in self._given):
+            self.strangers.append((label, optimizer))
+        self.watches.append(watch.groups(label, optimizer))
+        cls = type(optimizer)
+        if not _library_class(cls):
+            self._class(label, cls)
+            space = optimizer.__dict__
+            keys = [k for k in space if k in self._names and k not in ("state", "param_groups", "defaults")]
+            if keys:
+                self.watches.append(watch.entries(label, space, keys))
+                for key in keys:
+                    self._visit(f"{label}.{key}", space[key])
+        for hook in [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]:
+            self._visit(f"{label}'s hook", hook)
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def read(self) -> tuple[Any, ...]:
-        """The present values, hashable. Raises NotRepeatable when a name has gone."""
+    def read(self) -> list[Reading]:
+        """The present values. Raises NotRepeatable when a name has gone."""
         try:
-            spaces = tuple([s.read(s.values) for s in self._spaces])
-        except KeyError as error:
+            return [w.read() for w in self.watches]
+        except Gone as gone:
             raise NotRepeatable(
-                f"{error} existed when the step was captured and is gone", "submit the step again"
+                f"{gone} existed when the step was captured and is gone", "submit the step again"
             ) from None
-        cells = tuple([_cell(c) for _, c in self._cells])
-        sizes = tuple([len(v) for _, v in self._sized])
-        grads = tuple([p.requires_grad for p in self._params])
-        return (spaces, cells, sizes, grads, _modes())
 
-    def changes(self, before: tuple[Any, ...]) -> list[Change]:
+    def same(self, old: list[Reading], new: list[Reading]) -> bool:
+        return all(map(Watch.same, self.watches, old, new))
+
+    def random_states(self) -> list[tuple[str, Any]]:
+        """Python's and numpy's generators, which no Program can draw from."""
+        own: list[tuple[str, Any]] = [("random", random), ("numpy.random", numpy.random)]
+        return [(name, _state(source)) for name, source in [*own, *self._generators]]
+
+    def changes(self, before: list[Reading]) -> list[Change]:
         """What differs now from an earlier reading: a step that changes it while it is traced."""
-        now = self.read()
         found: list[Change] = []
-        for space, old, new in zip(self._spaces, before[0], now[0], strict=True):
-            olds, news = ((old,), (new,)) if len(space.keys) == 1 else (old, new)
-            for key, a, b in zip(space.keys, olds, news, strict=True):
-                if a is not b and a != b:
-                    name = f"{space.label}.{key}" if space.label else str(key)
-                    found.append(_assignment(name, space.values, key, a, b))
-        for (name, cell), a, b in zip(self._cells, before[1], now[1], strict=True):
-            if a is not b and a != b:
-                found.append(Change(name, a, b, False, _setter(cell, a), _setter(cell, b)))
-        for (name, value), a, b in zip(self._sized, before[2], now[2], strict=True):
-            if a != b:
-                found.append(Change(f"len({name})", a, b, False, _truncate(value, a), lambda: None))
-        for p, a, b in zip(self._params, before[3], now[3], strict=True):
-            if a != b:
-                found.append(Change("requires_grad", a, b, True, _require(p, a), _require(p, b)))
+        for w, old, new in zip(self.watches, before, self.read(), strict=True):
+            if not w.same(old, new):
+                put, again = partial(w.restore, old), partial(w.restore, new)
+                found += [Change(name, a, b, w.flag, put, again) for name, a, b in w.differences(old, new)]
         return found
 
 
-def _kinds(keys: tuple[Any, ...]) -> Callable[[dict[Any, Any]], Any]:
-    """A reader that shows tensors as None: whether one was left there decides nothing by itself."""
-
-    def read(space: dict[Any, Any]) -> Any:
-        values = [space[k] for k in keys]
-        shown = tuple(
-            [v if _is_scalar(v) else None if isinstance(v, torch.Tensor) else type(v).__qualname__ for v in values]
-        )
-        return shown[0] if len(shown) == 1 else shown
-
-    return read
-
-
-def _modes() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
-        torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
-        torch.backends.mkldnn.enabled,
-    )  # fmt: skip
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        value = cell.cell_contents
-    except ValueError:
-        return "empty"
-    return value if _is_scalar(value) else id(value)
-
-
-def _assignment(name: str, space: dict[Any, Any], key: Any, old: Any, new: Any) -> Change:
-    return Change(
-        name, old, new, key == "training", lambda: space.__setitem__(key, old), lambda: space.__setitem__(key, new)
-    )  # fmt: skip
-
-
-def _setter(cell: types.CellType, value: Any) -> Callable[[], None]:
-    def put() -> None:
-        if _is_scalar(value):
-            cell.cell_contents = value
-
-    return put
-
-
-def _require(param: torch.Tensor, value: bool) -> Callable[[], None]:
-    def put() -> None:
-        param.requires_grad_(value)
-
-    return put
-
-
-def _truncate(value: Any, size: int) -> Callable[[], None]:
-    def put() -> None:
-        if isinstance(value, list):
-            del value[size:]
-
-    return put
+def _state(source: Any) -> str:
+    if isinstance(source, numpy.random.Generator):
+        return repr(source.bit_generator.state)
+    if hasattr(source, "getstate"):
+        return repr(source.getstate())
+    return repr([v.tolist() if isinstance(v, numpy.ndarray) else v for v in source.get_state()])

@@ -43,7 +43,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
     "and": lambda a, b: a and b, "or": lambda a, b: a or b, "not": operator.not_, "max": max, "min": min,
     "float": float, "int": int, "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "cos": math.cos, "sin": math.sin,
-    "tanh": math.tanh, "floor": math.floor, "ceil": math.ceil, "log2": math.log2, "log10": math.log10,
+    "round": round, "trunc": math.trunc, "tanh": math.tanh, "floor": math.floor, "ceil": math.ceil, "log2": math.log2, "log10": math.log10,
     "f32.add": _rounded(operator.add), "f32.sub": _rounded(operator.sub), "f32.mul": _rounded(operator.mul),
     "f32.div": _rounded(operator.truediv), "f32.cast": _f32,
 }  # fmt: skip
@@ -180,7 +180,7 @@ class HostNode:
         return self
 
     def str(self) -> builtins.str:
-        return f"{self.expr.value}"
+        return f"{self.scope.guard(self.expr)}"  # text made of it can decide anything
 
     def _graph_repr(self) -> builtins.str:
         return self.str()
@@ -218,6 +218,14 @@ class HostNode:
 
     def sym_int(self) -> HostNode:
         return self if self.is_int() else self._apply("int")
+
+    def round(self, digits: Any = None) -> HostNode:
+        if digits is None:
+            return self._apply("round")
+        return self._apply("round", self.wrap_int(int(digits)))
+
+    def trunc(self) -> HostNode:
+        return self._apply("trunc")
 
     def _apply(self, op: builtins.str, *others: HostNode) -> HostNode:
         return HostNode(self.scope, self.scope.apply(op, self.expr, *(o.expr for o in others)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from gpumux.client.host import Number
+from gpumux.errors import CaptureError
 
 
 def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, int | None, Any]]:
@@ -17,6 +19,11 @@ def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, 
             for key, value in group.items():
                 if key == "params" or isinstance(value, (bool, str)):
                     continue
+                if isinstance(value, numpy.generic) and not isinstance(value, float):
+                    raise CaptureError(
+                        f"param_groups[{j}][{key!r}] is a numpy.{type(value).__name__}",
+                        "give it as a Python float or int",
+                    )
                 if isinstance(value, (int, float)) or _is_host_tensor(value):
                     yield i, j, key, None, value
                 elif isinstance(value, (tuple, list)):
@@ -38,13 +45,14 @@ class HyperReader:
 
     def __init__(self, optimizers: list[Any]) -> None:
         self._slots = [
-            (hyper_name(i, j, key, k), optimizers[i].param_groups[j], key, k, isinstance(value, torch.Tensor))
-            for i, j, key, k, value in hyperparameters(optimizers)
+            (hyper_name(i, j, key, k), optimizers[i], j, key, k) for i, j, key, k, _ in hyperparameters(optimizers)
         ]
 
     def read(self) -> dict[str, Number]:
         out: dict[str, Number] = {}
-        for name, group, key, k, tensor in self._slots:
-            value = group[key] if k is None else group[key][k]
-            out[name] = value.item() if tensor or isinstance(value, torch.Tensor) else value
+        for name, optimizer, j, key, k in self._slots:
+            value = optimizer.param_groups[j][key]  # asked anew: load_state_dict makes new groups
+            if k is not None:
+                value = value[k]
+            out[name] = value.item() if isinstance(value, torch.Tensor) else value
         return out

@@ -49,7 +49,7 @@ class Job:
         structure, host = from_local(table)
         self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self._warm_state = self._state
-        self._guard = StaleGuard(spec.name, table.models, table.optimizers, table.versions)
+        self._guard = StaleGuard(spec.name, table)
         self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
         session.register(job_id, self._pending.on_message)
 
@@ -144,12 +144,17 @@ class Job:
                 self._wait(lambda: len(self._pending) < self._spec.max_inflight, None)
                 self._check_open()
             slot = program.free.pop()
-            frames = program.fill(slot, choice.tensors)
-            future = StepFuture(self._wait)
-            step, self._next_step = self._next_step, self._next_step + 1
-            self._pending.add(step, future, number, slot, choice)
-            scalars = choice.values[: choice.made.lowered.counts[0]]
-            self._session.post(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
+            step, future = self._next_step, StepFuture(self._wait)
+            try:
+                frames = program.fill(slot, choice.tensors)
+                self._pending.add(step, future, number, slot, choice)
+                scalars = choice.values[: choice.made.lowered.counts[0]]
+                self._session.post(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
+            except BaseException:
+                self._pending.forget(step)
+                program.free.add(slot)
+                raise
+            self._next_step = step + 1
             self._advance(choice)
             return future
 
@@ -217,9 +222,10 @@ class Job:
         gives it) load that into them first."""
         with self._lock:
             self._check_open()
-            with self._guard.quiet():
+            with self._guard.quiet(writes=True):
                 if state is not None:
                     _load_local(self._table, state)
+                self._table.refresh()
                 structure, host = from_local(self._table)
             keep = self._state.keep | frozenset(i for i, _ in structure.kept)
             self._state = State(self._intern(structure), host, keep)

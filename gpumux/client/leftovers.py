@@ -29,6 +29,7 @@ class Leftovers:
         self._params = [(m, dict(m._parameters)) for m in prints.modules]
         self._spaces = [(s, dict(s)) for s in prints.spaces]
         self._cells = [(c, _content(c)) for c in prints.cells]
+        self._strange = [(o, dict(o.state)) for _, o in prints.strangers]
 
     def replaced_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(old, new) of every buffer the step replaced; the old ones are back when this returns.
@@ -56,6 +57,15 @@ class Leftovers:
                     )
         return found
 
+    def refuse_strangers(self) -> None:
+        """Raises CaptureError when the step stepped an optimizer that was not given."""
+        for label, optimizer in self._prints.strangers:
+            if _holds_fake(list(optimizer.state.values()), 4):
+                raise CaptureError(
+                    f"the step uses the optimizer {label} ({type(optimizer).__name__}), which was not given",
+                    "pass it in optimizer=, alone or in a list with the others",
+                )
+
     def restorers(self) -> list[Callable[[], None]]:
         """One for every place that holds a tensor of the trace now."""
         found: list[Callable[[], None]] = []
@@ -71,17 +81,23 @@ class Leftovers:
     def restore(self) -> None:
         """After a failed trace: everything as it was."""
         for module, before in self._buffers:
+            module._buffers.clear()
             module._buffers.update(before)
         for module, params in self._params:
             module._parameters.update(params)
+        for optimizer, state in self._strange:
+            optimizer.state.clear()
+            optimizer.state.update(state)
         for put in self.restorers():
             put()
 
 
-def _holds_fake(value: Any) -> bool:
+def _holds_fake(value: Any, depth: int = 3) -> bool:
     if isinstance(value, FakeTensor):
         return True
-    return isinstance(value, (tuple, list)) and any(isinstance(v, FakeTensor) for v in value)
+    if depth == 0 or not isinstance(value, (tuple, list, dict)) or len(value) > 1000:
+        return False
+    return any(_holds_fake(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def _content(cell: Any) -> Any:

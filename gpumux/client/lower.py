@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 
 from gpumux.client.fingerprint import Change
 from gpumux.client.host import Evaluator, Expr
-from gpumux.client.ledger import RawOp, Record
+from gpumux.client.ledger import RawOp, RawStorage, Record
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, path_name, thaw
 from gpumux.client.trace import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
@@ -133,14 +133,17 @@ def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = 
     touched = frozenset().union(*(op.reads for op in record.ops))
     entry_dropped = {place.buffer: i for i, place in raw.entry.dropped}
     needs = frozenset(i for b, i in entry_dropped.items() if record.state_storage.get(b) in touched)
-    build = _Build(record, table)
+    build = _Build(record, table, frozenset().union(*(op.writes for op in ops)))
     inputs = tuple(build.view(v) for v in record.inputs)
     out_ops = [build.op(op) for op in ops]
+    places = [build.view(v) for v in tensors]
+    if end.copies:  # what the step returns is read before what it leaves behind is put in place
+        places = build.spare(places, out_ops)
     out_ops += build.copies(end.copies)
     results, host_results = _results(raw)
     program = Program(
-        storages=tuple(build.storages), views=tuple(build.views), ops=tuple(out_ops), inputs=inputs,
-        results=tuple(build.view(v) for v in tensors), scalars=tuple(build.kinds), consts=tuple(build.consts),
+        storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
+        results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
         numerics=numerics_now(), device=device,
     )  # fmt: skip
     groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
@@ -182,9 +185,11 @@ def _live(ops: list[RawOp], roots: set[int]) -> list[RawOp]:
 class _Build:
     """Renumbers storages, views and scalars in order of first use."""
 
-    def __init__(self, record: Record, table: StateTable) -> None:
+    def __init__(self, record: Record, table: StateTable, written: frozenset[int]) -> None:
         self._record = record
         self._table = table
+        self._written = written
+        self.prelude: list[Op] = []  # copies of constants that the step writes into
         self.storages: list[Storage] = []
         self.views: list[View] = []
         self.consts: list[bytes] = []
@@ -202,13 +207,41 @@ class _Build:
             if s.kind == "state":
                 self._storage[raw] = self._state(s.key)
             elif s.kind == "const":
-                self._storage[raw] = self._put(Storage("const", len(s.key), len(self.consts)))
-                self.consts.append(s.key)
+                self._storage[raw] = self._const(s, raw in self._written)
             else:
                 self._storage[raw] = self._put(
                     Storage("input" if s.kind == "input" else "temp", s.nbytes, s.key if s.kind == "input" else -1)
                 )
         return self._storage[raw]
+
+    def _const(self, s: RawStorage, written: bool) -> int:
+        const = self._put(Storage("const", len(s.key), len(self.consts)))
+        self.consts.append(s.key)
+        if not written:
+            return const
+        size = (len(s.key) // ITEM_BYTES[s.dtype],)
+        source = self._view(View(const, s.dtype, size, (1,)))
+        fresh = self._put(Storage("temp", len(s.key)))
+        target = self._view(View(fresh, s.dtype, size, (1,)))
+        self.prelude.append(Op("aten.clone.default", (TensorRef(source),), (), (target,)))
+        return fresh
+
+    def spare(self, places: list[int], ops: list[Op]) -> list[int]:
+        """Results that lie on state, copied away by operators added to `ops`."""
+        spared = []
+        for view in places:
+            if self.storages[self.views[view].storage].kind == "state":
+                op, view = self._clone(view)
+                ops.append(op)
+            spared.append(view)
+        return spared
+
+    def _clone(self, view: int) -> tuple[Op, int]:
+        v = self.views[view]
+        fresh = self._put(Storage("temp", ITEM_BYTES[v.dtype] * _count(v.size)))
+        clone = self._view(View(fresh, v.dtype, v.size, _contiguous(v.size)))
+        tag = (("memory_format", Tag("memory_format", "contiguous_format")),)
+        return Op("aten.clone.default", (TensorRef(view),), tag, (clone,)), clone
 
     def _put(self, storage: Storage) -> int:
         self.storages.append(storage)
@@ -262,13 +295,8 @@ class _Build:
         for place, raw in wanted:
             source = self.view(raw)
             if self.storages[self.views[source].storage].kind == "state":
-                v = self.views[source]
-                stride = _contiguous(v.size)
-                nbytes = ITEM_BYTES[v.dtype] * _count(v.size)
-                clone = self._view(View(self._put(Storage("temp", nbytes)), v.dtype, v.size, stride))
-                tag = (("memory_format", Tag("memory_format", "contiguous_format")),)
-                first.append(Op("aten.clone.default", (TensorRef(source),), tag, (clone,)))
-                source = clone
+                op, source = self._clone(source)
+                first.append(op)
             target = self._view(
                 View(
                     self._state(place.buffer),

@@ -69,6 +69,23 @@ class RngTape:
             )
 
 
+def _here(plain: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
+    """`new` in the thread that traces, `plain` in all others."""
+    tracing = threading.get_ident()
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == tracing else plain)(*args, **kwargs)
+
+    return choose
+
+
+def _format(self: Any, spec: str) -> str:
+    """f"{lr:.3f}" on a traced number: text made of it can decide anything, so its value is guarded."""
+    node = self.node
+    value = node.guard_float() if node.is_float() else node.guard_int()
+    return format(value, spec)
+
+
 def _refuse_seed(*_: Any, **__: Any) -> None:
     raise CaptureError(
         f"{user_line()} seeds the random generator inside the step",
@@ -122,11 +139,16 @@ def _pow_wrapper(scope: Scope) -> Callable[[Any, Any], Any]:
 def patched(scope: Scope, tape: RngTape) -> Iterator[None]:
     """Swap the functions in for the length of a trace. They act on tracing values only, so another
     thread that calls `math.sqrt` meanwhile notices nothing."""
+    random: dict[str, Callable[..., Any]] = {
+        "get_rng_state": tape.save,
+        "set_rng_state": tape.restore,
+        "manual_seed": _refuse_seed,
+        "seed": _refuse_seed,
+    }
     swaps: list[tuple[Any, str, Any]] = [
-        (torch, "get_rng_state", tape.save), (torch, "set_rng_state", tape.restore),
-        (torch.random, "get_rng_state", tape.save), (torch.random, "set_rng_state", tape.restore),
-        (torch, "manual_seed", _refuse_seed), (torch.random, "manual_seed", _refuse_seed),
-        (torch, "seed", _refuse_seed), (torch.random, "seed", _refuse_seed),
+        *((torch, name, _here(getattr(torch, name), new)) for name, new in random.items()),
+        *((torch.random, name, _here(getattr(torch.random, name), new)) for name, new in random.items()),
+        (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.Tensor, "tolist", _value_guard("tolist")),
         (torch.Tensor, "numpy", _value_guard("numpy")),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),

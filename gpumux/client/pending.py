@@ -53,6 +53,10 @@ class Pending:
     def add(self, step: int, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
         self._steps[step] = _Step(future, program, slot, choice)
 
+    def forget(self, step: int) -> None:
+        """The step was never sent."""
+        self._steps.pop(step, None)
+
     def on_message(self, message: Any, frames: Sequence[Any]) -> None:
         """The session's handler for this job."""
         if isinstance(message, m.StepDone):

@@ -48,6 +48,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
         self._lookup = lookup
+        self._mkldnn = torch.backends.mkldnn.enabled
         self._unknown = unknown
         self._device = torch.device(device)
         self.ledger = Ledger(scope, tape, allowed, self._device)
@@ -73,7 +74,7 @@ class Recorder(TorchDispatchMode):
         data = bytes(torch._C.TensorBase.numpy(flat.view(-1).view(torch.uint8))) if flat.numel() else b""
         with self.fake_mode:
             fake = torch.empty(tuple(flat.shape), dtype=flat.dtype, device=self._device)
-        self.ledger.add_storage(fake.untyped_storage(), "const", data)
+        self.ledger.add_storage(fake.untyped_storage(), "const", data, str(flat.dtype).removeprefix("torch."))
         return fake
 
     def materialise(self, expr: Expr, dtype: torch.dtype) -> torch.Tensor:
@@ -134,6 +135,11 @@ class Recorder(TorchDispatchMode):
             return self._device
         if func.namespace != "aten":
             return self._foreign(func, args, kwargs)
+        if torch.backends.mkldnn.enabled != self._mkldnn:
+            raise CaptureError(
+                f"{user_line()} runs under other torch.backends settings than the step began with",
+                "set them before you submit, for the whole step",
+            )
         if func is aten.lift_fresh.default:
             return self._lift(args[0])
         if func is aten.mkldnn_rnn_layer.default:
@@ -227,6 +233,8 @@ class Recorder(TorchDispatchMode):
         self.ledger.write(func, schema, args, kwargs, fake_args, fake_kwargs, out)
         if schema.mutable:
             self._rebind(schema, args, kwargs, fake_args, fake_kwargs)
+        else:
+            self._follow_views(originals, keep, out)
         if not originals:
             return out
         if isinstance(out, (list, tuple)):
@@ -246,6 +254,15 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedOperator(
                 f"{user_line()}: {func} can't run on fake tensors", "replace the operator or do it outside the step"
             ) from error
+
+    def _follow_views(self, originals: dict[int, torch.Tensor], fakes: list[torch.Tensor], out: Any) -> None:
+        """A view of a tracked host tensor: both live on the device from now on, so that a later write
+        to one is seen through the other."""
+        made = {o.untyped_storage()._cdata for o in leaves(out) if isinstance(o, torch.Tensor)}
+        for fake in fakes:
+            real = originals[id(fake)]
+            if fake.untyped_storage()._cdata in made and self.is_host(real):
+                self._rebound[real.untyped_storage()._cdata] = fake
 
     def _rebind(self, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any) -> None:
         """A device operator wrote into a tracked host tensor: from now on it lives on the device."""

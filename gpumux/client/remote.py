@@ -71,7 +71,7 @@ class RemoteProgram:
         """Copy a batch into a slot, once. Returns the frames to send (none when memory is shared)."""
         frames: list[bytes] = []
         for at, target, source in zip(self.layout.inputs, self.slots[slot].inputs, tensors, strict=True):
-            target.copy_(source.detach())
+            lay(target, source.detach())
             self.copied_in += source.nbytes
             if self.inline:
                 start = slot * self.layout.nbytes + at
@@ -93,6 +93,15 @@ class RemoteProgram:
         self.slots.clear()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._memory = None
+
+
+def lay(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into a view of equal strides; what an expanded dimension repeats is copied once."""
+    if 0 in target.stride():
+        for dim, stride in enumerate(target.stride()):
+            if stride == 0 and target.shape[dim] > 1:
+                target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
 
 
 def _typed(

@@ -7,12 +7,14 @@ can't be noticed; writing one is, by its version counter, at the job's next verb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from gpumux.client.state import StateTable
 from gpumux.errors import LocalWrite, StaleState
 
 
@@ -43,62 +45,102 @@ def _restore_nothing() -> Any:
 
 
 class StaleGuard:
-    def __init__(self, name: str, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], versions: Any) -> None:
+    """`table` says which tensors are the job's; its versions are compared at every verb."""
+
+    def __init__(self, name: str, table: StateTable) -> None:
         self._name = name
-        self._versions = versions
-        self._expected: list[int] = versions()
+        self._table = table
         self.stale = False
-        self._quiet = 0
+        self._wires: list[tuple[Callable[..., Any], _Tripwire]] = []
         self._handles: list[Any] = []
-        seen: set[int] = set()
-        for model in models:
-            for module in model.modules():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    self._handles.append(
-                        module.register_forward_pre_hook(_Tripwire(self, "the local model was called"))
-                    )
-            self._handles.append(
-                model.register_state_dict_pre_hook(_Tripwire(self, "the local model's state_dict was read"))
-            )
-        for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(_Tripwire(self, "the local optimizer was stepped")))
-            self._handles.append(
-                optimizer.register_state_dict_pre_hook(_Tripwire(self, "the local optimizer's state_dict was read"))
-            )
+        for module in {id(m): m for model in table.models for m in model.modules()}.values():
+            self._wire(module.register_forward_pre_hook, "the local model was called")
+            self._wire(module.register_state_dict_pre_hook, "the local model's state_dict was read")
+        for optimizer in table.optimizers:
+            self._wire(optimizer.register_step_pre_hook, "the local optimizer was stepped")
+            self._wire(optimizer.register_state_dict_pre_hook, "the local optimizer's state_dict was read")
+        self._arm()
+        self.settle()
+        _guards.add(self)
+
+    def _wire(self, register: Callable[..., Any], what: str) -> None:
+        self._wires.append((register, _Tripwire(self, what)))
+
+    def _arm(self) -> None:
+        self._handles = [register(wire) for register, wire in self._wires]
+
+    def _disarm(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def check(self, what: str) -> None:
-        if self.stale and not self._quiet:
+        if self.stale:
             raise StaleState(
                 f"{what} while job {self._name!r} holds newer state in the daemon",
                 "call job.sync() first; to evaluate in the daemon use job.add(...)",
             )
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """gpumux itself is at work: tracing calls the model, and writes nothing."""
-        self._quiet += 1
+    def quiet(self, *, writes: bool = False) -> Iterator[None]:
+        """gpumux itself is at work: tracing calls the model, with no hook of ours in its way (some
+        modules take another path when they have hooks). Raises LocalWrite for a write made before,
+        unless `writes`."""
+        if not writes:
+            self.check_writes()
+        self._disarm()
         try:
             yield
         finally:
-            self._quiet -= 1
+            self._arm()
             self.settle()
 
     def settle(self) -> None:
-        """What the version counters say now is what we expect to see next time."""
-        self._expected = self._versions()
+        """What is there now is what we expect to see next time."""
+        self._states = [o.state for o in self._table.optimizers]
+        self._inner = [t for state in self._states for entry in state.values() for t in _tensors(entry)]
+        self._expected = self._now()
+
+    def _now(self) -> list[Any]:
+        return [
+            *[(t._version, t.data_ptr()) for _, t in self._table.tensors],
+            *[t._version for t in self._inner],
+            *[len(state) for state in self._states],
+        ]
 
     def check_writes(self) -> None:
-        """Raises LocalWrite when a parameter or buffer was written since the last verb."""
-        now = self._versions()
-        if now != self._expected:
+        """Raises LocalWrite when local state was written or replaced since the last verb."""
+        replaced = any(o.state is not s for o, s in zip(self._table.optimizers, self._states, strict=True))
+        if replaced or self._now() != self._expected or self._table.replaced():
             raise LocalWrite(
-                f"the local model was changed while job {self._name!r} holds its state in the daemon",
+                f"the local model or optimizer was changed while job {self._name!r} holds its state in the daemon",
                 "call job.load_state() to push the local state, or job.sync() before changing it",
             )
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._disarm()
+        self._wires = []
         self.stale = False
+        _guards.discard(self)
+
+
+def _tensors(entry: Any) -> Iterator[torch.Tensor]:
+    if isinstance(entry, torch.Tensor):
+        yield entry
+    elif isinstance(entry, dict):
+        for value in entry.values():
+            yield from _tensors(value)
+    elif isinstance(entry, (list, tuple)):
+        for value in entry:
+            yield from _tensors(value)
+
+
+_guards: weakref.WeakSet[StaleGuard] = weakref.WeakSet()
+
+
+def refuse_stale(table: StateTable) -> None:
+    """Raises StaleState when another open job of this process holds newer state of these tensors."""
+    mine = {id(t) for _, t in table.tensors}
+    for guard in list(_guards):
+        if guard.stale and any(id(t) in mine for _, t in guard._table.tensors):
+            guard.check("a job was submitted on the local model")

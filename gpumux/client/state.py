@@ -51,8 +51,16 @@ class StateTable:
         self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
         self._at: dict[Place, torch.Tensor] = {}
         self._device = device
+        self._slots = [
+            (owner, name, tensor)
+            for model in self.models
+            for module in model.modules()
+            for owner in (module._parameters, module._buffers)
+            for name, tensor in owner.items()
+        ]
         self._collect()
         self._merge([t for _, t in self.tensors], [n for n, _ in self.tensors])
+        self._known = {id(t): t.untyped_storage()._cdata for _, t in self.tensors}
 
     def _collect(self) -> None:
         seen: set[int] = set()
@@ -148,11 +156,13 @@ class StateTable:
         return place
 
     def _rehome(self, old: torch.Tensor, new: torch.Tensor) -> bool:
-        before, after = old.untyped_storage(), new.untyped_storage()
-        buffer, nbytes, start = self._where[before._cdata]
-        if len(self.buffers[buffer].home) != 1 or after.nbytes() != before.nbytes():
+        return self._move(old.untyped_storage()._cdata, new.untyped_storage())
+
+    def _move(self, before: int, after: torch.UntypedStorage) -> bool:
+        buffer, nbytes, start = self._where[before]
+        if len(self.buffers[buffer].home) != 1 or after.nbytes() != self.buffers[buffer].home[0][0].nbytes():
             return False
-        del self._where[before._cdata]
+        del self._where[before]
         self._where[after._cdata] = (buffer, nbytes, start)
         self.buffers[buffer].home = [(after, start)]
         self._at = {place: t for place, t in self._at.items() if place.buffer != buffer}
@@ -182,6 +192,38 @@ class StateTable:
             self._at[place] = found
         return found
 
-    def versions(self) -> list[int]:
-        """Version counters of every parameter and buffer: they move when someone writes locally."""
-        return [t._version for _, t in self.tensors]
+    def refresh(self) -> None:
+        """Follow buffers that were replaced and tensors whose `.data` was: the new storages take the
+        old ones' buffers. Raises CaptureError when a layout changed or a parameter is another object."""
+        for i, (owner, name, old) in enumerate(self._slots):
+            new = owner.get(name)
+            if new is old:
+                continue
+            if old is None or new is None or isinstance(old, torch.nn.Parameter) or self._at_home(old, new) is None:
+                raise CaptureError(
+                    f"{name} is another parameter, or of another shape, than the job was submitted with",
+                    "close the job and submit the step again",
+                )
+            self._slots[i] = (owner, name, new)
+            self.tensors = [(n, new if t is old else t) for n, t in self.tensors]
+        for name, tensor in self.tensors:
+            if self._at_home(tensor, tensor) is None:
+                raise CaptureError(
+                    f"{name} lies in memory of another size than when the job was submitted",
+                    "close the job and submit the step again",
+                )
+
+    def _at_home(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        """`new` with its storage known in place of `old`'s, or None when it does not fit there."""
+        before = self._known[id(old)]
+        alike = (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride())
+        if self.lookup(new) is None and not (
+            alike and before in self._where and self._move(before, new.untyped_storage())
+        ):
+            return None
+        self._known[id(new)] = new.untyped_storage()._cdata
+        return new
+
+    def replaced(self) -> bool:
+        """Whether a model holds other parameters or buffers than when the job was submitted."""
+        return any(owner.get(name) is not tensor for owner, name, tensor in self._slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from gpumux.client.patches import RngTape, patched
 from gpumux.client.recorder import Recorder
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
+from gpumux.client.watch import Reading
 from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
 
 
@@ -63,6 +65,9 @@ class RawTrace:
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
 
 
+_capturing = threading.RLock()  # a trace swaps functions of whole modules: one at a time
+
+
 class Settled(Exception):
     """The first trace changed Python variables (a lazily filled configuration): they keep their new
     values, and tracing again must change nothing more. Never shown to users."""
@@ -78,6 +83,7 @@ class Tracer:
         self._allowed = allowed
         self._device = device
         self._leftovers: list[Callable[[], None]] = []
+        self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, while a trace is under way
 
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
@@ -91,7 +97,7 @@ class Tracer:
         def unknown(tensor: torch.Tensor) -> Exception:
             return UnknownTensor(
                 f"{blame.user_line()} uses {blame.name_of(tensor, fn)}, which is neither in the batch nor in the model",
-                "pass it as an argument of the step, or register it as a buffer of a module given as model=",
+                "pass it as an argument of the step, or make it a buffer of a module and give that module in model= too",
             )
 
         rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, self._device)
@@ -107,27 +113,31 @@ class Tracer:
             else:
                 fakes.append(leaf)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
-        with self._stage(rec, entry, host_values) as groups:
+        with _capturing, self._stage(rec, entry, host_values) as groups:
+            torch.clear_autocast_cache()  # it may hold real casts now, and would hold fake ones after
+            drawn = prints.random_states()
             try:
                 with patched(scope, tape), rec:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
-                changes = prints.changes(before)
+                _refuse_draws(fn, drawn, prints.random_states())
+                left.refuse_strangers()
                 replaced = left.replaced_buffers()
+                changes = prints.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replaced = self._replaced(rec, replaced)
                 self._leftovers += left.restorers()
-            except GpumuxError:
+            except BaseException as error:
                 left.restore()
                 _undo(prints, before)
-                raise
-            except Exception as error:
-                left.restore()
-                _undo(prints, before)
+                if isinstance(error, GpumuxError) or not isinstance(error, Exception):
+                    raise
                 raise CaptureError(
                     f"the step raised {type(error).__name__} while it was captured, at {blame.traceback_line(error)}: {error}",
                     "run the step once without gpumux to see whether it works; a step may not read tensor values in Python",
                 ) from error
+            finally:
+                torch.clear_autocast_cache()
         stuck = [c for c in changes if not c.flag]
         if stuck and settle:
             raise Settled(stuck)
@@ -157,6 +167,7 @@ class Tracer:
         grads = [p.grad for p in table.params]
         states = [o.state for o in table.optimizers]
         saved = [[dict(g) for g in o.param_groups] for o in table.optimizers]
+        self._keys = [[frozenset(g) for g in o.param_groups] for o in table.optimizers]
         keep: list[Any] = []
         try:
             present = dict(entry.gradients)
@@ -170,7 +181,9 @@ class Tracer:
                 p.grad = grad
             for o, state, groups in zip(table.optimizers, states, saved, strict=True):
                 o.state = state
-                for group, old in zip(o.param_groups, groups, strict=True):
+                for group, old in zip(o.param_groups, groups, strict=False):
+                    for key in [k for k in group if k not in old]:
+                        del group[key]
                     group.update(old)
 
     def _host(self, rec: Recorder, expr: Expr, dtype: torch.dtype | None, keep: list[Any]) -> Any:
@@ -216,6 +229,7 @@ class Tracer:
 
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
         _refuse_written_batch(rec.record)
+        self._refuse_new_keys()
         leaves, spec = pytree.tree_flatten(out)
         results: list[Any] = []
         with torch.no_grad():
@@ -248,6 +262,16 @@ class Tracer:
             out.append((place, rec.view_of(rec.to_fake(new))))
         return out
 
+    def _refuse_new_keys(self) -> None:
+        for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):
+            for j, (group, keys) in enumerate(zip(optimizer.param_groups, known, strict=False)):
+                fresh = sorted(str(k) for k in group if k not in keys)
+                if fresh or len(optimizer.param_groups) != len(known):
+                    raise CaptureError(
+                        f"the step adds {', '.join(fresh) or 'a group'} to optimizer {i}'s param_groups[{j}]",
+                        "put it there before you submit",
+                    )
+
     def _group(self, rec: Recorder, i: int, j: int, key: str, k: int | None) -> Expr:
         value = self.table.optimizers[i].param_groups[j][key]
         value = value if k is None else value[k]
@@ -260,7 +284,12 @@ class Tracer:
             return TensorResult(rec.view_of(rec.to_fake(leaf)))
         if is_symbol(leaf):
             return HostResult(rec.scope.lift(leaf))
-        return leaf
+        if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
+            return leaf
+        raise CaptureError(
+            f"the step returns a {type(leaf).__name__}",
+            "return tensors, numbers, strings and lists, tuples or dicts of them",
+        )
 
     def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -273,6 +302,17 @@ class Tracer:
         if value is None or isinstance(value, (bool, str)):
             return ConstLeaf(value)
         raise unusable(path, value, self.table)
+
+
+def _refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> None:
+    """Python's own random numbers are not drawn again in the daemon: a branch that is rarely taken
+    would be baked in even though two traces agree."""
+    for (name, old), (_, new) in zip(before, after, strict=True):
+        if old != new:
+            raise NotRepeatable(
+                f"the step ({blame.definition(fn)}) draws random numbers from Python's {name}",
+                "draw with torch (torch.rand), or outside the step and pass the number in as a tensor",
+            )
 
 
 def _refuse_written_batch(record: Record) -> None:
@@ -288,7 +328,7 @@ def _refuse_written_batch(record: Record) -> None:
                 )
 
 
-def _undo(prints: Fingerprint, before: tuple[Any, ...]) -> None:
+def _undo(prints: Fingerprint, before: list[Reading]) -> None:
     """Put Python values back after a failed trace, as far as they can still be read."""
     try:
         for change in prints.changes(before):

@@ -22,46 +22,52 @@ from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
 from gpumux.client.trace import RawTrace, Settled, Tracer
+from gpumux.client.watch import Reading
 from gpumux.errors import CaptureError, NotRepeatable, TooManyVariants
 
 MAX_PHASES = 8
 
 
-def _fills_memory(tensor: torch.Tensor) -> bool:
-    """Whether the strides cover memory without gaps or overlap, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself when its strides fill memory without gaps or overlap, else a contiguous copy:
-    only such a layout can be laid into shared memory as it is."""
-    if tensor.is_contiguous() or _fills_memory(tensor):
+def layable(tensor: torch.Tensor, position: int) -> torch.Tensor:
+    """The tensor itself, if its bytes can be laid into shared memory with the strides it has: kernels
+    may choose their order of summation by strides. Raises CaptureError where they can't."""
+    if tensor.is_contiguous():
         return tensor
-    return tensor.contiguous()
+    span, expected = 1, 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride > 0:
+            if stride < expected:  # windows that overlap (unfold)
+                raise _unlayable(position, "its elements overlap in memory")
+            expected = stride * size
+            span += (size - 1) * stride
+    if span > 8 * max(1, tensor.numel()) and span > 1 << 20:
+        raise _unlayable(position, f"it is spread over {span * tensor.element_size()} bytes")
+    return tensor
+
+
+def _unlayable(position: int, why: str) -> CaptureError:
+    return CaptureError(
+        f"tensor {position} of the batch can't be laid into shared memory as it is: {why}",
+        "pass .contiguous() (and do so in runs you compare with)",
+    )
 
 
 def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
     """(hashable description, tensors in order) of a batch. Raises CaptureError for what is neither a
     tensor nor a plain constant."""
     if not kwargs and all(type(a) is torch.Tensor for a in args):
-        tensors = [dense(a) for a in args]
+        tensors = [layable(a, i) for i, a in enumerate(args)]
         return tuple([(t.dtype, t.shape, t.stride(), t.requires_grad) for t in tensors]), tensors
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = []
     parts: list[Any] = [str(spec)]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            tensors.append(dense(leaf))
+            tensors.append(layable(leaf, len(tensors)))
             t = tensors[-1]
             parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
-            parts.append((type(leaf), leaf))
+            parts.append((type(leaf), repr(leaf)))
         else:
             raise CaptureError(
                 f"the batch holds a {type(leaf).__name__}", "pass tensors, numbers, strings and containers of them only"
@@ -84,6 +90,34 @@ class Phase:
     entry: Structure
     raw: RawTrace
     made: dict[frozenset[int], Made] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Case:
+    """One combination of batch shapes and Python values, with the phases of the optimizer in it."""
+
+    key: Any
+    prints: Fingerprint
+    reading: list[Reading]
+    hyper: HyperReader
+    phases: list[Phase] = field(default_factory=list)
+
+    def matches(self, key: Any) -> bool:
+        if self.key != key:
+            return False
+        try:
+            return self.prints.same(self.reading, self.prints.read())
+        except NotRepeatable:
+            return False  # a name it watched has gone
+
+    def difference(self, key: Any) -> str:
+        """What sets a call apart from this case, in words."""
+        if self.key != key:
+            return "another batch shape or type"
+        try:
+            return ", ".join(c.name for c in self.prints.changes(self.reading)[:3])
+        except NotRepeatable as gone:
+            return gone.message
 
 
 @dataclass(slots=True)
@@ -122,11 +156,7 @@ class StepFunction:
         self._guard = guard
         self._intern = intern
         self._max_variants = max_variants
-        self._cases: dict[Any, list[Phase]] = {}
-        self._hyper = HyperReader(table.optimizers)
-        with guard.quiet():
-            self._prints = Fingerprint(fn, table.models, table.optimizers, table.params)
-        self._last: tuple[Any, Any, list[Phase]] | None = None
+        self._cases: list[Case] = []  # the one used last comes first
         self._settling: list[Change] | None = None  # None: nothing was traced yet
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
@@ -142,53 +172,60 @@ class StepFunction:
         except NotRepeatable:
             for change in self._settling:
                 change.restore()
+            self._settling = None
             raise
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
         key, tensors = batch_key(args, kwargs)
-        now = self._prints.read()
-        last = self._last
-        if last is not None and last[0] == key and last[1] == now:
-            phases = last[2]
-        else:
-            phases = self._case(key, now)
-            self._last = (key, now, phases)
-        env = self._hyper.read()
+        case = self._case(key, tensors)
+        env = case.hyper.read()
         for i, value in enumerate(state.host):
             env[f"s{i}"] = value
-        for phase in phases:
+        for phase in case.phases:
             if phase.entry is state.structure:
                 made = phase.made.get(state.keep) or self._lower(phase, state)
                 values = made.lowered.evaluator.run(env)
                 if values is not None:
                     return Choice(made, values, tensors)
-        made = self._capture(phases, args, kwargs, state)
+        made = self._capture(case, args, kwargs, state)
         values = made.lowered.evaluator.run(env)
         assert values is not None, "a trace holds for the values it was made with"
         return Choice(made, values, tensors)
 
-    def _case(self, key: Any, now: Any) -> list[Phase]:
-        phases = self._cases.get((key, now))
-        if phases is None:
-            if len(self._cases) >= self._max_variants:
-                raise TooManyVariants(
-                    f"{self.name} was captured for {len(self._cases)} combinations of batch shapes and Python values already, "
-                    f"and this call differs again: {self._difference(key, now)}",
-                    "keep batches of equal shape (drop the last one or pad it) and changing numbers out of closures; "
-                    "raise max_variants= if the variety is meant",
+    def _case(self, key: Any, tensors: list[torch.Tensor]) -> Case:
+        for i, case in enumerate(self._cases):
+            if case.matches(key):
+                if i:
+                    self._cases.insert(0, self._cases.pop(i))
+                return case
+        if len(self._cases) >= self._max_variants:
+            raise TooManyVariants(
+                f"{self.name} was captured for {len(self._cases)} combinations of batch shapes and Python values already, "
+                f"and this call differs again: {self._cases[0].difference(key)}",
+                "keep batches of equal shape (drop the last one or pad it) and changing numbers out of closures; "
+                "raise max_variants= if the variety is meant",
+            )
+        self._refuse_state_as_batch(tensors)
+        prints = Fingerprint(self.fn, self._table.models, self._table.optimizers, self._table.params)
+        case = Case(key, prints, prints.read(), HyperReader(self._table.optimizers))
+        self._cases.insert(0, case)
+        return case
+
+    def _refuse_state_as_batch(self, tensors: list[torch.Tensor]) -> None:
+        for i, tensor in enumerate(tensors):
+            if self._table.lookup(tensor) is not None:
+                raise CaptureError(
+                    f"tensor {i} of the batch is part of the model",
+                    "let the step reach it by name: a copy would not be trained",
                 )
-            phases = self._cases[(key, now)] = []
-            self._hyper = HyperReader(self._table.optimizers)  # groups may have come
-        return phases
+            if tensor.requires_grad:
+                raise CaptureError(
+                    f"tensor {i} of the batch requires grad, and its gradient would stay in the daemon",
+                    "pass x.detach(), and call requires_grad_() inside the step if you need its gradient there",
+                )
 
-    def _difference(self, key: Any, now: Any) -> str:
-        last_key, last_now = list(self._cases)[-1]
-        if last_key != key:
-            return "another batch shape or type"
-        names = [c.name for c in self._prints.changes(last_now)]
-        return ", ".join(names[:3]) or "other modes (autocast, grad mode, precision)"
-
-    def _capture(self, phases: list[Phase], args: Any, kwargs: Any, state: State) -> Made:
+    def _capture(self, case: Case, args: Any, kwargs: Any, state: State) -> Made:
+        phases = case.phases
         if len(phases) >= MAX_PHASES:
             guards = {g.where for p in phases for g in p.raw.guards}
             raise TooManyVariants(
@@ -196,19 +233,23 @@ class StepFunction:
                 f"{', '.join(sorted(guards)[:3])})",
                 "let the number reach an operator instead of a Python decision, or update it less often",
             )
-        phase = Phase(state.structure, self._trace(args, kwargs, state))
+        try:
+            phase = Phase(state.structure, self._trace(case.prints, args, kwargs, state))
+        except BaseException:
+            if not phases:
+                self._cases.remove(case)  # nothing of a refused call counts as a variant
+            raise
         made = self._lower(phase, state)
         phases.append(phase)
         return made
 
-    def _trace(self, args: Any, kwargs: Any, state: State) -> RawTrace:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, dense, (args, kwargs))
+    def _trace(self, prints: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
         with self._guard.quiet():
             settle = self._settling is None
             self._settling = self._settling or []
             try:
-                first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints, settle)
-                second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, self._prints)
+                first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, settle)
+                second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints)
             finally:
                 self._tracer.tidy()
         difference = first_difference(first, second)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,28 +186,57 @@ def test_a_counter_on_the_model_and_a_growing_list(endpoint: str) -> None:
     assert history == []
 
 
-@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: next(NUMBERS)], ids=["random", "iterator"])
-def test_python_numbers_that_differ_between_two_traces(draw: Callable[[], float], endpoint: str) -> None:
+def test_python_numbers_that_differ_between_two_traces(endpoint: str) -> None:
     model = nn.Linear(6, 3)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return model(x) * draw()  # varies
+        return model(x) * time.perf_counter()  # varies
 
     error = refusal(step, endpoint, errors.NotRepeatable, model=model)
     assert line_of(step, "varies") in error.message
     assert "mul" in error.message
 
 
-NUMBERS = iter(range(10_000))
-
-
 def test_another_constant_each_time(endpoint: str) -> None:
     model = nn.Linear(6, 3)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return model(x) * torch.tensor([random.random(), 1.0, 2.0])
+        return model(x) * torch.tensor([time.perf_counter(), 1.0, 2.0])
 
     assert "constant" in refusal(step, endpoint, errors.NotRepeatable, model=model).message
+
+
+GENERATOR = numpy.random.default_rng(1)
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: random.random(), "random"),
+        (lambda: numpy.random.rand(), "numpy.random"),
+        (lambda: GENERATOR.random(), "GENERATOR"),
+    ],
+    ids=["random", "numpy", "generator"],
+)
+def test_a_branch_that_pythons_random_rarely_takes(draw: Callable[[], float], name: str, endpoint: str) -> None:
+    """Both traces take the same side, so only the generators' states tell."""
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if draw() > 2.0:
+            x = x.flip(1)
+        return model(x)
+
+    assert f"from Python's {name}" in refusal(step, endpoint, errors.NotRepeatable, model=model).message
+
+
+NUMBERS = itertools.cycle([1.0])
+
+
+def test_an_iterator(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    error = refusal(lambda x, y: model(x) * next(NUMBERS), endpoint, errors.CaptureError, model=model)
+    assert "NUMBERS" in error.message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,222 @@
+"""Single things watched for change: a dictionary's entries, a list, a closure cell, a flag.
+
+A reading holds the very objects it saw, so an address can't be used again while it is compared.
+Unchanged readings compare by identity, in C; only what differs is looked at closely.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_, itemgetter
+from typing import Any
+
+import numpy
+import torch
+
+SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
+Reading = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Watch:
+    """`read()` gives the present values; `names` label them; `restore(old)` puts a reading back.
+    `flag`: training and requires_grad flags, which a step may leave changed. `identity`: tensors
+    matter by identity (parameters, buffers); elsewhere a tensor or None decides nothing by itself."""
+
+    label: str
+    read: Callable[[], Reading]
+    names: Callable[[int], str]
+    restore: Callable[[Reading], None]
+    flag: bool = False
+    identity: bool = False
+
+    def same(self, old: Reading, new: Reading) -> bool:
+        if len(old) != len(new):
+            return False
+        if all(map(is_, old, new)):
+            return True
+        return all(self._equal(a, b) for a, b in zip(old, new, strict=True))
+
+    def _equal(self, a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        if not self.identity and _idle(a) and _idle(b):
+            return True
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, SCALARS):
+            return repr(a) == repr(b)  # tells 0.0 from -0.0, and nan is nan
+        if isinstance(a, tuple):
+            return len(a) == len(b) and all(self._equal(x, y) for x, y in zip(a, b, strict=True))
+        return isinstance(a, types.MethodType) and a.__func__ is b.__func__ and a.__self__ is b.__self__
+
+    def differences(self, old: Reading, new: Reading) -> list[tuple[str, Any, Any]]:
+        """(name, old value, new value) of what changed."""
+        if len(old) != len(new):
+            return [(f"len({self.label})", len(old), len(new))]
+        found = [(self.names(i), a, b) for i, (a, b) in enumerate(zip(old, new, strict=True)) if not self._equal(a, b)]
+        return found[:1] if found and found[0][0] == found[-1][0] else found
+
+
+def _idle(value: Any) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
+
+
+class Gone(Exception):
+    """A watched name does not exist any more."""
+
+
+def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) -> Watch:
+    """Chosen entries of a dictionary (attributes of an object, globals)."""
+    names = tuple(keys)
+    getter = itemgetter(*names) if len(names) > 1 else itemgetter(names[0], names[0])  # always a tuple
+
+    def read() -> Reading:
+        try:
+            return getter(space)  # type: ignore[no-any-return]
+        except KeyError as error:
+            raise Gone(f"{label}.{error.args[0]}" if label else str(error.args[0])) from None
+
+    def name(i: int) -> str:
+        key = names[i % len(names)]
+        return f"{label}.{key}" if label else str(key)
+
+    def restore(old: Reading) -> None:
+        for key, value in zip(names, old, strict=False):
+            space[key] = value
+
+    return Watch(label, read, name, restore, flag)
+
+
+def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
+    """Class attributes, which every instance sees."""
+    names = tuple(keys)
+    space = cls.__dict__
+
+    def restore(old: Reading) -> None:
+        for key, value in zip(names, old, strict=False):
+            setattr(cls, key, value)
+
+    return Watch(
+        label, lambda: tuple([space.get(k) for k in names]), lambda i: f"{label}.{names[i]}", restore
+    )  # fmt: skip
+
+
+def values(label: str, space: dict[Any, Any], *, identity: bool = False) -> Watch:
+    """Every entry of a dictionary, by order: a container, a module's parameters or hooks."""
+    view = space.values()
+
+    def restore(old: Reading, keys: tuple[Any, ...] = tuple(space)) -> None:
+        space.clear()
+        space.update(zip(keys, old, strict=False))
+
+    return Watch(
+        label, partial(tuple, view), lambda i: f"{label}[{list(space)[i]!r}]", restore, identity=identity
+    )  # fmt: skip
+
+
+def keys_of(label: str, space: dict[Any, Any]) -> Watch:
+    """How many attributes an object has: a new one may hide an attribute of its class."""
+
+    def restore(old: Reading, keys: frozenset[Any] = frozenset(space)) -> None:
+        for key in [k for k in space if k not in keys]:
+            del space[key]
+
+    return Watch(label, lambda: (len(space),), lambda i: f"attributes of {label}", restore)
+
+
+def sequence(label: str, items: Any) -> Watch:
+    """A list, deque or set, element by element."""
+
+    def restore(old: Reading) -> None:
+        items.clear()
+        items.update(old) if isinstance(items, set) else items.extend(old)
+
+    return Watch(label, partial(tuple, items) if not isinstance(items, set) else lambda: tuple(sorted(items, key=repr)),
+                 lambda i: f"{label}[{i}]", restore)  # fmt: skip
+
+
+def array(label: str, data: numpy.ndarray[Any, Any]) -> Watch:
+    """A numpy array, by its bytes."""
+
+    def restore(old: Reading) -> None:
+        data[...] = numpy.frombuffer(old[0], dtype=data.dtype).reshape(data.shape)
+
+    return Watch(label, lambda: (data.tobytes(),), lambda i: label, restore)
+
+
+def cell(label: str, box: types.CellType) -> Watch:
+    """A closure variable."""
+
+    def read() -> Reading:
+        try:
+            return (box.cell_contents,)
+        except ValueError:
+            return ()
+
+    def restore(old: Reading) -> None:
+        if old:
+            box.cell_contents = old[0]
+
+    return Watch(label, read, lambda i: label, restore)
+
+
+def gradients_wanted(params: Sequence[torch.Tensor]) -> Watch:
+    def restore(old: Reading) -> None:
+        for p, value in zip(params, old, strict=True):
+            if p.requires_grad != value:
+                p.requires_grad_(value)
+
+    return Watch(
+        "requires_grad", lambda: tuple([p.requires_grad for p in params]), lambda i: "requires_grad", restore, flag=True
+    )  # fmt: skip
+
+
+def slots(label: str, owner: Any, names: tuple[str, ...]) -> Watch:
+    """Attributes of an object without a dictionary."""
+
+    def restore(old: Reading) -> None:
+        for name, value in zip(names, old, strict=True):
+            setattr(owner, name, value)
+
+    return Watch(
+        label, lambda: tuple([getattr(owner, n, None) for n in names]), lambda i: f"{label}.{names[i]}", restore
+    )
+
+
+_LIFTED: dict[type, type] = {torch.SymFloat: float, torch.SymInt: int}  # what stands there during a trace
+
+
+def groups(label: str, optimizer: Any) -> Watch:
+    """Which groups and parameters an optimizer has, its flags, and the kind of each number (their
+    values are lifted to host scalars)."""
+
+    def read() -> Reading:
+        out: list[Any] = []
+        for group in optimizer.param_groups:
+            out += group["params"]
+            out += [
+                v if v is None or isinstance(v, (bool, str)) else _LIFTED.get(type(v), type(v)) for v in group.values()
+            ]
+        return tuple(out)
+
+    return Watch(f"{label}.param_groups", read, lambda i: f"{label}.param_groups", lambda old: None, identity=True)
+
+
+def modes() -> Watch:
+    """Torch's own settings that decide which operators run."""
+    cuda = torch.backends.cuda
+
+    def read() -> Reading:
+        return (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"), torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), torch.backends.mkldnn.enabled,
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+            torch.backends.mha.get_fastpath_enabled(),
+        )  # fmt: skip
+
+    return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", lambda old: None)
