@@ -90,12 +90,12 @@ class Board:
         elif job.entry is None:
             self.ready[job.priority].enter(job)
 
-    def occupy(self, launch_id: LaunchId, job: Job, piece: int, limit: Limit) -> Launch:
-        """Let the job's next piece out."""
+    def occupy(self, launch_id: LaunchId, job: Job, step: Step, limit: Limit) -> Launch:
+        """Let the next piece of the job's next step out."""
         window = self.windows[job.priority]
-        predicted = job.next_seconds()
+        predicted = step.pieces[step.launched]
         launch = Launch(
-            launch_id, job, job.head_step(), piece, predicted, limit, len(window.launches), window.seconds
+            launch_id, job, step, step.launched, predicted, limit, len(window.launches), window.seconds
         )  # fmt: skip
         window.launches[launch_id] = launch
         window.seconds += predicted

@@ -89,7 +89,7 @@ class Core:
         if not step.launched:
             step.cut, step.pieces = step.program.cut, step.program.pieces
         piece, launch = step.launched, LaunchId(next(state.launch_ids))
-        state.board.occupy(launch, job, piece, policy.limit(state.board, job.priority))
+        state.board.occupy(launch, job, step, policy.limit(state.board, job.priority))
         step.launched += 1
         state.tell(job.id, step.id, "launched", piece, len(step.pieces), launch, stream, step.cut)
         state.out.append(LaunchPiece(launch, job.id, step.id, step.program.id, step.cut, piece, stream))

@@ -23,6 +23,8 @@ from gpumux.core.queue import Job
 from gpumux.errors import ConfigError
 from gpumux.model import DeviceInfo, Priority
 
+_HIGH = Priority.HIGH
+_BY_RANK = (_HIGH, Priority.LOW)  # looked up once: an enum's members cost a call each time
 DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
 DEFAULT_TARGET_S = 500e-6  # a piece, where the device names no target
 
@@ -68,7 +70,7 @@ class Streams:
         return self._limit
 
     def choose(self, board: Board) -> tuple[Job, int] | None:
-        for priority in (Priority.HIGH, Priority.LOW):
+        for priority in _BY_RANK:
             job = board.first(priority)
             if job is not None and board.fits(job, self._limit):
                 return job, int(priority)
@@ -88,12 +90,12 @@ class Paced:
         self._low_idle = window(config.low_idle_launches, config.low_idle_window_s, Priority.LOW)
 
     def limit(self, board: Board, priority: Priority) -> Limit:
-        if priority is Priority.HIGH:
+        if priority is _HIGH:
             return self._high
-        return self._low if board.active(Priority.HIGH) else self._low_idle
+        return self._low if board.active(_HIGH) else self._low_idle
 
     def choose(self, board: Board) -> tuple[Job, int] | None:
-        for priority in (Priority.HIGH, Priority.LOW):
+        for priority in _BY_RANK:
             job = board.first(priority)
             if job is not None and board.fits(job, self.limit(board, priority)):
                 return job, int(priority)
