@@ -6,6 +6,7 @@ Unchanged readings compare by identity, in C; only what differs is looked at clo
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -207,13 +208,14 @@ def groups(label: str, optimizer: Any) -> Watch:
 
 
 def modes() -> Watch:
-    """Torch's own settings that decide which operators run."""
+    """Torch's own settings that decide which operators run. The one that torch makes anew for every
+    answer is interned, so that unchanged readings are identical."""
     cuda = torch.backends.cuda
 
     def read() -> Reading:
         return (
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"), torch.get_float32_matmul_precision(),
+            torch.get_autocast_dtype("cpu"), sys.intern(torch.get_float32_matmul_precision()),
             torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), torch.backends.mkldnn.enabled,
             cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
