@@ -37,6 +37,7 @@ class ProgramRecord:
     binding: tuple[int, ...]
     slots: int
     slot_bytes: int = 0
+    scalars: tuple[type, ...] = ()  # of each host scalar a step brings: float or int
     offered: bool = False  # the core knows it
     announced: bool = False  # the client knows it
     segment: SharedSegment | None = None

@@ -10,10 +10,13 @@ from gpumux.daemon.books import JobRecord, ProgramRecord, aligned_total
 from gpumux.daemon.desk import Desk, as_fault, log
 from gpumux.daemon.requests import start_load
 from gpumux.device import contract as dev
-from gpumux.errors import AdmissionRefused, GpumuxError
+from gpumux.errors import AdmissionRefused, GpumuxError, ProgramError
 from gpumux.model import Fault, Footprint
 from gpumux.program.ir import ALIGN
 from gpumux.program.outline import outline
+
+MAX_SCALARS = 28_000  # of 9 bytes each: what fits a Step (wire/limits.py, max_control_bytes)
+_SCALARS: dict[str, type] = {"float": float, "int": int}
 
 
 class Completions:
@@ -50,12 +53,14 @@ class Completions:
             return
         job, program = found
         program.slot_bytes = event.footprint.slot_bytes
+        program.scalars = tuple(_SCALARS[kind] for kind in event.scalars)
         # A program that runs on the state of the job's earlier ones adds only what it asks for anew.
         state_bytes = aligned_total(program.new_buffers, ALIGN)
         # The device speaks of one slot, the core charges the whole data segment.
         slot_bytes = program.slots * program.slot_bytes
         footprint = Footprint(state_bytes, event.footprint.transient_bytes, slot_bytes)
         try:
+            _check_scalars(len(event.scalars))
             self._check_user(job, footprint)
             if job.session.inline:
                 program.outline = outline(program.encoded)
@@ -101,3 +106,11 @@ class Completions:
         if job.loading is program:
             job.loading = None
             start_load(self._desk, job)
+
+
+def _check_scalars(count: int) -> None:
+    if count > MAX_SCALARS:
+        raise ProgramError(
+            f"the program takes {count} host scalars with every step, and {MAX_SCALARS} fit",
+            "give parameters one learning rate and one step count between them, as optimizers with foreach do",
+        )

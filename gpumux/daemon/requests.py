@@ -171,6 +171,8 @@ class Requests:
             raise ProtocolError(f"slot {m.slot} holds an unanswered step", "wait for its answer")
         if m.step <= job.last_step:
             raise ProtocolError(f"step {m.step} after step {job.last_step}", "number steps upwards")
+        if tuple(map(type, m.scalars)) != program.scalars:
+            raise _wrong_scalars(m.scalars, program)
         if program.segment is None:
             raise ProgramError(f"program {m.program} has no data segment", "load it again")
         if frames or session.inline:
@@ -299,3 +301,12 @@ def _check_sizes(sizes: Sequence[int], job: JobRecord) -> None:
         raise AdmissionRefused(f"more than {MAX_BUFFERS} state buffers", "merge small tensors")
     if any(size < 0 or size > MAX_BUFFER_BYTES for size in sizes):
         raise ProtocolError("a state buffer of an impossible size", "sizes are bytes")
+
+
+def _wrong_scalars(scalars: Sequence[float | int], program: ProgramRecord) -> ProtocolError:
+    given, wanted = len(scalars), len(program.scalars)
+    remedy = "send one for each host scalar, floats and ints as the Program declares them"
+    if given != wanted:
+        return ProtocolError(f"{given} scalars where program {program.id} takes {wanted}", remedy)
+    index = next(i for i, kind in enumerate(program.scalars) if type(scalars[i]) is not kind)
+    return ProtocolError(f"scalar {index} is no {program.scalars[index].__name__}", remedy)

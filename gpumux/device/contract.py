@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 
@@ -39,7 +39,7 @@ class MemoryFigures:
 
 class Launch(NamedTuple):
     """One piece of one step. `slot` is the step's slot in the program's data segment; `scalars` are
-    the step's host scalars (floats and ints as the Program declares), sent with every piece."""
+    the step's host scalars (as many floats and ints as the Program declares), sent with every piece."""
 
     launch: LaunchId
     job: JobId
@@ -57,13 +57,15 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProgramChecked:
-    """`check` passed: what the program would add, and the index inputs' and results' layout bytes."""
+    """`check` passed: what the program would add, the index inputs' and results' layout bytes, and the
+    kind of each host scalar a step brings."""
 
     job: JobId
     program: ProgramId
     footprint: Footprint
     content_hash: str
     op_count: int
+    scalars: tuple[Literal["float", "int"], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,9 +84,10 @@ class FakeDevice:
         if encoded == BAD:
             self.events.append(dev.ProgramRefused(job, program, BROKEN))
             return
-        nbytes = 4096 if encoded == UNLOADABLE else slot_layout(codec.decode(encoded)).nbytes
+        decoded = None if encoded == UNLOADABLE else codec.decode(encoded)
+        nbytes, scalars = (slot_layout(decoded).nbytes, decoded.scalars) if decoded else (4096, ())
         self.checked.add((job, program, encoded))
-        self.events.append(dev.ProgramChecked(job, program, Footprint(0, 64, nbytes), "hash", 1))
+        self.events.append(dev.ProgramChecked(job, program, Footprint(0, 64, nbytes), "hash", 1, scalars))
 
     def open_job(self, job, spec):
         assert job not in self.jobs
@@ -187,6 +188,7 @@ class FakeSockets:
 
     def __init__(self):
         self.lane_epoll = select.epoll()
+        self.touched = False
 
     def descriptors(self):
         return []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
 
 from gpumux.config import Config
+from gpumux.daemon.completions import MAX_SCALARS
 from gpumux.model import Fault
 from gpumux.program import codec
+from gpumux.wire import codec as codec_of_messages
 from gpumux.wire import messages as msg
+from gpumux.wire.limits import Limits
 from gpumux.wire.router import Incoming
 from tests.program import samples
 
@@ -36,6 +40,10 @@ def running(daemon):
     return daemon
 
 
+def with_scalars(*kinds):
+    return replace(samples.add_one(), scalars=kinds)
+
+
 def step(number, slot=0, program=0, job=JOB, scalars=(), frames=0):
     return msg.Step(job, number, program, slot, list(scalars), frames)
 
@@ -46,7 +54,8 @@ def only(answers):
 
 
 def test_a_step_is_launched_with_its_slot_and_scalars_and_answered_with_its_times(running):
-    assert running.say("s", step(1, slot=1, scalars=[0.5, 3])) == []
+    running.load("s", JOB, with_scalars("float", "int"), 1)
+    assert running.say("s", step(1, slot=1, program=1, scalars=[0.5, 3])) == []
     (launch,) = running.device.launched
     assert (launch.slot, launch.scalars, launch.step, launch.job) == (1, (0.5, 3), 1, JOB)
     running.device.finish(running.now)
@@ -84,6 +93,28 @@ def test_a_wrong_step_is_answered_and_never_reaches_the_device(running, wrong, c
     assert len(running.device.launched) == 1
     running.device.finish()
     assert only(running.hear("s")).step == 1
+
+
+@pytest.mark.parametrize("scalars", [[], [1.0], [1.0, 2, 3], [2, 1.0], [1.0, 2.0]])
+def test_a_step_with_other_scalars_than_its_program_takes_is_refused(running, scalars):
+    running.load("s", JOB, with_scalars("float", "int"), 1)
+    failed = only(running.say("s", step(1, program=1, scalars=scalars)))
+    assert isinstance(failed, msg.StepFailed)
+    assert (failed.step, failed.code) == (1, "protocol")
+    assert running.device.launched == []
+    assert running.say("s", step(2, program=1, scalars=[1.0, 2])) == []
+    running.device.finish()
+    assert isinstance(only(running.hear("s")), msg.StepDone)
+
+
+def test_a_program_with_more_scalars_than_a_step_can_carry_is_refused(daemon):
+    daemon.connect("s")
+    daemon.open_job("s", JOB)
+    wire = codec_of_messages.encode(msg.Step(JOB, 2**62, 2**62, 2**62, [2**62] * MAX_SCALARS, 0))
+    assert len(wire[0]) <= Limits().max_control_bytes
+    refusal = only(daemon.load("s", JOB, with_scalars(*["int"] * (MAX_SCALARS + 1))))
+    assert (type(refusal), refusal.code) == (msg.Refusal, "program")
+    assert isinstance(only(daemon.load("s", JOB, with_scalars(*["int"] * MAX_SCALARS), 1)), msg.ProgramLoaded)
 
 
 def test_a_step_said_twice_is_answered_once(running):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -303,6 +304,25 @@ def test_a_launch_of_what_is_not_there_fails_the_job(
     lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
     assert isinstance(lost, JobLost)
     assert lost.fault == fault
+
+
+@pytest.mark.parametrize("count", [3600, 3700, 20_000, 28_000])
+def test_a_step_may_have_many_scalars(driver: Driver, count: int) -> None:
+    job = driver.open()
+    many = replace(samples.counter(), scalars=("float",) * count)
+    program = job.load(many, [4])
+    for _ in range(3):
+        job.step(program, [0.5] * count)
+    assert struct.unpack("f", job.get(program, 0, 4)) == (1.5,)
+
+
+def test_a_check_says_which_scalars_a_step_brings(driver: Driver) -> None:
+    job = driver.open()
+    mixed = replace(samples.counter(), scalars=("float", "int", "float"))
+    driver.device.check(job.job, ProgramId(1), encode(mixed))
+    checked = driver.until(ProgramChecked, job.job)
+    assert isinstance(checked, ProgramChecked)
+    assert checked.scalars == mixed.scalars
 
 
 def test_a_lost_job_takes_everything_outstanding_with_it(driver: Driver) -> None:

@@ -6,7 +6,8 @@ their own, so that the hot path is a plain recv. Bodies longer than a packet go 
 
     daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
     zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
-    daemon -> executor   LAUNCH struct (+ scalars with a step's first piece) · LOAD [] +fds · TRANSFER [..] +fd
+    daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
+                         TRANSFER [..] +fd
     executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED
     checker -> daemon    CHECKED · REFUSED
 """

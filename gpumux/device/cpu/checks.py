@@ -113,8 +113,8 @@ class Checks:
         if tag == REFUSED:
             return ProgramRefused(check.job, check.program, Fault(*said))
         assert tag == CHECKED
-        content_hash, sizes, op_count = said
-        return ProgramChecked(check.job, check.program, Footprint(*sizes), content_hash, op_count)
+        content_hash, sizes, op_count, scalars = said
+        return ProgramChecked(check.job, check.program, Footprint(*sizes), content_hash, op_count, tuple(scalars))
 
     def _died(self, check: Check, status: int | str) -> ProgramRefused:
         how = ending(status)

@@ -240,11 +240,12 @@ class CpuDevice:
     def _send(self, executor: Executor, command: Command) -> None:
         try:
             send(executor.channel, command)
-        except (struct.error, OverflowError, ValueError, TypeError) as error:
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it is gone; the end of its channel will tell
+        except (struct.error, OverflowError, ValueError, TypeError, OSError) as error:
+            # A command lost in silence would leave its job waiting, and its place taken, for ever.
             executor.failure = Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
             self._kill(executor.token)
-        except OSError:
-            pass  # it is gone; the end of its channel will tell
 
     def _hear(self, executor: Executor) -> bool:
         """One message; whether there was one. Asking a second time costs more than being told again."""

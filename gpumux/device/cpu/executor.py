@@ -69,17 +69,17 @@ class Executor:
                 continue
             idle = False
             if tag == LAUNCH:
-                if not self._launch(body):
+                if not self._launch(body, fds):
                     return
             elif tag == LOAD:
                 self._load(fds)
             elif tag == TRANSFER:
                 self._transfer(unpack(body), fds)
 
-    def _launch(self, body: memoryview) -> bool:
+    def _launch(self, body: memoryview, fds: list[int]) -> bool:
         """Run a piece and say so; whether the job lives on."""
         launch, step, program, cut, piece, slot = _LAUNCH_BODY.unpack_from(body)
-        scalars = unpack(body[_HEAD:]) if piece == 0 else None
+        scalars = unpack(_take(fds[0]) if fds else body[_HEAD:]) if piece == 0 else None
         started = monotonic()
         try:
             loaded = self._programs.get(program)
@@ -165,6 +165,14 @@ class Executor:
 
 
 _LAUNCH_BODY = struct.Struct("<" + LAUNCH_HEAD.format[2:])  # without the tag
+
+
+def _take(fd: int) -> bytes:
+    """The content of a descriptor, which is closed."""
+    try:
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+    finally:
+        os.close(fd)
 
 
 def _read_load(memory: mmap.mmap) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumux.device.contract import Launch, Segment
-from gpumux.device.cpu.channel import LAUNCH, LAUNCH_HEAD, LOAD, TRANSFER, Channel, memory_file, pack, pair
+from gpumux.device.cpu.channel import (
+    DESCRIPTORS,
+    LAUNCH,
+    LAUNCH_HEAD,
+    LOAD,
+    PACKET,
+    TRANSFER,
+    Channel,
+    memory_file,
+    pack,
+    pair,
+)
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.model import Fault, Footprint, JobId, ProgramId, TransferId
 
@@ -167,7 +178,11 @@ def send(channel: Channel, command: Command) -> None:
         head = LAUNCH_HEAD.pack(LAUNCH, *numbers)
         # The executor keeps a step's scalars: they go with its first piece only.
         if command.piece == 0:
-            head += pack(command.scalars) if command.scalars else _NO_SCALARS
+            scalars = pack(command.scalars) if command.scalars else _NO_SCALARS
+            if len(head) + len(scalars) > PACKET:
+                _send_beside(channel, head, scalars)
+                return
+            head += scalars
         channel.sock.send(head)
         return
     try:
@@ -178,6 +193,16 @@ def send(channel: Channel, command: Command) -> None:
             channel.send(TRANSFER, body, command.held.fds)
     finally:
         command.held.close()
+
+
+def _send_beside(channel: Channel, head: bytes, scalars: bytes) -> None:
+    """A launch with more scalars than a packet holds: they go by descriptor."""
+    fd = memory_file("gpumux-scalars", [scalars])
+    try:
+        channel.send_packet(bytes((DESCRIPTORS,)))
+        channel.send_packet(head, (fd,))
+    finally:
+        os.close(fd)
 
 
 def release(command: Command) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import struct
@@ -204,3 +205,20 @@ def test_executors_ignore_an_interrupt_and_have_a_session_of_their_own(driver: D
         assert os.getsid(pid) == pid
         os.kill(pid, signal.SIGINT)
     neighbour.check()
+
+
+def test_a_command_that_can_not_be_sent_fails_its_job_and_no_other(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, other = driver.open(), driver.open()
+    program, others = job.load(samples.counter(), [4]), other.load(samples.counter(), [4])
+
+    def full(channel: object, command: object) -> None:
+        raise OSError(errno.EMSGSIZE, "Message too long")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gpumux.device.cpu.device.send", full)
+        (launch,) = job.launch(program, [1.0])
+    assert "Message too long" in driver.failed(launch).fault.message
+    assert driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    other.step(others, [2.0])
