@@ -79,7 +79,8 @@ class StepTimes(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """What a device is. `parallel` is how many pieces it can truly run at once, None when only
-    windows bound it; `threads` is intra-op threads a piece (CPU), 0 where it has no meaning."""
+    windows bound it; `threads` is intra-op threads a piece (CPU), 0 where it has no meaning; `checks` is
+    how many Programs it checks at once."""
 
     kind: str
     name: str
@@ -88,3 +89,4 @@ class DeviceInfo:
     threads: int
     torch_version: str
     piece_target_s: dict[str, float]  # by priority name, lower case: how long a piece should run
+    checks: int = 2

@@ -116,11 +116,11 @@ class Books:
             record.close_segments()
         return record
 
-    def encoded_bytes(self, uid: int) -> Iterator[int]:
-        """Bytes of each Program of one user that the device has not loaded yet."""
+    def unloaded(self, uid: int) -> Iterator[ProgramRecord]:
+        """Each Program of one user that the device has not loaded yet."""
         for job in self.jobs.values():
             if job.session.peer.uid == uid:
-                yield from (len(program.encoded) for program in job.programs.values())
+                yield from (program for program in job.programs.values() if not program.announced)
 
 
 def aligned_total(sizes: Sequence[int], align: int) -> int:

@@ -48,6 +48,7 @@ class Completions:
         return (job, program) if job is not None and program is not None and not job.over else None
 
     def _checked(self, event: dev.ProgramChecked) -> None:
+        self._desk.checks.ended(event.job, event.program)
         found = self._program(event)
         if found is None:
             return
@@ -90,6 +91,7 @@ class Completions:
             self._desk.feed(ev.ProgramReady(event.job, event.program, 0, event.pieces))
 
     def _refused(self, event: dev.ProgramRefused) -> None:
+        self._desk.checks.ended(event.job, event.program)
         found = self._program(event)
         if found is None:
             return

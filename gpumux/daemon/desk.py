@@ -14,6 +14,7 @@ from gpumux.config import Config
 from gpumux.core.events import Event
 from gpumux.core.machine import Core
 from gpumux.daemon.books import Books, SessionRecord
+from gpumux.daemon.checking import CheckQueue
 from gpumux.daemon.segments import Segments, SharedSegment
 from gpumux.device.contract import Device
 from gpumux.errors import GpumuxError
@@ -29,7 +30,14 @@ class Desk:
     """One a daemon. Used on the loop's thread only."""
 
     def __init__(
-        self, config: Config, router: Router, device: Device, segments: Segments, metrics: Metrics, core: Core
+        self,
+        config: Config,
+        router: Router,
+        device: Device,
+        segments: Segments,
+        metrics: Metrics,
+        core: Core,
+        device_checks: int,
     ) -> None:
         self.config = config
         self.router = router
@@ -38,6 +46,7 @@ class Desk:
         self.metrics = metrics
         self.core = core
         self.books = Books()
+        self.checks = CheckQueue(device, device_checks)
         self.unexpected = 0  # well-formed messages that made no sense and could not be answered
         self.events: deque[Event] = deque()
         self.feed = self.events.append

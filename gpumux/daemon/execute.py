@@ -121,6 +121,7 @@ class Executor:
         job = self._books.jobs.get(c.job)
         if job is not None:
             job.unloading = True
+        self._desk.checks.forget(c.job)
         self._device.unload(c.job)
 
     def _close_job(self, c: cmd.CloseJob) -> None:

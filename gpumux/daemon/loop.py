@@ -90,7 +90,7 @@ class Loop:
         self._offload = Offload(self._wakeup.set)
         self.core = Core(core_config(config))
         self.segments = Segments(shared_limit, self._offload)
-        self.desk = Desk(config, router, device, self.segments, metrics, self.core)
+        self.desk = Desk(config, router, device, self.segments, metrics, self.core, identity.device.checks)
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._requests = Requests(self.desk, self.status)
         self._completions = Completions(self.desk)

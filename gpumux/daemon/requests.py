@@ -21,6 +21,7 @@ from gpumux.program.ir import ALIGN
 from gpumux.wire import messages as msg
 
 MAX_TRANSFERS = 16  # of one job, asked for and not ended
+MAX_UNLOADED = 128  # of one user's Programs; twice the jobs it may have
 MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet
 MAX_BUFFERS = 1_000_000  # state buffers of one job
 MAX_BUFFER_BYTES = 1 << 46
@@ -142,7 +143,12 @@ class Requests:
                 f"the job has {len(job.programs)} programs, which is the limit",
                 "close the job and open another, or raise max_programs_per_job",
             )
-        held = sum(self._books.encoded_bytes(session.peer.uid))
+        unloaded = list(self._books.unloaded(session.peer.uid))
+        if len(unloaded) >= MAX_UNLOADED:
+            raise AdmissionRefused(
+                f"{len(unloaded)} of your programs wait to be checked and loaded", "wait for ProgramLoaded, or Refusal"
+            )
+        held = sum(len(program.encoded) for program in unloaded)
         if held + len(frames[0]) > MAX_ENCODED_BYTES:
             raise AdmissionRefused(
                 f"{held} bytes of your programs wait to be loaded", "wait for ProgramLoaded before loading more"
@@ -286,7 +292,7 @@ def start_load(desk: Desk, job: JobRecord) -> None:
     """Let the job's next waiting program be checked, unless one is on its way."""
     if job.loading is None and job.waiting and not job.unloading:
         record = job.loading = job.waiting.popleft()
-        desk.device.check(job.id, record.id, record.encoded)
+        desk.checks.submit(job, record)
 
 
 def _spec(m: msg.OpenJob) -> JobSpec:

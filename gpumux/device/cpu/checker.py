@@ -1,6 +1,6 @@
 """The process that checks one Program: fake execution holds Python's lock for long, so it has its own.
 
-It is nice to the jobs that run, and an alarm ends it if it takes too long; the daemon reads that off
+It is nice to the jobs that run, and the kernel ends it if it takes too long; the daemon reads that off
 its exit status.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import signal
 import socket
 from dataclasses import replace
@@ -36,7 +37,9 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
     """In a fresh fork: descriptors are the channel and the encoded Program."""
     os.nice(_NICE)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(settings["seconds"])
+    signal.alarm(settings["wall_s"])
+    # Counted from the fork: a child starts with no time of its parent's.
+    resource.setrlimit(resource.RLIMIT_CPU, (settings["cpu_s"], settings["cpu_s"] + 1))
     channel = Channel(socket.socket(fileno=fds[0]))
     with mmap.mmap(fds[1], 0, prot=mmap.PROT_READ) as memory:
         encoded = bytes(memory[:])

@@ -16,7 +16,8 @@ from gpumux.device.cpu.warm import WarmProcess
 from gpumux.model import Fault, Footprint, JobId, ProgramId
 from gpumux.program.limits import Limits
 
-CHECK_S = 120  # a check that takes longer is refused
+CPU_S = 60  # a check that computes for longer is refused; the most operators a Program may have take 20 s
+WALL_S = 240  # the same, whatever it waits for: it is nice to the jobs that run
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class Checks:
     def __init__(self, at_once: int, limits: Limits, extra_ops: Sequence[str]) -> None:
         self._at_once = at_once
         self._settings: dict[str, Any] = {
-            "limits": asdict(limits), "extra_ops": list(extra_ops), "seconds": CHECK_S,
+            "limits": asdict(limits), "extra_ops": list(extra_ops), "cpu_s": CPU_S, "wall_s": WALL_S,
         }  # fmt: skip
         self._waiting: deque[Check] = deque()
         self._running: dict[int, Check] = {}  # by token
@@ -118,7 +119,7 @@ class Checks:
 
     def _died(self, check: Check, status: int | str) -> ProgramRefused:
         how = ending(status)
-        if "SIGALRM" in how:
-            how = f"took longer than {CHECK_S} s"
+        if "SIGXCPU" in how or "SIGALRM" in how:
+            how = f"took longer than {self._settings['cpu_s']} s"
         fault = Fault("program", f"the check of the program {how}", "submit a smaller step")
         return ProgramRefused(check.job, check.program, fault)

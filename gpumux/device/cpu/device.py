@@ -52,7 +52,8 @@ class CpuDevice:
         self._cores = cores or len(os.sched_getaffinity(0))
         self._threads = threads or max(1, self._cores // 2)
         self._parallel = max(1, self._cores // self._threads)
-        self._checks = Checks(max(1, self._cores // 2), limits, allow_ops)
+        self._checks_at_once = max(2, self._cores // 2)
+        self._checks = Checks(self._checks_at_once, limits, allow_ops)
         self._schedule: Schedule[Command] = Schedule(self._parallel)
         self._jobs: dict[JobId, Executor] = {}
         self._by_token: dict[int, Executor] = {}
@@ -89,6 +90,7 @@ class CpuDevice:
             threads=self._threads,
             torch_version=str(self._warm.facts["torch"]),
             piece_target_s={"low": PIECE_S, "high": PIECE_S},
+            checks=self._checks_at_once,
         )
 
     def filenos(self) -> Sequence[int]:

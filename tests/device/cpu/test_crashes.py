@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gpumux.device.contract import JobLost, LaunchFailed, ProgramChecked
+from gpumux.device.contract import JobLost, LaunchFailed, ProgramChecked, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.model import ProgramId
 from gpumux.program.codec import encode
 from gpumux.program.ir import Program
+from tests.daemon.victim import long
 from tests.device.harness import Case, Driver, LoadedJob
 from tests.program import samples
 
@@ -222,3 +223,20 @@ def test_a_command_that_can_not_be_sent_fails_its_job_and_no_other(
     assert "Message too long" in driver.failed(launch).fault.message
     assert driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
     other.step(others, [2.0])
+
+
+def test_a_check_that_computes_for_too_long_is_refused(own: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = own.open()
+    assert isinstance(own.device, CpuDevice)
+    monkeypatch.setitem(own.device._checks._settings, "cpu_s", 1)
+    own.device.check(job.job, ProgramId(1), long(40_000))
+    refused = own.until(ProgramRefused, job.job)
+    assert "took longer than 1 s" in refused.fault.message
+    job.load(samples.counter(), [4])
+
+
+def test_two_checks_run_side_by_side_on_two_cores(own: Driver) -> None:
+    hog, job = own.open(), own.open()
+    own.device.check(hog.job, ProgramId(1), long(40_000))
+    job.load(samples.counter(), [4])
+    assert not any(isinstance(event, ProgramChecked) for event in own.unread)

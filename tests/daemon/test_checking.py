@@ -1,0 +1,101 @@
+"""Checks of Programs: users in turn, so that nobody's slow ones hold anybody else's up."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumux.daemon.checking import CheckQueue
+from gpumux.daemon.requests import MAX_UNLOADED
+from gpumux.program import codec
+from gpumux.wire import messages as msg
+from tests.program import samples
+
+from .fakes import Daemon
+
+PROGRAM = codec.encode(samples.add_one())
+
+
+@pytest.fixture
+def daemon():
+    daemon = Daemon()
+    daemon.device.slow = True
+    yield daemon
+    daemon.close()
+
+
+def job(number):
+    return f"{number:032x}"
+
+
+def offer(daemon, who, uid, count, first):
+    """`count` jobs of one user, each with a Program to check."""
+    daemon.connect(who, uid)
+    for number in range(first, first + count):
+        daemon.open_job(who, job(number))
+        assert daemon.load(who, job(number), PROGRAM) == []
+
+
+def under_check(daemon):
+    return [item.job for item in daemon.device.work]
+
+
+def test_a_user_with_many_checks_leaves_a_place_to_the_next(daemon):
+    offer(daemon, "hog", 1000, 6, first=0)
+    assert under_check(daemon) == [job(0)]
+    offer(daemon, "honest", 1001, 1, first=10)
+    assert under_check(daemon) == [job(0), job(10)]
+
+
+def test_users_take_turns(daemon):
+    offer(daemon, "a", 1000, 3, first=0)
+    offer(daemon, "b", 1001, 3, first=10)
+    offer(daemon, "c", 1002, 1, first=20)
+    order = under_check(daemon)
+    while len(order) < 7:
+        daemon.device.work.popleft().run()  # a check ends; the load that follows waits behind the others
+        daemon.turn()
+        order += [name for name in under_check(daemon) if name not in order]
+    assert order == [job(n) for n in (0, 10, 1, 11, 20, 2, 12)]
+
+
+def test_the_checks_of_a_job_that_ends_make_room(daemon):
+    offer(daemon, "a", 1000, 2, first=0)
+    daemon.say("a", msg.CloseJob(daemon.ref(), job(0), False))
+    assert under_check(daemon) == [job(1)]
+    daemon.disconnect("a")
+    assert under_check(daemon) == []
+    offer(daemon, "b", 1001, 1, first=10)
+    assert under_check(daemon) == [job(10)]
+
+
+def test_what_one_user_has_waiting_is_bounded(daemon):
+    daemon.connect("a")
+    for number in range(8):
+        daemon.open_job("a", job(number))
+    answers = []
+    for number in range(MAX_UNLOADED + 1):
+        answers += daemon.load("a", job(number % 8), PROGRAM, number // 8)
+    ((refusal, _),) = answers
+    assert (type(refusal), refusal.code) == (msg.Refusal, "admission_refused")
+    daemon.open_job(daemon.connect("b", 1001), job(20))
+    assert daemon.load("b", job(20), PROGRAM) == []
+    assert job(20) in under_check(daemon)
+
+
+@pytest.mark.parametrize(("at_once", "share"), [(1, 1), (2, 1), (4, 3), (32, 24)])
+def test_no_user_has_all_places(at_once, share):
+    asked = []
+
+    class Device:
+        def check(self, job, program, encoded):
+            asked.append(job)
+
+    class Thing:
+        def __init__(self, **values):
+            self.__dict__.update(values)
+
+    queue = CheckQueue(Device(), at_once)
+    session = Thing(peer=Thing(uid=1))
+    for number in range(40):
+        queue.submit(Thing(id=number, session=session), Thing(id=0, encoded=b""))
+    assert asked == list(range(share))
