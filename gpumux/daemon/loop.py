@@ -185,7 +185,7 @@ class Loop:
         now, wake_at = self._turned, self._executor.wake_at
         self._alarm = alarm = min(self._leave_by, self._next_call, inf if wake_at is None else wake_at)
         until = min(alarm, self._router_due, self._next_gc, now + MAX_WAIT_S)
-        unread = self._sockets.touched and self._sockets.unread()
+        unread = self._sockets.unread()
         ready, lanes = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")
