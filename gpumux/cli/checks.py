@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumux import config
+from gpumux import config, hostmemory
 from gpumux.cli.text import size
 from gpumux.errors import ConfigError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_TORCH = (2, 11)
 MIN_NOFILE = 4096  # a job holds about a dozen descriptors in the daemon
+LOW_MEMORY = 512 * config.MIB
 PATH_BYTES = 107  # sun_path less its terminating zero
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -149,7 +150,7 @@ def limits() -> Iterator[Finding]:
 
 
 def cgroup(root: Path = Path("/")) -> Iterator[Finding]:
-    """CPU and memory limits of the control group (version 2) this process is in."""
+    """The CPU limit of the control group (version 2) this process is in."""
     line = next((ln for ln in _read(root / "proc/self/cgroup").splitlines() if ln.startswith("0::")), "")
     if not line:
         yield Finding("cgroup", OK, "no version 2 control group")
@@ -163,9 +164,18 @@ def cgroup(root: Path = Path("/")) -> Iterator[Finding]:
         yield Finding("cgroup cpu", WARN if low else OK, f"{cores:.1f} cores", remedy)
     else:
         yield Finding("cgroup cpu", OK, "no limit")
-    memory = _read(base / "memory.max")
-    shown = size(int(memory)) if memory.isdigit() else "no limit"
-    yield Finding("cgroup memory", OK, shown)
+
+
+def memory(root: Path = Path("/")) -> Finding:
+    """What is left of the tightest memory control group, version 1 or 2, and what page cache holds of it."""
+    tightest = min(hostmemory.groups(root), key=lambda group: group.free, default=None)
+    if tightest is None:
+        return Finding("cgroup memory", OK, "no limit")
+    cache = f", of which page cache that gives way holds {size(tightest.cache)}" if tightest.cache else ""
+    detail = f"{size(tightest.free)} free of {size(tightest.limit)} in {tightest.path}{cache}"
+    if tightest.free < LOW_MEMORY:
+        return Finding("cgroup memory", WARN, detail, "raise the limit of this control group, or end what fills it")
+    return Finding("cgroup memory", OK, detail)
 
 
 def configuration(path: str | None) -> tuple[Finding, config.Config]:

@@ -30,7 +30,7 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
     address = endpoint or (config.endpoint[0] if config.endpoint else choose_endpoint(None, config.gpu))
     findings = [Finding("gpumux", OK, f"{__version__}, Python {platform.python_version()}")]
     findings += [valid, checks.gpu(), checks.cpu(), checks.torch()]
-    findings += [*checks.shared_memory(), checks.temp_dir(), *checks.limits(), *checks.cgroup()]
+    findings += [*checks.shared_memory(), checks.temp_dir(), *checks.limits(), *checks.cgroup(), checks.memory()]
     if address.startswith("ipc://"):
         findings += checks.runtime_dir(Path(address.removeprefix("ipc://")).parent)
     findings.append(daemon(address, timeout))

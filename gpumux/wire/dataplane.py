@@ -11,9 +11,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from pathlib import Path
 from types import TracebackType
 
+from gpumux import hostmemory
 from gpumux.errors import AdmissionRefused, ProtocolError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -128,49 +128,8 @@ def _no_room(nbytes: int, why: str) -> AdmissionRefused:
 
 
 def free_host_bytes() -> int:
-    """Bytes this process may still allocate: what the kernel calls available, and the room left in
-    every memory control group above the process."""
-    free = _available()
-    for limit, used in _cgroup_figures():
-        free = min(free, limit - used)
-    return free
-
-
-def _available(meminfo: Path = Path("/proc/meminfo")) -> int:
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AdmissionRefused(f"{meminfo} does not say how much memory is available", "mount /proc")
-
-
-def _cgroup_figures(self_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> (
-    list[tuple[int, int]]
-):  # fmt: skip
-    """(limit, used) in bytes of each memory control group that has a limit, version 1 and 2."""
-    figures: list[tuple[int, int]] = []
+    """Bytes this process may still allocate."""
     try:
-        lines = self_file.read_text().splitlines()
-    except OSError:
-        return figures
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names, base = ("memory.max", "memory.current"), root
-        elif "memory" in controllers.split(","):
-            names, base = ("memory.limit_in_bytes", "memory.usage_in_bytes"), root / "memory"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for level in (group, *group.parents):
-            figures += _figures(level, *names)
-            if level == base:
-                break
-    return figures
-
-
-def _figures(group: Path, limit: str, used: str) -> list[tuple[int, int]]:
-    try:
-        most, now = (group / limit).read_text().strip(), (group / used).read_text().strip()
-    except OSError:
-        return []  # the root group has no limit file, and a container may not see its parents
-    return [(int(most), int(now))] if most.isdecimal() else []
+        return hostmemory.free_bytes()
+    except OSError as error:
+        raise AdmissionRefused(f"nobody says how much memory is free: {error}", "mount /proc") from error

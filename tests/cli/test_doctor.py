@@ -56,15 +56,27 @@ def test_a_cpu_quota_below_the_cores_is_a_warning(tmp_path):
     box = root / "sys/fs/cgroup/box"
     box.mkdir(parents=True)
     (box / "cpu.max").write_text("50000 100000\n")
-    (box / "memory.max").write_text("1073741824\n")
-    cpu, memory = checks.cgroup(root)
+    (cpu,) = checks.cgroup(root)
     assert (cpu.level, cpu.detail) == (WARN, "0.5 cores")
-    assert memory.detail == "1.0 GiB"
+
+
+@pytest.mark.parametrize(("used", "cache", "level"), [(7 << 30, 6 << 30, OK), (8 << 30, 1 << 20, WARN)])
+def test_page_cache_in_a_memory_limit_is_told_and_counts_as_free(tmp_path, used, cache, level):
+    root = machine(tmp_path, proc__self__cgroup="0::/box\n")
+    box = root / "sys/fs/cgroup/box"
+    box.mkdir(parents=True)
+    (box / "memory.max").write_text(str(8 << 30))
+    (box / "memory.current").write_text(str(used))
+    (box / "memory.stat").write_text(f"inactive_file {cache}\n")
+    found = checks.memory(root)
+    assert found.level == level
+    assert ("7.0 GiB free of 8.0 GiB" if level == OK else "1.0 MiB free of 8.0 GiB") in found.detail
+    assert "page cache" in found.detail
 
 
 def test_no_limits_are_said_to_be_none(tmp_path):
     root = machine(tmp_path, proc__self__cgroup="0::/\n")
-    assert [f.level for f in checks.cgroup(root)] == [OK, OK]
+    assert [f.level for f in [*checks.cgroup(root), checks.memory(root)]] == [OK, OK]
 
 
 def test_a_path_too_long_for_a_socket_fails(tmp_path):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 
@@ -93,20 +92,3 @@ def test_the_meter_counts_and_checks():
     with pytest.raises(ValueError, match="do not fit"):
         meter.copy(target[:4], b"12345")
     assert meter.copied_bytes == 24
-
-
-@pytest.mark.parametrize(
-    ("line", "limit", "used"),
-    [("0::/a/b", "memory.max", "memory.current"), ("4:memory:/a/b", "memory.limit_in_bytes", "memory.usage_in_bytes")],
-)
-def test_every_memory_control_group_above_counts(tmp_path: Path, line: str, limit: str, used: str):
-    base = tmp_path / "cg" / ("memory" if ":memory:" in line else "")
-    for group, most, now in (("a", "1000", "400"), ("a/b", "max" if limit == "memory.max" else "5000", "100")):
-        (base / group).mkdir(parents=True)
-        (base / group / limit).write_text(most)
-        (base / group / used).write_text(now)
-    (tmp_path / "self").write_text(f"9:cpu:/x\n{line}\n")
-    figures = dataplane._cgroup_figures(tmp_path / "self", tmp_path / "cg")
-    assert (1000, 400) in figures
-    assert all(most in (1000, 5000) for most, _ in figures)
-    assert dataplane.free_host_bytes() > 0

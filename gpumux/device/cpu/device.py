@@ -15,6 +15,7 @@ import select
 import struct
 from collections.abc import Sequence
 
+from gpumux import hostmemory
 from gpumux.device.contract import (
     DeviceEvent,
     JobLost,
@@ -29,7 +30,7 @@ from gpumux.device.contract import (
 from gpumux.device.cpu.answers import answer, obituary
 from gpumux.device.cpu.checks import Checks
 from gpumux.device.cpu.jobs import Command, Descriptors, Executor, Move, load_command, release, send, start_executor
-from gpumux.device.cpu.machine import available_bytes, cpu_name
+from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.errors import ConfigError
@@ -69,7 +70,7 @@ class CpuDevice:
     def open(self) -> DeviceInfo:
         if self._threads > self._cores:
             raise ConfigError(f"{self._threads} threads on {self._cores} cores", "use --threads with no more than that")
-        self._total = available_bytes()
+        self._total = hostmemory.free_bytes()
         self._epoll = select.epoll()
         self._fds = (self._epoll.fileno(),)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

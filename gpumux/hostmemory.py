@@ -1,0 +1,82 @@
+"""How much of the host's memory this process may still take.
+
+Two things bound it: what the kernel calls available, and every memory control group the process is
+in, its own and all above it. A group's usage counts the page cache of files its processes read and
+wrote; the kernel drops the inactive part of that before it refuses anybody memory, so it counts as free.
+`root` stands for "/" so that a test can hand in another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One memory control group that has a limit. All in bytes; `cache` is inactive page cache."""
+
+    path: Path
+    limit: int
+    used: int
+    cache: int
+
+    @property
+    def free(self) -> int:
+        return max(0, self.limit - self.used + self.cache)
+
+
+def free_bytes(root: Path = ROOT) -> int:
+    """Bytes this process may still allocate. Raises OSError where /proc says nothing."""
+    return min([_available(root), *(group.free for group in groups(root))])
+
+
+def groups(root: Path = ROOT) -> Iterator[Group]:
+    """The process's memory control groups that have a limit, its own first; versions 1 and 2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup"
+        if controllers == "":
+            files = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base /= "memory"
+        else:
+            continue
+        own = base / path.lstrip("/")
+        for level in (own, *own.parents):
+            yield from _group(level, *files)
+            if level == base:
+                break
+
+
+def _group(path: Path, limit: str, used: str, cache: str) -> Iterator[Group]:
+    try:
+        most, now = (path / limit).read_text().strip(), int((path / used).read_text())
+    except (OSError, ValueError):
+        return  # the root group has no limit file, and a container may not see its parents
+    if most.isdecimal():
+        yield Group(path, int(most), now, min(now, _statistic(path, cache)))
+
+
+def _statistic(path: Path, name: str) -> int:
+    """One figure of the group's memory.stat, 0 where there is none."""
+    try:
+        lines = (path / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
+
+
+def _available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo does not say how much memory is available")

@@ -1,0 +1,84 @@
+"""What is left of the host's memory, on machines made up for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpumux import hostmemory
+
+GIB = 1 << 30
+V1, V2 = "4:cpu,memory:", "0::"
+NAMES = {
+    V1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    V2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:  {64 * GIB // 1024} kB\n")
+    return tmp_path
+
+
+def within(root: Path, version: str, path: str) -> None:
+    (root / "proc/self/cgroup").write_text(f"9:cpuset:/elsewhere\n{version}{path}\n")
+
+
+def group(root: Path, version: str, path: str, limit: int | str, used: int, cache: int | None = None) -> None:
+    base, most, now, inactive = NAMES[version]
+    where = root / base / path.lstrip("/")
+    where.mkdir(parents=True, exist_ok=True)
+    (where / most).write_text(f"{limit}\n")
+    (where / now).write_text(f"{used}\n")
+    if cache is not None:
+        (where / "memory.stat").write_text(f"anon {used - cache}\nactive_file 7\n{inactive} {cache}\nslab 1\n")
+
+
+def test_without_groups_it_is_what_the_kernel_calls_available(root: Path) -> None:
+    assert hostmemory.free_bytes(root) == 64 * GIB
+    within(root, V2, "/")
+    assert hostmemory.free_bytes(root) == 64 * GIB
+
+
+@pytest.mark.parametrize("version", [V1, V2])
+def test_page_cache_that_gives_way_is_free(root: Path, version: str) -> None:
+    within(root, version, "/box")
+    group(root, version, "/box", 8 * GIB, 8 * GIB - (30 << 20), 6 * GIB)
+    assert hostmemory.free_bytes(root) == 6 * GIB + (30 << 20)
+
+
+@pytest.mark.parametrize("version", [V1, V2])
+def test_the_tightest_group_above_counts(root: Path, version: str) -> None:
+    within(root, version, "/slice/box/inner")
+    group(root, version, "/slice/box/inner", 30 * GIB, 1 * GIB)
+    group(root, version, "/slice/box", 20 * GIB, 18 * GIB, 1 * GIB)
+    group(root, version, "/slice", 40 * GIB, 30 * GIB, 0)
+    assert hostmemory.free_bytes(root) == 3 * GIB
+    assert [g.limit for g in hostmemory.groups(root)] == [30 * GIB, 20 * GIB, 40 * GIB]
+
+
+def test_a_container_that_sees_only_its_own_group_as_the_root(root: Path) -> None:
+    within(root, V1, "/docker/0123")
+    group(root, V1, "/", 4 * GIB, 3 * GIB, 2 * GIB)
+    assert hostmemory.free_bytes(root) == 3 * GIB
+
+
+def test_no_limit_is_none_and_more_use_than_limit_is_nothing(root: Path) -> None:
+    within(root, V2, "/a/b")
+    group(root, V2, "/a/b", "max", 5 * GIB)
+    assert hostmemory.free_bytes(root) == 64 * GIB
+    group(root, V2, "/a", 4 * GIB, 5 * GIB)
+    assert hostmemory.free_bytes(root) == 0
+
+
+def test_a_machine_that_says_nothing_is_an_error(root: Path) -> None:
+    (root / "proc/meminfo").write_text("MemTotal: 9 kB\n")
+    with pytest.raises(OSError, match="how much memory"):
+        hostmemory.free_bytes(root)
+
+
+def test_this_machine() -> None:
+    assert hostmemory.free_bytes() > 0
