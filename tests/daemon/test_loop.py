@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import struct
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
 
 from gpumux.config import Config
+from gpumux.daemon import segments
 from gpumux.daemon.completions import MAX_SCALARS
 from gpumux.model import Fault
 from gpumux.program import codec
@@ -312,21 +315,44 @@ def test_transfers_under_way_are_bounded(running):
     assert answers[16].code == "admission_refused"
 
 
-def test_a_large_segment_is_made_beside_the_loop(running):
+@pytest.fixture
+def loaded_large(running):
+    """With a job that has a state buffer too large for a segment made at once."""
     running.load("s", JOB, samples.add_one(), 1, new_buffers=[1 << 20])
+    return running
+
+
+@pytest.fixture
+def slow_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Segments are made only once this is set."""
+    make, go_on = segments._attempt, threading.Event()
+
+    def made(nbytes: int, name: str):
+        assert go_on.wait(20)
+        return make(nbytes, name)
+
+    monkeypatch.setattr(segments, "_attempt", made)
+    yield go_on
+    go_on.set()
+
+
+def test_a_large_segment_is_made_beside_the_loop(loaded_large, slow_segments):
+    running = loaded_large
     assert running.say("s", msg.OpenTransfer(5, JOB, 1, [0], False)) == []
+    slow_segments.set()
     running.loop._offload.close()
     answer = only(running.hear("s"))
     assert isinstance(answer, msg.TransferSegment)
     assert len(running.device.work) == 1
 
 
-def test_a_job_that_ends_while_its_segment_is_made_keeps_nothing(running):
-    running.load("s", JOB, samples.add_one(), 1, new_buffers=[1 << 20])
+def test_a_job_that_ends_while_its_segment_is_made_keeps_nothing(loaded_large, slow_segments):
+    running = loaded_large
     running.say("s", msg.OpenTransfer(5, JOB, 1, [0], True))
     running.say("s", msg.OpenTransfer(6, JOB, 2, [0], False))
     answers = [m for m, _ in running.say("s", msg.CloseJob(7, JOB, False))]
     assert {m.ref for m in answers if isinstance(m, msg.Refusal)} == {5, 6}
+    slow_segments.set()
     running.loop._offload.close()
     running.turn()
     assert running.loop.segments.used_bytes == 0
