@@ -78,12 +78,15 @@ class Fingerprint:
         self._roots += [("optimizer" if len(optimizers) == 1 else f"optimizer{i}", o) for i, o in enumerate(optimizers)]
         self._roots.append((getattr(fn, "__qualname__", type(fn).__name__), fn))
         self._given = list(optimizers)
+        self._params = list(params)
         self._names: set[str] = {"forward", "__call__", "step"}
         known = -1
         while known != len(self._names):  # each walk may reach functions that name more
             known = len(self._names)
             self._walk()
         self.watches += [watch.gradients_wanted(list(params)), watch.modes()]
+        if {"environ", "getenv"} & self._names:
+            self.watches.append(watch.values("os.environ", os.environ._data))  # type: ignore[attr-defined]
 
     def _walk(self) -> None:
         self.watches: list[Watch] = []
@@ -95,6 +98,12 @@ class Fingerprint:
         self._seen: dict[int, Any] = {}
         for label, root in self._roots:
             self._visit(label, root)
+        for p in self._params:
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                hooks = getattr(p, kind, None)
+                if hooks:
+                    self.watches.append(watch.values("a parameter's hooks", hooks))
+                    self._items("a parameter's hook", list(hooks.items()))
 
     # ---- walking -----------------------------------------------------------------------------------
 
@@ -162,7 +171,7 @@ class Fingerprint:
     def _dictionary(self, label: str, value: dict[Any, Any]) -> None:
         self._bounded(label, len(value))
         self.spaces.append(value)
-        self.watches.append(watch.values(label, value))
+        self.watches.append(watch.items(label, value))
         self._items(label, list(value.items()))
 
     def _function(self, label: str, fn: types.FunctionType) -> None:
@@ -170,8 +179,8 @@ class Fingerprint:
         if wrapped is not None:
             self._visit(label, wrapped)
         code = fn.__code__
-        if _in_library(code.co_filename) and wrapped is None:
-            return
+        if _in_library(code.co_filename):
+            return  # a library's decorator; what it wraps was visited
         self._names.update(_code_names(code))
         for name, box in zip(code.co_freevars, fn.__closure__ or (), strict=False):
             self.cells.append(box)
@@ -179,7 +188,7 @@ class Fingerprint:
             found = self.watches[-1].read()
             self._visit(name, found[0] if found else None)
         names = [n for n in dict.fromkeys(_code_names(code)) if n in fn.__globals__]
-        if names and not _in_library(code.co_filename):
+        if names:
             self.spaces.append(fn.__globals__)
             self.watches.append(watch.entries("", fn.__globals__, names))
             for name in names:
@@ -196,8 +205,9 @@ class Fingerprint:
             for key in keys:
                 self._visit(f"{label}.{key}", space[key])
 
-    def _class(self, label: str, cls: type) -> None:
-        """Methods and attributes that walked code names, of a user's class and its user bases."""
+    def _class(self, label: str, cls: type, space: dict[str, Any] | None = None) -> None:
+        """Methods and attributes that walked code names, of a user's class and its user bases, and the
+        entries of an instance's `space` that hide them."""
         for base in cls.__mro__:
             if base is object or _library_class(base) or (base is not cls and id(base) in self._seen):
                 continue
@@ -211,6 +221,8 @@ class Fingerprint:
             ]
             if data:
                 self.watches.append(watch.class_attributes(base.__name__, base, data))
+                if space is not None:
+                    self.watches.append(watch.optional(label, space, data))
             for key in named:
                 item = vars(base)[key]
                 if isinstance(item, property):
@@ -228,10 +240,9 @@ class Fingerprint:
             if watched and isinstance(space, dict):
                 self._scalars(label, space)
             return
-        self._class(label, cls)
+        self._class(label, cls, space if isinstance(space, dict) else None)
         if isinstance(space, dict):
             self.spaces.append(space)
-            self.watches.append(watch.keys_of(label, space))
             self._named_entries(label, space)
         names = tuple(n for c in cls.__mro__ for n in getattr(c, "__slots__", ()) if n in self._names)
         if names:
@@ -254,7 +265,10 @@ class Fingerprint:
         self.modules.append(module)
         space = module.__dict__
         self.spaces.append(space)
-        self.watches.append(watch.entries(label, space, ["training"], flag=True))
+        if "training" in space:
+            self.watches.append(watch.entries(label, space, ["training"], flag=True))
+        else:  # a wrapper that shows another module's (torch.compile)
+            self.watches.append(watch.slots(label, module, ("training",)))
         for kind in ("_parameters", "_buffers", "_modules"):
             if space[kind] or kind == "_modules":
                 self.watches.append(watch.values(f"{label}.{kind}", space[kind], identity=True))
@@ -266,7 +280,7 @@ class Fingerprint:
             self._scalars(label, space, _STRUCTURE | {"training"})
             self._named_callables(label, space)
         else:
-            self._class(label, cls)
+            self._class(label, cls, space)
             rest = {k: v for k, v in space.items() if k not in _STRUCTURE and k != "training"}
             keys = [
                 k
@@ -281,10 +295,12 @@ class Fingerprint:
             self._visit(f"{label}.{name}", child)
 
     def _named_callables(self, label: str, space: dict[str, Any]) -> None:
-        """A library module's replaceable functions (`activation`)."""
+        """A library module's replaceable functions (`activation`), and what users put on it."""
         keys = [
-            k for k, v in space.items() if k not in _STRUCTURE and callable(v) and not isinstance(v, torch.nn.Module)
-        ]
+            k for k, v in space.items()
+            if k not in _STRUCTURE and k != "training" and not isinstance(v, (torch.nn.Module, tuple, *SCALARS))
+            and v is not None and (callable(v) or k in self._names)
+        ]  # fmt: skip
         if keys:
             self.watches.append(watch.entries(label, space, keys))
             for key in keys:

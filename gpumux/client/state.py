@@ -79,6 +79,10 @@ class StateTable:
         if id(tensor) in seen:
             return
         seen.add(id(tensor))
+        if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
+            raise CaptureError(
+                f"{name} has no shape yet (a lazy module)", "run the model once on a batch before you submit"
+            )
         if tensor.device.type != self._device or tensor.layout != torch.strided:
             raise CaptureError(
                 f"{name} is a {tensor.layout} tensor on {tensor.device}, and the daemon's device is {self._device}",

@@ -39,6 +39,10 @@ def submit(
     AdmissionRefused, DaemonGone. Nothing local is changed by a failed submit.
     """
     models = _several(model, torch.nn.Module, "model")
+    if any(isinstance(m, torch.jit.ScriptModule) for m in models):
+        raise ConfigError(
+            "model= is a TorchScript module, whose Python can't be captured", "submit the module it was made from"
+        )
     optimizers = _several(optimizer, torch.optim.Optimizer, "optimizer")
     spec = _spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)
     if max_variants < 1:

@@ -101,6 +101,11 @@ class Tracer:
             )
 
         rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, self._device)
+        if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
+            raise CaptureError(
+                "autocast is active around the step, where its cache of casted weights would outlive the step",
+                "enter torch.autocast inside the step",
+            )
         leaves, spec = pytree.tree_flatten((args, kwargs))
         before = prints.read()
         left = Leftovers(prints)
@@ -120,6 +125,7 @@ class Tracer:
                 with patched(scope, tape), rec:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
+                _refuse_batch_gradients(leaves, fakes)
                 _refuse_draws(fn, drawn, prints.random_states())
                 left.refuse_strangers()
                 replaced = left.replaced_buffers()
@@ -302,6 +308,16 @@ class Tracer:
         if value is None or isinstance(value, (bool, str)):
             return ConstLeaf(value)
         raise unusable(path, value, self.table)
+
+
+def _refuse_batch_gradients(given: list[Any], fakes: list[Any]) -> None:
+    tensors = [(g, f) for g, f in zip(given, fakes, strict=True) if isinstance(g, torch.Tensor)]
+    for i, (tensor, fake) in enumerate(tensors):
+        if fake.grad is not None or fake.requires_grad != tensor.requires_grad:
+            raise CaptureError(
+                f"the step makes tensor {i} of the batch require grad, and its gradient would stay in the daemon",
+                "begin with x = x.detach().requires_grad_() inside the step",
+            )
 
 
 def _refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> None:

@@ -66,6 +66,9 @@ def _idle(value: Any) -> bool:
     return value is None or isinstance(value, torch.Tensor)
 
 
+_ABSENT = object()
+
+
 class Gone(Exception):
     """A watched name does not exist any more."""
 
@@ -107,7 +110,7 @@ def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
 
 
 def values(label: str, space: dict[Any, Any], *, identity: bool = False) -> Watch:
-    """Every entry of a dictionary, by order: a container, a module's parameters or hooks."""
+    """Every entry of a module's parameters, children or hooks, by order."""
     view = space.values()
 
     def restore(old: Reading, keys: tuple[Any, ...] = tuple(space)) -> None:
@@ -119,14 +122,35 @@ def values(label: str, space: dict[Any, Any], *, identity: bool = False) -> Watc
     )  # fmt: skip
 
 
-def keys_of(label: str, space: dict[Any, Any]) -> Watch:
-    """How many attributes an object has: a new one may hide an attribute of its class."""
+def items(label: str, space: Any) -> Watch:
+    """A user's dictionary: its keys and values, but for tensors (a hook may collect activations)."""
 
-    def restore(old: Reading, keys: frozenset[Any] = frozenset(space)) -> None:
-        for key in [k for k in space if k not in keys]:
-            del space[key]
+    def read() -> Reading:
+        return tuple([x for k, v in space.items() if not isinstance(v, torch.Tensor) for x in (k, v)])
 
-    return Watch(label, lambda: (len(space),), lambda i: f"attributes of {label}", restore)
+    def restore(old: Reading) -> None:
+        tensors = {k: v for k, v in space.items() if isinstance(v, torch.Tensor)}
+        space.clear()
+        space.update(tensors)
+        space.update(zip(old[::2], old[1::2], strict=True))
+
+    return Watch(label, read, lambda i: f"{label}[{list(space)[min(i // 2, len(space) - 1)]!r}]", restore)
+
+
+def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
+    """Entries that may come and go: an attribute that would hide one of the class."""
+    names = tuple(keys)
+
+    def restore(old: Reading) -> None:
+        for key, value in zip(names, old, strict=True):
+            if value is _ABSENT:
+                space.pop(key, None)
+            else:
+                space[key] = value
+
+    return Watch(
+        label, lambda: tuple([space.get(k, _ABSENT) for k in names]), lambda i: f"{label}.{names[i]}", restore
+    )  # fmt: skip
 
 
 def sequence(label: str, items: Any) -> Watch:
@@ -188,23 +212,26 @@ def slots(label: str, owner: Any, names: tuple[str, ...]) -> Watch:
     )
 
 
-_LIFTED: dict[type, type] = {torch.SymFloat: float, torch.SymInt: int}  # what stands there during a trace
-
-
 def groups(label: str, optimizer: Any) -> Watch:
-    """Which groups and parameters an optimizer has, its flags, and the kind of each number (their
-    values are lifted to host scalars)."""
+    """Which groups and parameters an optimizer has, its flags, and whether a number is a tensor (the
+    numbers themselves are lifted to host scalars)."""
 
     def read() -> Reading:
         out: list[Any] = []
         for group in optimizer.param_groups:
             out += group["params"]
-            out += [
-                v if v is None or isinstance(v, (bool, str)) else _LIFTED.get(type(v), type(v)) for v in group.values()
-            ]
+            out += [_kind(v) for key, v in group.items() if key != "params"]
         return tuple(out)
 
     return Watch(f"{label}.param_groups", read, lambda i: f"{label}.param_groups", lambda old: None, identity=True)
+
+
+def _kind(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        return "number"
+    return value.dtype if isinstance(value, torch.Tensor) else type(value)
 
 
 def modes() -> Watch:
