@@ -14,4 +14,4 @@ FLAGS = (
 
 def run(args: argparse.Namespace) -> int:
     settings = config.load({name: getattr(args, name) for name in FLAGS}, path=args.config)
-    return serve.run(settings)
+    return serve.run(settings, last=True)

@@ -2,7 +2,8 @@
 
 Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 75 the endpoint is
 taken, 78 the configuration is wrong or the device can't be had. SIGTERM and SIGINT ask for a clean
-stop; another SIGINT, a second later, ends the process at once.
+stop, at any time from the first line of `run` on; more of them change nothing, since stopping is bounded
+(drain_s, and 10 s for the device), and who can't wait has SIGKILL.
 """
 
 from __future__ import annotations
@@ -40,20 +41,57 @@ from gpumux.wire.router import Router
 
 EX_OK, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 70, 75, 78
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
-IMPATIENT_S = 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
 
 log = logging.getLogger("gpumux.daemon")
 
 
-def run(config: Config) -> int:
-    """Serve until told to stop. Returns the exit code; errors are logged, one line each."""
+class Stopped(Exception):
+    """Told to stop before there was anything to serve."""
+
+
+class StopRequest:
+    """Whether somebody asked for a stop, and why. Set by signal handlers."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._listener: Callable[[str], None] | None = None
+
+    def ask(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        if self._listener is not None:
+            self._listener(self.reason)
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` when somebody asks, at once if somebody has."""
+        self._listener = listener
+        if self.reason:
+            listener(self.reason)
+
+    def check(self) -> None:
+        """Raises Stopped when somebody has asked: between the steps of starting up."""
+        if self.reason:
+            log.info("stopped while starting: %s", self.reason)
+            raise Stopped
+
+
+def run(config: Config, *, last: bool = False) -> int:
+    """Serve until told to stop. Returns the exit code; errors are logged, one line each. `last`: the
+    process ends next, so signals to stop it are ignored from the return on."""
+    stop = StopRequest()
+    with stop_signals(stop.ask, signal.SIG_IGN if last else None):
+        return _run(config, stop)
+
+
+def _run(config: Config, stop: StopRequest) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     try:
         with ExitStack() as stack:
-            serve(config, stack)
+            serve(config, stack, stop)
+    except Stopped:
+        return EX_OK
     except EndpointBusy as error:
         log.error("%s", error)
         return EX_TEMPFAIL
@@ -70,16 +108,21 @@ def run(config: Config) -> int:
     return EX_OK
 
 
-def serve(config: Config, stack: ExitStack) -> None:
+def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
     """Open, serve, and leave the closing to `stack`, which also runs when something goes wrong."""
     started = time.time()
     raise_file_limit()
     keep_crashes(config, stack)
     texts = config.endpoint or (endpoints.default_endpoint(config.gpu),)
     router = Router(texts, runtime_dir(texts, config.gpu), wire_limits(config), curve_keys(config))
-    reason = ["the daemon failed; see its log"]  # what clients hear unless it stops as asked
-    stack.callback(lambda: router.close(reason[0]))
+
+    def leave() -> None:
+        router.close(stop.reason or "the daemon failed; see its log")
+
+    stack.callback(leave)
+    stop.check()
     device = open_device(config, stack)
+    stop.check()
     router.device = asdict(device.info)
     metrics = Metrics(FROM_CLIENT)
     metrics.start_time.set(started)
@@ -88,23 +131,19 @@ def serve(config: Config, stack: ExitStack) -> None:
     identity = Identity(config, router.addresses, device.info, started, port)
     loop = Loop(identity, router, device.device, metrics, shared_limit(config))
     stack.callback(loop.close)
-    stack.callback(lambda: router.close(reason[0]))  # before anything slow: clients learn first
+    stack.callback(leave)  # before anything slow: clients learn first
     metrics.registry.register(GaugeCollector(loop.snapshots.fetch, __version__))
     if server is not None:
         log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
 
-    def stop(why: str) -> None:
-        reason[0] = why
-        loop.stop(why)
-
-    stack.enter_context(stop_signals(stop))
+    stop.tell(loop.stop)
     stack.enter_context(quick_interpreter())
     watch(loop)
     log.info("gpumux %s serves %s at %s", __version__, device.info.name, ", ".join(router.addresses))
     notify("READY=1")
     loop.run()
     notify("STOPPING=1")
-    log.info("stopped: %s", reason[0])
+    log.info("stopped: %s", stop.reason)
 
 
 class OpenDevice:
@@ -199,25 +238,19 @@ def keep_crashes(config: Config, stack: ExitStack) -> None:
 
 
 @contextmanager
-def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the daemon. Wrappers (timeout, terminals, containers) like to deliver
-    one request twice, so only an interrupt that comes well after the first ends the process at once."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    since: list[float] = []
+def stop_signals(stop: Callable[[str], None], afterwards: signal.Handlers | None = None) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop`, as often as they come: wrappers (timeout, terminals, containers)
+    like to deliver one request twice. Then they have the handler `afterwards`, or the one from before."""
 
     def asked(number: int, frame: FrameType | None) -> None:
-        since.append(time.monotonic())
-        if number == signal.SIGINT and since[-1] - since[0] > IMPATIENT_S:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
         stop(f"the daemon got {signal.Signals(number).name}")
 
-    before = {number: signal.signal(number, asked) for number in numbers}
+    before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if afterwards is None else afterwards)
 
 
 @contextmanager

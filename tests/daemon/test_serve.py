@@ -47,7 +47,7 @@ def test_a_state_directory_that_can_not_be_made_is_a_configuration_error(tmp_pat
 
 
 def test_a_bug_in_the_loop_ends_the_daemon_loudly(monkeypatch, caplog):
-    def broken(config, stack):
+    def broken(config, stack, stop):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(serve, "serve", broken)
@@ -64,6 +64,17 @@ def test_signals_stop_once_and_are_put_back():
         signal.raise_signal(signal.SIGINT)
     assert asked == ["the daemon got SIGTERM", "the daemon got SIGTERM", "the daemon got SIGINT"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_after_the_last_run_of_a_process_signals_are_ignored():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with serve.stop_signals(lambda why: None, signal.SIG_IGN):
+            pass
+        assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_an_unusable_metrics_port_is_a_configuration_error(runtime_dir):
