@@ -92,17 +92,18 @@ def reachable(fn: Any) -> Iterator[tuple[str, Any]]:
         except ValueError:  # a cell not filled yet
             continue
     seen = set()
-    for name in _global_names(code):
+    for name in code_names(code):
         if name in fn.__globals__ and name not in seen:
             seen.add(name)
             yield name, fn.__globals__[name]
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
+def code_names(code: types.CodeType) -> Iterator[str]:
+    """Every name a function's code uses, nested functions included."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _global_names(const)
+            yield from code_names(const)
 
 
 def name_of(tensor: Any, fn: Any) -> str:

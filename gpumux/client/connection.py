@@ -21,6 +21,7 @@ from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ClientCurve, secure_client
 from gpumux.wire.endpoint import Endpoint
 from gpumux.wire.lane import PACKET, Lane
+from gpumux.wire.probe import unanswered
 from gpumux.wire.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refusal, Welcome
 
 START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
@@ -240,7 +241,7 @@ def handshake(connection: Connection, greeting: Hello, timeout: float) -> Welcom
             raise error
         left = deadline - time.monotonic()
         if left <= 0:
-            raise DaemonGone(f"no daemon answered at {connection.endpoint.text} in {timeout:g} s", START_IT)
+            raise unanswered(connection.endpoint, START_IT)
         connection.poll(left)
 
 

@@ -18,7 +18,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from typing import Any
@@ -28,7 +28,8 @@ import torch
 
 import gpumux
 from gpumux.client import watch
-from gpumux.client.watch import SCALARS, Gone, Reading, Watch
+from gpumux.client.blame import code_names
+from gpumux.client.watch import SCALARS, Gone, Reading, Watch, generator_state
 from gpumux.errors import CaptureError, NotRepeatable
 
 _STRUCTURE = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -58,13 +59,6 @@ def _in_library(path: str | None) -> bool:
 
 def _library_class(cls: type) -> bool:
     return _in_library(getattr(sys.modules.get(cls.__module__), "__file__", "<")) and cls.__module__ != "__main__"
-
-
-def _code_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _code_names(const)
 
 
 class Fingerprint:
@@ -181,13 +175,13 @@ class Fingerprint:
         code = fn.__code__
         if _in_library(code.co_filename):
             return  # a library's decorator; what it wraps was visited
-        self._names.update(_code_names(code))
+        self._names.update(code_names(code))
         for name, box in zip(code.co_freevars, fn.__closure__ or (), strict=False):
             self.cells.append(box)
             self.watches.append(watch.cell(name, box))
             found = self.watches[-1].read()
             self._visit(name, found[0] if found else None)
-        names = [n for n in dict.fromkeys(_code_names(code)) if n in fn.__globals__]
+        names = [n for n in dict.fromkeys(code_names(code)) if n in fn.__globals__]
         if names:
             self.spaces.append(fn.__globals__)
             self.watches.append(watch.entries("", fn.__globals__, names))
@@ -312,8 +306,8 @@ class Fingerprint:
         self.watches.append(watch.groups(label, optimizer))
         cls = type(optimizer)
         if not _library_class(cls):
-            self._class(label, cls)
             space = optimizer.__dict__
+            self._class(label, cls, space)
             keys = [k for k in space if k in self._names and k not in ("state", "param_groups", "defaults")]
             if keys:
                 self.watches.append(watch.entries(label, space, keys))
@@ -339,7 +333,7 @@ class Fingerprint:
     def random_states(self) -> list[tuple[str, Any]]:
         """Python's and numpy's generators, which no Program can draw from."""
         own: list[tuple[str, Any]] = [("random", random), ("numpy.random", numpy.random)]
-        return [(name, _state(source)) for name, source in [*own, *self._generators]]
+        return [(name, generator_state(source)) for name, source in [*own, *self._generators]]
 
     def changes(self, before: list[Reading]) -> list[Change]:
         """What differs now from an earlier reading: a step that changes it while it is traced."""
@@ -349,11 +343,3 @@ class Fingerprint:
                 put, again = partial(w.restore, old), partial(w.restore, new)
                 found += [Change(name, a, b, w.flag, put, again) for name, a, b in w.differences(old, new)]
         return found
-
-
-def _state(source: Any) -> str:
-    if isinstance(source, numpy.random.Generator):
-        return repr(source.bit_generator.state)
-    if hasattr(source, "getstate"):
-        return repr(source.getstate())
-    return repr([v.tolist() if isinstance(v, numpy.ndarray) else v for v in source.get_state()])

@@ -74,6 +74,7 @@ class Session:
         DaemonGone, ConfigError, VersionMismatch, or what the daemon refuses with.
         """
         found = resolve_endpoint(endpoint)
+        check_listening(found, START_IT)
         if not found.is_ipc and curve is None:
             curve = client_curve()
         connection = Connection(found, None if found.is_ipc else curve)

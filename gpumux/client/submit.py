@@ -10,6 +10,7 @@ import torch
 
 from gpumux.client.job import Job
 from gpumux.client.session import Session
+from gpumux.client.stale import refuse_stale
 from gpumux.client.state import StateTable
 from gpumux.errors import ConfigError
 from gpumux.model import JobSpec, Priority
@@ -52,6 +53,7 @@ def submit(
     job: Job | None = None
     try:
         table = StateTable(models, optimizers, str(session.welcome.device["kind"]))
+        refuse_stale(table)
         session.call(
             m.OpenJob(
                 0, job_id, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit,

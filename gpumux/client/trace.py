@@ -21,6 +21,7 @@ from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
 from gpumux.client.patches import RngTape, patched
 from gpumux.client.recorder import Recorder
+from gpumux.client.refusals import refuse_batch_gradients, refuse_draws, refuse_written_batch
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.client.watch import Reading
@@ -125,8 +126,8 @@ class Tracer:
                 with patched(scope, tape), rec:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
-                _refuse_batch_gradients(leaves, fakes)
-                _refuse_draws(fn, drawn, prints.random_states())
+                refuse_batch_gradients(leaves, fakes)
+                refuse_draws(fn, drawn, prints.random_states())
                 left.refuse_strangers()
                 replaced = left.replaced_buffers()
                 changes = prints.changes(before)
@@ -234,7 +235,7 @@ class Tracer:
     # ---- the end -----------------------------------------------------------------------------------
 
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
-        _refuse_written_batch(rec.record)
+        refuse_written_batch(rec.record)
         self._refuse_new_keys()
         leaves, spec = pytree.tree_flatten(out)
         results: list[Any] = []
@@ -308,40 +309,6 @@ class Tracer:
         if value is None or isinstance(value, (bool, str)):
             return ConstLeaf(value)
         raise unusable(path, value, self.table)
-
-
-def _refuse_batch_gradients(given: list[Any], fakes: list[Any]) -> None:
-    tensors = [(g, f) for g, f in zip(given, fakes, strict=True) if isinstance(g, torch.Tensor)]
-    for i, (tensor, fake) in enumerate(tensors):
-        if fake.grad is not None or fake.requires_grad != tensor.requires_grad:
-            raise CaptureError(
-                f"the step makes tensor {i} of the batch require grad, and its gradient would stay in the daemon",
-                "begin with x = x.detach().requires_grad_() inside the step",
-            )
-
-
-def _refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> None:
-    """Python's own random numbers are not drawn again in the daemon: a branch that is rarely taken
-    would be baked in even though two traces agree."""
-    for (name, old), (_, new) in zip(before, after, strict=True):
-        if old != new:
-            raise NotRepeatable(
-                f"the step ({blame.definition(fn)}) draws random numbers from Python's {name}",
-                "draw with torch (torch.rand), or outside the step and pass the number in as a tensor",
-            )
-
-
-def _refuse_written_batch(record: Record) -> None:
-    """The batch is copied to the daemon, so a write to it would not be seen here: the plain loop's
-    next use of the same tensor would differ."""
-    for op in record.ops:
-        for storage in op.writes:
-            found = record.storages[storage]
-            if found.kind == "input":
-                raise CaptureError(
-                    f"{op.where} writes into tensor {found.key} of the batch ({op.target.removeprefix('aten.')})",
-                    "clone it first, or use the operator that returns a new tensor",
-                )
 
 
 def _undo(prints: Fingerprint, before: list[Reading]) -> None:

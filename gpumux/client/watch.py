@@ -249,3 +249,12 @@ def modes() -> Watch:
         )  # fmt: skip
 
     return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", lambda old: None)
+
+
+def generator_state(source: Any) -> str:
+    """Where one of Python's or numpy's random generators stands."""
+    if isinstance(source, numpy.random.Generator):
+        return repr(source.bit_generator.state)
+    if hasattr(source, "getstate"):
+        return repr(source.getstate())
+    return repr([v.tolist() if isinstance(v, numpy.ndarray) else v for v in source.get_state()])
