@@ -16,13 +16,10 @@ from gpumux.wire import endpoint as endpoints
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import client_curve, secure_client
+from gpumux.wire.probe import check_listening, unanswered
 
 Answer = TypeVar("Answer")
-
-
-def choose_endpoint(explicit: str | None, gpu: int = 0) -> str:
-    """The endpoint given, or GPUMUX_ENDPOINT, or the default of `gpu` on this machine."""
-    return endpoints.resolve(explicit, gpu).text
+START_IT = "start one with `gpumux serve`, or name another with --endpoint"
 
 
 class Control:
@@ -36,13 +33,10 @@ class Control:
         self.endpoint = found.text
         self._timeout = timeout
         self._refs = count(1)
-        self._absent = DaemonGone(
-            f"no daemon answers at {self.endpoint}", "start one with `gpumux serve`, or name another with --endpoint"
-        )
+        self._found = found
         if found.path is not None:
             endpoints.check_private(found.path.parent)
-            if not found.path.exists():
-                raise self._absent
+        check_listening(found, START_IT)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         try:
@@ -95,7 +89,7 @@ class Control:
         try:
             self._socket.send_multipart(encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            raise self._absent from None
+            raise unanswered(self._found, START_IT) from None
 
     def _receive(self, kind: type[Answer], ref: int) -> Answer:
         """The next message of `kind` that answers `ref`; heartbeats and others are passed over."""
@@ -108,4 +102,4 @@ class Control:
                 raise DaemonGone(f"the daemon is leaving: {message.reason}", "wait for the next one")
             if isinstance(message, kind) and getattr(message, "ref", 0) == ref:
                 return message
-        raise self._absent
+        raise unanswered(self._found, START_IT)

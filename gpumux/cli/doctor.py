@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import platform
 from dataclasses import asdict
-from pathlib import Path
 
 from gpumux import __version__
 from gpumux.cli import checks
 from gpumux.cli.checks import FAIL, OK, WARN, Finding
-from gpumux.cli.control import Control, choose_endpoint
+from gpumux.cli.control import Control
 from gpumux.cli.text import emit, emit_json
-from gpumux.errors import GpumuxError
+from gpumux.errors import ConfigError, DaemonGone, GpumuxError
+from gpumux.wire import endpoint as endpoints
+from gpumux.wire.probe import check_listening
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,23 +28,34 @@ def run(args: argparse.Namespace) -> int:
 def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Finding]:
     """All findings, in the order they are shown."""
     valid, config = checks.configuration(path)
-    address = endpoint or (config.endpoint[0] if config.endpoint else choose_endpoint(None, config.gpu))
+    address = endpoint or endpoints.preferred(config.endpoint) or endpoints.default_endpoint(config.gpu)
     findings = [Finding("gpumux", OK, f"{__version__}, Python {platform.python_version()}")]
     findings += [valid, checks.gpu(), checks.cpu(), checks.torch()]
     findings += [*checks.shared_memory(), checks.temp_dir(), *checks.limits(), *checks.cgroup(), checks.memory()]
-    if address.startswith("ipc://"):
-        findings += checks.runtime_dir(Path(address.removeprefix("ipc://")).parent)
+    try:
+        found = endpoints.parse(address)
+    except ConfigError as error:
+        return [*findings, Finding("endpoint", FAIL, error.message, error.remedy)]
+    if found.path is not None:
+        findings += checks.runtime_dir(found.path.parent)
     findings.append(daemon(address, timeout))
     return findings
 
 
 def daemon(address: str, timeout: float) -> Finding:
     """Whether a daemon answers there, and whether it is of this version."""
-    if address.startswith("ipc://") and not Path(address.removeprefix("ipc://")).exists():
+    found = endpoints.parse(address)
+    if found.path is not None and not found.path.exists():
         return Finding("daemon", OK, f"none at {address} (start one with `gpumux serve`)")
+    try:
+        check_listening(found, "start one with `gpumux serve`, which clears it away")
+    except DaemonGone as error:
+        return Finding("daemon", WARN, error.message, error.remedy)
     try:
         with Control(address, timeout) as control:
             body = control.status()
+    except DaemonGone as error:  # somebody has the socket, and says nothing
+        return Finding("daemon", FAIL if found.is_ipc else WARN, error.message, error.remedy)
     except GpumuxError as error:
         return Finding("daemon", WARN, error.message, error.remedy or "start it with `gpumux serve`")
     version = body["daemon"]["version"]

@@ -17,6 +17,8 @@ from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 
 EX_OK, EX_FAILED, EX_USAGE, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 64, 70, 75, 78
 
+MAX_WAIT_S = 86_400
+
 _EXAMPLES = """\
 examples:
   gpumux doctor                         what this machine offers and what is wrong with it
@@ -75,6 +77,17 @@ def _add(subparsers: argparse._SubParsersAction[_Parser], name: str, meaning: st
     )
 
 
+def _seconds(text: str) -> float:
+    """A time to wait: a number of seconds above 0, a day at most."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_WAIT_S:  # not so for nan, either
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0 and up to {MAX_WAIT_S}")
+    return seconds
+
+
 def _settings(parser: argparse.ArgumentParser) -> None:
     """One flag for each setting an operator changes from day to day; the rest is for the file."""
     add = parser.add_argument
@@ -115,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
     for sub in (status, jobs, doctor):
         sub.add_argument("--endpoint", metavar="URL", help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)")
-        sub.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="how long to wait for it")
+        sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for it")
     for sub in (status, jobs, doctor, version):
         sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser

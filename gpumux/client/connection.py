@@ -21,8 +21,8 @@ from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ClientCurve, secure_client
 from gpumux.wire.endpoint import Endpoint
 from gpumux.wire.lane import PACKET, Lane
-from gpumux.wire.probe import unanswered
 from gpumux.wire.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refusal, Welcome
+from gpumux.wire.probe import unanswered
 
 START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
 

@@ -26,6 +26,7 @@ from gpumux.wire.dataplane import CopyMeter, Segment
 from gpumux.wire.descriptors import DescriptorInbox
 from gpumux.wire.lane import FROM_DAEMON
 from gpumux.wire.messages import Heartbeat, Leaving, Message, Refusal, Step, Welcome
+from gpumux.wire.probe import check_listening
 
 Payload = Sequence[bytes | memoryview]
 _NO_FRAMES: list[bytes] = []

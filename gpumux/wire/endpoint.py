@@ -1,6 +1,7 @@
 """Where a daemon listens and a client looks: one rule, used by both sides.
 
-    explicit argument, else GPUMUX_ENDPOINT, else ipc://RUNTIME/gpumux/GPU/gpumux.sock, where RUNTIME
+    explicit argument, else GPUMUX_ENDPOINT (of several, with commas, as a daemon takes them, a client
+    takes the first ipc one, or else the first), else ipc://RUNTIME/gpumux/GPU/gpumux.sock, where RUNTIME
     is /run when /run/gpumux/GPU exists (a system service made it), else $XDG_RUNTIME_DIR, else
     /tmp/gpumux-UID.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,23 @@ def default_endpoint(gpu: int = 0, environ: Mapping[str, str] | None = None) -> 
 def resolve(explicit: str | None = None, gpu: int = 0, environ: Mapping[str, str] | None = None) -> Endpoint:
     """The endpoint to use. Raises ConfigError when the one given is malformed."""
     env = os.environ if environ is None else environ
-    return parse(explicit or env.get(ENVIRONMENT) or default_endpoint(gpu, env))
+    named = [part.strip() for part in env.get(ENVIRONMENT, "").split(",") if part.strip()]
+    return parse(explicit or preferred(named) or default_endpoint(gpu, env))
+
+
+def preferred(texts: Sequence[str]) -> str:
+    """Which of a daemon's endpoints a client on its machine uses: ipc needs no keys and copies least."""
+    return next((text for text in texts if text.startswith("ipc://")), texts[0] if texts else "")
+
+
+def check_distinct(endpoints: Sequence[Endpoint], side_channel: Path) -> None:
+    """Raises ConfigError when a daemon would listen twice at one place."""
+    seen = {os.path.normpath(side_channel): "the side channel's place"}
+    for endpoint in endpoints:
+        place = os.path.normpath(endpoint.path) if endpoint.path is not None else endpoint.text
+        if place in seen and not place.endswith(":*"):
+            raise ConfigError(f"{endpoint.text} is {seen[place]}", "give every --endpoint once, under another name")
+        seen[place] = "given twice"
 
 
 def ensure_runtime_dir(path: Path) -> None:

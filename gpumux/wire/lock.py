@@ -16,12 +16,25 @@ from pathlib import Path
 from gpumux.errors import ConfigError, EndpointBusy
 
 
+def lock_path(socket_path: Path) -> Path:
+    return socket_path.with_name(socket_path.name + ".lock")
+
+
+def recorded_holder(socket_path: Path) -> int | None:
+    """The process that took the endpoint's lock last; it may be gone. None when nothing says."""
+    try:
+        text = lock_path(socket_path).read_text("ascii", "replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
 class EndpointLock:
     """Held from construction to `close`. Raises EndpointBusy, naming the holder's pid, when another
     daemon has it, and ConfigError when the file can't be opened."""
 
     def __init__(self, socket_path: Path) -> None:
-        self.path = socket_path.with_name(socket_path.name + ".lock")
+        self.path = lock_path(socket_path)
         self._fd = -1
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -10,7 +10,7 @@ import zmq
 
 from gpumux.model import SessionId
 from gpumux.wire.curve import ServerCurve
-from gpumux.wire.endpoint import ensure_runtime_dir, parse
+from gpumux.wire.endpoint import check_distinct, ensure_runtime_dir, parse
 from gpumux.wire.gatekeeper import Gatekeeper
 from gpumux.wire.lanes import Lanes
 from gpumux.wire.limits import Limits
@@ -41,6 +41,8 @@ class Sockets:
         self.touched = True  # a ZeroMQ socket was used since `unread` said no
         self._side_lock: EndpointLock | None = None
         parsed = [parse(text) for text in endpoints]
+        path = runtime_dir / SIDE_CHANNEL_NAME
+        check_distinct(parsed, path)
         self.lanes = Lanes(limits.max_control_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
@@ -49,7 +51,6 @@ class Sockets:
             for endpoint in parsed:
                 self.listening.append(Listening(self._context, endpoint, limits, curve))
             ensure_runtime_dir(runtime_dir)
-            path = runtime_dir / SIDE_CHANNEL_NAME
             self._side_lock = EndpointLock(path)
             remove_stale(path)
             self.side = SideChannel(path, introduced)

@@ -107,6 +107,20 @@ def test_a_wrong_configuration_fails_with_the_remedy(tmp_path, capsys, runtime_d
     assert "-> did you mean policy?" in out
 
 
+def test_an_endpoint_that_is_none_fails(capsys):
+    assert main(["doctor", "--endpoint", "bla"]) == 1
+    assert "fail  endpoint" in capsys.readouterr().out
+
+
+def test_of_several_endpoints_the_first_ipc_one_is_looked_at(capsys, runtime_dir, monkeypatch, tmp_path):
+    (tmp_path / "clients").mkdir()
+    monkeypatch.setenv("GPUMUX_CURVE_SECRET_KEY", "x")
+    monkeypatch.setenv("GPUMUX_CURVE_CLIENT_KEYS", str(tmp_path / "clients"))
+    monkeypatch.setenv("GPUMUX_ENDPOINT", f"tcp://127.0.0.1:1,ipc://{runtime_dir}/none.sock")
+    main(["doctor"])
+    assert f"none at ipc://{runtime_dir}/none.sock" in capsys.readouterr().out
+
+
 def test_json_has_every_finding(capsys, runtime_dir):
     endpoint = f"ipc://{runtime_dir}/none.sock"
     code = main(["doctor", "--json", "--endpoint", endpoint])

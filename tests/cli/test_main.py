@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from gpumux import __version__
-from gpumux.cli import jobs, status, text
+from gpumux.cli import doctor, jobs, status, text
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, build_parser, exit_code, main
+from gpumux.client.session import Session
 from gpumux.errors import ConfigError, DaemonGone, EndpointBusy, UnknownJob
+from gpumux.wire.lock import EndpointLock
 
 COMMANDS = ("serve", "status", "jobs", "doctor", "version")
 
@@ -70,6 +74,59 @@ def test_a_device_that_is_not_there_is_78(runtime_dir, capsys):
 def test_no_daemon_is_a_typed_error_that_says_how_to_start_one(runtime_dir, capsys):
     assert main(["status", "--endpoint", f"ipc://{runtime_dir}/none.sock"]) == EX_FAILED
     assert "gpumux serve" in capsys.readouterr().err
+
+
+def test_a_daemon_that_was_killed_is_known_to_be_gone_at_once(runtime_dir, capsys, monkeypatch):
+    """No clock: whoever would wait for an answer fails the test."""
+    monkeypatch.setattr("gpumux.cli.control.Control._receive", lambda *args: pytest.fail("it waited"))
+    path = runtime_dir / "g.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+        killed.listen()
+    for command in (["status"], ["jobs"], ["jobs", "stop", "j1"]):
+        assert main([*command, "--endpoint", f"ipc://{path}"]) == EX_FAILED
+        said = capsys.readouterr().err
+        assert "was killed left its socket" in said
+        assert "gpumux serve" in said
+    found = doctor.daemon(f"ipc://{path}", 1.0)
+    assert (found.level, "left its socket" in found.detail, "gpumux serve" in found.remedy) == ("warn", True, True)
+    path.unlink()
+
+
+def test_a_daemon_that_holds_the_endpoint_and_does_not_answer_is_named(runtime_dir, capsys):
+    path = runtime_dir / "g.sock"
+    lock = EndpointLock(path)
+    with socket.socket(socket.AF_UNIX) as stuck:
+        stuck.bind(str(path))
+        stuck.listen()
+        assert main(["status", "--endpoint", f"ipc://{path}", "--timeout", "0.2"]) == EX_FAILED
+        said = capsys.readouterr().err
+        found = doctor.daemon(f"ipc://{path}", 0.2)
+        with pytest.raises(DaemonGone, match="holds .* but does not answer"):
+            Session.connect(f"ipc://{path}", 0.2)
+    assert f"process {os.getpid()} holds ipc://{path} but does not answer" in said
+    assert (found.level, "does not answer" in found.detail) == ("fail", True)
+    lock.close()
+    path.unlink()
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "0", "1e9", "soon", ""])
+def test_a_timeout_is_a_number_of_seconds(seconds, capsys):
+    for command in ("status", "jobs", "doctor"):
+        assert main([command, f"--timeout={seconds}"]) == EX_USAGE
+        assert "seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("twice", [["g.sock", "g.sock"], ["side.sock"]])
+def test_an_endpoint_that_is_taken_by_the_daemon_itself_is_a_wrong_configuration(runtime_dir, twice):
+    flags = [flag for name in twice for flag in ("--endpoint", f"ipc://{runtime_dir}/{name}")]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumux.cli.main", "serve", "--device", "cpu", *flags, "--metrics-port", "off"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == EX_CONFIG
+    assert "every --endpoint once" in done.stderr
+    assert list(runtime_dir.iterdir()) == []
 
 
 def test_exit_codes_follow_the_error():

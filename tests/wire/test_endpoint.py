@@ -28,6 +28,33 @@ def test_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
+    ("several", "taken"),
+    [
+        ("ipc:///a.sock, ipc:///b.sock", "ipc:///a.sock"),
+        ("tcp://h:1,ipc:///b.sock", "ipc:///b.sock"),
+        ("tcp://h:1,tcp://h:2,", "tcp://h:1"),
+    ],
+)
+def test_a_client_takes_one_of_a_daemons_endpoints(several: str, taken: str):
+    assert endpoint.resolve(environ={"GPUMUX_ENDPOINT": several}).text == taken
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["ipc:///r/g.sock", "ipc:///r/g.sock"],
+        ["ipc:///r/g.sock", "ipc:///r/../r//g.sock"],
+        ["tcp://h:1", "tcp://h:1"],
+        ["ipc:///r/side.sock"],
+    ],
+)
+def test_a_daemon_listens_at_different_places(texts: list[str]):
+    with pytest.raises(ConfigError, match="every --endpoint once"):
+        endpoint.check_distinct([endpoint.parse(text) for text in texts], Path("/r/side.sock"))
+    endpoint.check_distinct([endpoint.parse(t) for t in ("tcp://*:*", "tcp://*:*")], Path("/r/side.sock"))
+
+
+@pytest.mark.parametrize(
     "text", ["tcp://127.0.0.1:1", "tcp://[::1]:65535", "tcp://*:*", "tcp://a-b.example:5555", "ipc:///a"]
 )
 def test_good_endpoints(text: str):
