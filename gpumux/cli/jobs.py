@@ -46,6 +46,11 @@ def find(jobs: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
     raise UnknownJob(f"{wanted!r} stands for {len(found)} jobs", f"name one of {short}")
 
 
+def _state(job: dict[str, Any]) -> str:
+    """Both, when a job that drains is held back."""
+    return f"{job['state']}, paused" if job["paused"] and job["state"] != "paused" else str(job["state"])
+
+
 def job_table(jobs: list[dict[str, Any]]) -> str:
     """The table both `jobs` and `status` print."""
     header = ("JOB", "NAME", "UID", "PRIORITY", "STATE", "STEPS", "FAILED", "QUEUED", "DEVICE", "MEMORY")
@@ -55,7 +60,7 @@ def job_table(jobs: list[dict[str, Any]]) -> str:
             printable(job["name"])[:32],
             str(job["uid"]),
             job["priority"],
-            job["state"],
+            _state(job),
             str(job["steps_done"]),
             str(job["steps_failed"]),
             str(job["queued"]),

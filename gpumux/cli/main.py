@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from gpumux import __version__, config
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
+from gpumux.wire.endpoint import parse
 
 EX_OK, EX_FAILED, EX_USAGE, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 64, 70, 75, 78
 
@@ -47,7 +48,7 @@ examples:
   gpumux jobs                           list them
   gpumux jobs pause j3                  starts no further piece; what is on the device finishes
   gpumux jobs resume j3
-  gpumux jobs stop j3 --drain           answer what was submitted, then close
+  gpumux jobs stop j3 --drain           answer what was submitted (a paused job is resumed), then close
   gpumux jobs list --json
 """
 _DOCTOR = """\
@@ -86,6 +87,13 @@ def _seconds(text: str) -> float:
     if not 0 < seconds <= MAX_WAIT_S:  # not so for nan, either
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0 and up to {MAX_WAIT_S}")
     return seconds
+
+
+def _endpoint(text: str) -> str:
+    try:
+        return parse(text).text
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{error.message}; {error.remedy}") from error
 
 
 def _settings(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +135,10 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
     for sub in (status, jobs, doctor):
-        sub.add_argument("--endpoint", metavar="URL", help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)")
+        kind = str if sub is doctor else _endpoint  # the doctor makes a finding of it
+        sub.add_argument(
+            "--endpoint", metavar="URL", type=kind, help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)"
+        )
         sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for it")
     for sub in (status, jobs, doctor, version):
         sub.add_argument("--json", action="store_true", help="print JSON, for scripts")

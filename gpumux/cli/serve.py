@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from gpumux import config
 from gpumux.daemon import serve
+from gpumux.errors import ConfigError
+from gpumux.wire import endpoint as endpoints
 
+EX_USAGE = 64
 FLAGS = (
     "gpu", "device", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
 )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = config.load({name: getattr(args, name) for name in FLAGS}, path=args.config)
-    return serve.run(settings, last=True)
+    flags = {name: getattr(args, name) for name in FLAGS}
+    try:
+        for text in config.from_flags(flags).get("endpoint", ()):
+            endpoints.parse(text)
+    except ConfigError as error:  # wrong on the command line is wrong usage; wrong in a file is not
+        sys.stderr.write(f"gpumux serve: error: {error.message}\n  {error.remedy}\n")
+        return EX_USAGE
+    return serve.run(config.load(flags, path=args.config), last=True)

@@ -70,7 +70,7 @@ class Ledger:
         if mine >= config.max_jobs_per_uid:
             return faults.admission(
                 f"user {peer.uid} has {mine} jobs open, the most one user may have is {config.max_jobs_per_uid}",
-                "close one of them, or raise max_jobs_per_uid",
+                "close one of them, or raise max_jobs_per_user",
             )
         return refuse_spec(spec, config)
 

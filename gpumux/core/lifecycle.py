@@ -94,16 +94,20 @@ def resume_requested(core: CoreState, event: ev.ResumeRequested) -> None:
 
 
 def close_requested(core: CoreState, event: ev.CloseRequested) -> None:
-    """A drain keeps the order of things: a paused job drains once it is resumed."""
+    """A paused job that is to drain is resumed: to answer what was submitted, it has to run."""
     job = core.live(event.job)
     if job is None:
         return
     if not event.drain:
         core.close(job, faults.closed(job.id, event.reason), tell=None)
-    elif job.state is JobState.OPEN:
+        return
+    if job.state is JobState.OPEN:
         job.state = JobState.DRAINING
         core.tell(job.id, None, "draining", event.reason)
-        core.refresh(job)
+    if job.paused:
+        job.paused = False
+        core.tell(job.id, None, "resumed")
+    core.refresh(job)
 
 
 def drain_requested(core: CoreState, event: ev.DrainRequested) -> None:

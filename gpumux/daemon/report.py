@@ -8,7 +8,7 @@ device    {kind, name, torch_version, threads, parallel, memory_bytes}
 memory    bytes: {total_bytes, free_bytes, shared_bytes}
 sessions  how many clients are connected
 windows   by priority, as core/snapshot.py has it
-jobs      [{job, short, name, uid, pid, priority, weight, state, queued, running, outstanding,
+jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
           memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago}]
 """
 
@@ -42,7 +42,8 @@ class Identity:
 
 
 def state_of(job: dict[str, Any]) -> str:
-    """A job's state as one word: open, paused, draining or closing."""
+    """A job's state as one word: open, paused, draining or closing. One that was paused while it
+    drains is draining."""
     return "paused" if job["paused"] and job["state"] == "open" else str(job["state"])
 
 
@@ -93,6 +94,7 @@ def _job(job: dict[str, Any], books: Books, now: float) -> dict[str, Any]:
         "priority": job["priority"],
         "weight": job["weight"],
         "state": state_of(job),
+        "paused": job["paused"],
         "queued": job["queued"],
         "running": job["running"],
         "outstanding": job["outstanding"],

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Defaults leave an honest client far away from every limit. Sizes are bytes, times seconds."""
+    """Defaults, those of the configuration (gpumux/config.py), leave an honest client far away from every limit. Sizes are bytes, times seconds."""
 
-    max_message_bytes: int = 64 << 20  # of any one frame; a larger one ends its connection
+    max_message_bytes: int = 256 << 20  # of any one frame; a larger one ends its connection
     max_control_bytes: int = 256 << 10  # of a message's first frame
     messages_per_s: float = 20_000.0  # sustained, a session
     burst_messages: float = 20_000.0
@@ -17,10 +17,10 @@ class Limits:
     burst_bytes: float = float(4 << 30)
     strangers_per_s: float = 1_000.0  # messages outside any session, a user
     burst_strangers: float = 2_000.0
-    max_sessions: int = 1024
-    max_sessions_per_user: int = 256
-    heartbeat_s: float = 1.0
-    lease_s: float = 15.0
+    max_sessions: int = 256
+    max_sessions_per_user: int = 128
+    heartbeat_s: float = 2.0
+    lease_s: float = 10.0
     messages_per_poll: int = 128  # receive() hands the loop back after so many
     send_queue: int = 1000  # messages waiting for one client; a client that lets it fill is dropped
     receive_queue: int = 100  # messages of one client waiting in the daemon before it must wait

@@ -53,9 +53,28 @@ def test_wrong_usage_is_64_and_says_why(argv, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--policy", "nope"], ["--config", "/nonexistent.toml"], ["--endpoint", "ftp://x"], ["--gpu", "-1"]]
+    "argv",
+    [
+        ["serve", "--policy", "nope"],
+        ["serve", "--endpoint", "ftp://x"],
+        ["serve", "--endpoint", ""],
+        ["serve", "--gpu", "-1"],
+        ["serve", "--metrics-port", "many"],
+        ["status", "--endpoint", "bla"],
+        ["jobs", "--endpoint", "ipc://relative"],
+    ],
 )
-def test_a_wrong_configuration_is_78_and_says_how_to_mend_it(flags, capsys):
+def test_a_wrong_value_of_a_flag_is_wrong_usage(argv, capsys):
+    assert main(argv) == EX_USAGE
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ"), [(["--config", "/nonexistent.toml"], {}), ([], {"GPUMUX_POLICY": "nope"})]
+)
+def test_a_wrong_configuration_is_78_and_says_how_to_mend_it(flags, environ, capsys, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     assert main(["serve", *flags]) == EX_CONFIG
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("gpumux: ")
@@ -102,7 +121,7 @@ def test_a_daemon_that_holds_the_endpoint_and_does_not_answer_is_named(runtime_d
         assert main(["status", "--endpoint", f"ipc://{path}", "--timeout", "0.2"]) == EX_FAILED
         said = capsys.readouterr().err
         found = doctor.daemon(f"ipc://{path}", 0.2)
-        with pytest.raises(DaemonGone, match="holds .* but does not answer"):
+        with pytest.raises(DaemonGone, match=r"holds .* but does not answer"):
             Session.connect(f"ipc://{path}", 0.2)
     assert f"process {os.getpid()} holds ipc://{path} but does not answer" in said
     assert (found.level, "does not answer" in found.detail) == ("fail", True)
@@ -152,6 +171,7 @@ def test_every_setting_with_a_flag_is_passed_on():
 def job(**changes):
     base = {
         "job": "ab" * 16, "short": "j1", "name": "sweep", "uid": 1000, "priority": "low", "state": "open",
+        "paused": False,
         "steps_done": 3, "steps_failed": 0, "queued": 1, "device_busy_s": 61.0, "memory_bytes": 2048,
     }  # fmt: skip
     return base | changes
@@ -179,6 +199,13 @@ def test_the_table_lines_up_and_hides_control_characters():
     assert "\x1b" not in "".join(lines)
     assert "1m01s" in lines[1]
     assert "2.0 KiB" in lines[1]
+
+
+def test_a_job_that_drains_and_is_paused_shows_both():
+    rows = jobs.job_table([job(state="draining", paused=True), job(state="paused", paused=True)]).splitlines()
+    assert "draining, paused" in rows[1]
+    assert " paused " in rows[2]
+    assert "draining" not in rows[2]
 
 
 def test_quantities_read_naturally():

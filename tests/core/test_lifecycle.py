@@ -86,11 +86,26 @@ def test_an_idle_job_drains_at_once_and_a_drain_can_be_cut_short() -> None:
     world.job("a")
     assert world.close("a", drain=True) == [cmd.UnloadJob("a")]
     world.job("b")
-    world.pause("b")
     world.steps("b", 1)
     assert world.close("b", drain=True) == []
     assert world.give(ev.CloseRequested("b", True, "again")) == []
     assert [type(c) for c in world.close("b")] == [cmd.FailStep, cmd.UnloadJob]
+
+
+def test_a_paused_job_is_resumed_to_drain_and_may_be_paused_again() -> None:
+    world = World()
+    world.job("a")
+    world.pause("a")
+    world.steps("a", 1, 2)
+    assert not world.launches
+    assert cmd.LaunchPiece in map(type, world.close("a", drain=True))
+    world.pause("a")
+    (job,) = world.core.snapshot()["jobs"]
+    assert (job["state"], job["paused"]) == ("draining", True)
+    world.run()
+    world.close("a", drain=True)
+    world.run()
+    assert world.jobs["a"].unloading
 
 
 @pytest.mark.parametrize("how", ENDINGS)

@@ -190,6 +190,8 @@ class World:
 
     def close(self, job: str, drain: bool = False) -> list[cmd.Command]:
         self.jobs[job].draining = True
+        if drain:
+            self.jobs[job].paused = False
         return self.give(ev.CloseRequested(job, drain, "the test says so"))
 
     def run(self, limit: int = 10_000) -> list[cmd.LaunchPiece]:

@@ -109,6 +109,17 @@ def test_a_paused_job_waits_and_a_resumed_one_goes_on(daemon, session):
     job.data.release()
 
 
+def test_a_paused_job_that_is_told_to_drain_answers_its_steps_and_ends(daemon, session):
+    job = LiveJob(session, samples.add_one(), name="to-drain")
+    with Control(daemon.endpoint, SOON_S) as control:
+        control.change("pause", job.id)
+        number = job.post(floats(1, 2, 3, 4))
+        control.change("stop", job.id, drain=True)
+        assert isinstance(job.wait(number), msg.StepDone)
+        assert session.wait(lambda: bool(job.ended), SOON_S)
+    job.data.release()
+
+
 def test_a_program_that_crashes_its_kernel_fails_its_job_and_no_other(daemon, session):
     with Session.connect(daemon.endpoint) as other:
         bystander = LiveJob(other, samples.counter(), new_buffers=[4], binding=[0])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +181,14 @@ def test_keys_are_needed_for_tcp():
 
     with pytest.raises(ConfigError, match="CURVE"):
         load({"endpoint": ["tcp://127.0.0.1:1"]}, {})
+
+
+def test_remedies_name_settings_that_exist():
+    """What a refusal tells an operator to raise can be raised."""
+    source = Path(serve.__file__).parents[1]
+    text = "".join(
+        path.read_text() for part in ("core", "daemon", "wire", "device") for path in source.glob(f"{part}/**/*.py")
+    )
+    named = set(re.findall(r"(?:raise|larger) (max_\w+)", text))
+    assert "max_jobs_per_user" in named
+    assert named <= {field.name for field in fields(Config)}

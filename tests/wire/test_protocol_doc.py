@@ -9,6 +9,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from gpumux.config import Config
+from gpumux.daemon.completions import MAX_SCALARS
+from gpumux.daemon.requests import MAX_ENCODED_BYTES, MAX_UNLOADED
+from gpumux.daemon.serve import wire_limits
+from gpumux.device.cpu.checks import CPU_S
 from gpumux.wire import lane, sidechannel
 from gpumux.wire import messages as m
 from gpumux.wire.limits import Limits
@@ -50,6 +55,19 @@ def _names(classes: frozenset[type[Any]]) -> str:
     return " and ".join(cls.__name__ for cls in m.REGISTRY.values() if cls in classes)
 
 
+def test_the_limits_are_what_a_daemon_uses_that_nobody_configured():
+    assert wire_limits(Config()) == Limits()
+
+
+def test_what_the_daemon_bounds_itself():
+    for stated in (
+        f"A Program may declare {MAX_SCALARS:,} of them at most",
+        f"| {MAX_UNLOADED}, {MAX_ENCODED_BYTES >> 20} MiB |",
+        f"| {CPU_S} s of processor time; users in turn |",
+    ):
+        assert stated in PAGE
+
+
 def test_the_limits_are_the_defaults():
     limits = Limits()
     for stated in (
@@ -57,6 +75,7 @@ def test_the_limits_are_the_defaults():
         f"| {limits.max_control_bytes >> 10} KiB; 16 MiB |",
         f"| {limits.messages_per_s:,.0f} a second, bursts of {limits.burst_messages:,.0f} |",
         f"| {limits.strangers_per_s:,.0f} a second, bursts of {limits.burst_strangers:,.0f} |",
+        f"`heartbeat_s` is {limits.heartbeat_s:g} and `lease_s` {limits.lease_s:g}",
         f"| {limits.max_sessions:,}; {limits.max_sessions_per_user} |",
         f"| {limits.send_queue:,} |",
         f"| {limits.messages_per_poll}, clients in turn |",
