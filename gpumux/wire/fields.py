@@ -44,6 +44,8 @@ def checker_for(name: str, hint: Any) -> Check:
     protocol has no rule for, when the module is imported."""
     if name == "seed":
         return _is_seed
+    if name == "scalars":
+        return _are_scalars
     if hint is str:
         return _is_job if name == "job" else _is_prose if name in PROSE or name == "warnings" else _is_name
     simple = _SIMPLE.get(hint)
@@ -158,4 +160,5 @@ _SIMPLE: dict[Any, Check] = {
     type(None): _is_none,
 }
 
-_are_scalars = _list_of(_either(_is_float, _is_int))
+# A learning rate of nan is the user's own business; the plain loop takes it, too.
+_are_scalars = _list_of(_either(lambda value: type(value) is float, _is_int))

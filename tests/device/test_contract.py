@@ -316,6 +316,15 @@ def test_a_step_may_have_many_scalars(driver: Driver, count: int) -> None:
     assert struct.unpack("f", job.get(program, 0, 4)) == (1.5,)
 
 
+def test_a_scalar_may_be_no_number(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.counter(), [4])
+    for value in (1.0, float("inf"), float("nan"), float("-inf")):
+        job.step(program, [value])
+    (state,) = struct.unpack("f", job.get(program, 0, 4))
+    assert state != state
+
+
 def test_a_check_says_which_scalars_a_step_brings(driver: Driver) -> None:
     job = driver.open()
     mixed = replace(samples.counter(), scalars=("float", "int", "float"))
