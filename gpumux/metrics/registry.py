@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 
 from gpumux import errors, model
 from gpumux.metrics.tally import Tally
@@ -35,6 +35,8 @@ class Metrics:
     `message_types` are the classes of messages that can arrive."""
 
     def __init__(self, message_types: Iterable[type]) -> None:
+        # Else each counter has a second series, which nobody documented or asked for.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry(auto_describe=True)
 
         def counter(name: str, meaning: str, labels: list[str] | None = None) -> Counter:

@@ -1,14 +1,17 @@
-"""/metrics over HTTP, on a thread that can't stall the daemon's loop.
+"""/metrics over HTTP, on threads that can't stall the daemon's loop.
 
-One request is served at a time, so that a crowd of scrapers costs no more interpreter time than one;
-a client that dawdles is dropped after SLOW_S. Rendering gives the interpreter up at every
+One page is rendered at a time, so that a crowd of scrapers costs no more interpreter time than one, but
+a connection has a thread to itself: one that dawdles holds nobody up. There are MAX_OPEN at most; the
+next one takes the place of the oldest. Rendering gives the interpreter up at every
 `sys.setswitchinterval` the loop set (daemon/serve.py), which bounds what it costs a step.
 """
 
 from __future__ import annotations
 
+import socket
 import socketserver
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -16,7 +19,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from gpumux.errors import ConfigError
 
-SLOW_S = 5.0
+SLOW_S = 5.0  # without a byte from or to a client, and it is dropped
+MAX_OPEN = 16
 
 
 class _Handler(WSGIRequestHandler):
@@ -26,7 +30,37 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are not worth a line each."""
 
 
-class _Server(WSGIServer):
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    def __init__(self, *args: Any) -> None:
+        self._open: dict[socket.socket, None] = {}  # oldest first
+        self._change = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._change:
+            while len(self._open) >= MAX_OPEN:
+                self._hang_up(next(iter(self._open)))
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._change:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def hang_up(self) -> None:
+        """End every connection: their threads end with them."""
+        with self._change:
+            for request in list(self._open):
+                self._hang_up(request)
+
+    def _hang_up(self, request: socket.socket) -> None:
+        del self._open[request]
+        try:
+            request.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the client was quicker
+
     def server_bind(self) -> None:
         """Bind without the reverse name lookup of the base class, which can take seconds."""
         socketserver.TCPServer.server_bind(self)
@@ -37,14 +71,23 @@ class _Server(WSGIServer):
         """A scraper that hangs up in the middle is its own business."""
 
 
+def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    rendering = threading.Lock()
+
+    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        with rendering:
+            return list(app(environ, start_response))
+
+    return serve
+
+
 class MetricsServer:
     """Serves `registry` until `close()`. `port` is the one in use, also when 0 was asked for."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         try:
-            self._server = make_server(
-                host, port, make_wsgi_app(registry), server_class=_Server, handler_class=_Handler
-            )
+            app = _one_at_a_time(make_wsgi_app(registry))
+            self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"can't serve metrics on {host}:{port}: {error}",
@@ -58,4 +101,5 @@ class MetricsServer:
         """Stop serving and let go of the port."""
         self._server.shutdown()
         self._thread.join()
+        self._server.hang_up()
         self._server.server_close()

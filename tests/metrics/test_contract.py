@@ -82,8 +82,7 @@ def exposed(metrics):
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = {key for sample in family.samples for key in sample.labels} - {"le"}
-        if not name.endswith("_created"):
-            found[name] = (family.type, tuple(sorted(labels)))
+        found[name] = (family.type, tuple(sorted(labels)))
     return found
 
 
@@ -97,6 +96,17 @@ def test_the_live_registry_is_the_frozen_list():
     metrics = metrics_with(figures(JOB))
     touch_everything(metrics)
     assert exposed(metrics) == FROZEN
+
+
+def test_nothing_but_the_frozen_list_is_on_the_page():
+    metrics = metrics_with(figures(JOB))
+    touch_everything(metrics)
+    text = generate_latest(metrics.registry).decode()
+    assert "_created" not in text
+    series = {re.match(r"\w+", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    histograms = {name for name, (kind, _) in FROZEN.items() if kind == "histogram"}
+    parts = {name + part for name in histograms for part in ("_bucket", "_sum", "_count")}
+    assert series == set(FROZEN) - histograms | parts
 
 
 def test_the_page_documents_exactly_the_frozen_list():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
+from prometheus_client.registry import Collector
 
 from gpumux.errors import ConfigError
 from gpumux.metrics import collector
+from gpumux.metrics import server as metrics_server
 from gpumux.metrics.collector import SnapshotBox
 from gpumux.metrics.registry import Metrics
 from gpumux.metrics.server import MetricsServer
@@ -28,6 +32,69 @@ def test_a_free_port_is_picked_and_served(server):
         body = answer.read().decode()
     assert answer.status == 200
     assert "gpumux_daemon_start_time_seconds" in body
+
+
+def scrape(server):
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+        return answer.read()
+
+
+def test_a_client_that_dawdles_holds_nobody_up(server):
+    with ExitStack() as stack:
+        for said in (b"", b"GET /metrics", b"GET /metrics HTTP/1.0\r\nHost: x\r\n"):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            slow.sendall(said)
+        for _ in range(3):
+            assert b"gpumux_daemon_start_time_seconds" in scrape(server)
+
+
+def test_the_next_connection_takes_the_place_of_the_oldest(server, monkeypatch):
+    monkeypatch.setattr(metrics_server, "MAX_OPEN", 2)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2))
+        assert b"gpumux_daemon_start_time_seconds" in scrape(server)
+        first.settimeout(10)
+        assert first.recv(1) == b""
+        second.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        second.settimeout(10)
+        assert second.recv(15) == b"HTTP/1.0 200 OK"
+
+
+def test_one_page_is_rendered_at_a_time():
+    """Two renderings would meet at the barrier; one alone waits there in vain."""
+    barrier, met = threading.Barrier(2), []
+
+    class Meeting(Collector):
+        def describe(self):
+            return []
+
+        def collect(self):
+            try:
+                barrier.wait(0.2)
+                met.append(True)
+            except threading.BrokenBarrierError:
+                barrier.reset()
+            return []
+
+    registry = Metrics([int]).registry
+    registry.register(Meeting())
+    server = MetricsServer(registry, "127.0.0.1", 0)
+    scrapers = [threading.Thread(target=scrape, args=(server,)) for _ in range(2)]
+    for thread in scrapers:
+        thread.start()
+    for thread in scrapers:
+        thread.join()
+    server.close()
+    assert met == []
+
+
+def test_closing_ends_connections_that_are_open():
+    server = MetricsServer(Metrics([int]).registry, "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+        scrape(server)  # by now the slow one has its thread
+        server.close()
+        slow.settimeout(10)
+        assert slow.recv(1) == b""
 
 
 def test_a_taken_port_is_a_typed_error_that_names_it(server):
