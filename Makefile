@@ -23,7 +23,7 @@ SOURCES := gpumux clients microbench tests
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about a minute)
+demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about two minutes with set-up)
 	@$(RUN) clients.demo
 
 test: lint ## everything CI runs: lint, types, all tests

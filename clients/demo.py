@@ -164,6 +164,17 @@ def table(clients: Sequence[Client], scratch: Path) -> str:
     return "\n".join(lines)
 
 
+def waits(clients: Sequence[Client], scratch: Path) -> str:
+    """What the queue times say about priority, in one line: whatever they say."""
+    queue: dict[str, float] = {}
+    for client in clients:
+        ours = client.outcome(scratch, "gpumux")
+        queue[client.priority] = 1e3 * ours["queue_s"] / ours["steps"]
+    high, low = queue["high"], queue["low"]
+    said = f"priority: a step of the high job waited {high:.2f} ms on average, a step of the low job {low:.2f} ms: "
+    return said + ("the high job went first" if high < low else "the high job had no advantage in this run")
+
+
 def complaints(clients: Sequence[Client], scratch: Path) -> list[str]:
     """What did not hold, in words; empty when all did."""
     found = []
@@ -194,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             scratch = Path(name)
             share(clients, scratch)
             alone(clients, scratch)
-            print(f"\n{table(clients, scratch)}\n")
+            print(f"\n{table(clients, scratch)}\n{waits(clients, scratch)}\n")
             if found := complaints(clients, scratch):
                 raise DemoFailed("\n  ".join(["this did not hold:", *found]))
     except KeyboardInterrupt:

@@ -29,6 +29,7 @@ Measure = Callable[[int], list[float]]  # rounds in, seconds of each out
 
 PAYLOAD = b"x" * 64  # about the size of an encoded Step
 JOB = "0" * 32
+READY = "ready\n"
 STOP_S = 10.0
 WIRE_TARGET = 3.0  # a step's whole round trip over the raw echo's; the wire is a part of it
 
@@ -78,12 +79,17 @@ def wire_echo() -> Iterator[Measure]:
 def _server(kind: str) -> Iterator[str]:
     directory = Path(tempfile.mkdtemp(prefix="gpumux-echo-"))
     endpoint = f"ipc://{directory}/echo.sock"
-    process = subprocess.Popen([sys.executable, "-m", "microbench.rtt_echo", "--serve", kind, str(directory)])
+    command = [sys.executable, "-m", "microbench.rtt_echo", "--serve", kind, str(directory)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
+        if process.stdout.readline() != READY:
+            raise RuntimeError(f"the {kind} echo server did not start")
         yield endpoint
     finally:
         process.terminate()
         process.wait(STOP_S)
+        process.stdout.close()
         shutil.rmtree(directory)
 
 
@@ -91,6 +97,7 @@ def serve_raw(directory: Path) -> None:
     """Echo until terminated."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
         sock.bind(f"ipc://{directory}/echo.sock")
+        print(READY, end="", flush=True)
         while True:
             sock.send_multipart(sock.recv_multipart())
 
@@ -98,6 +105,7 @@ def serve_raw(directory: Path) -> None:
 def serve_wire(directory: Path) -> None:
     """Answer every Step at once until terminated."""
     router = Router([f"ipc://{directory}/echo.sock"], directory)
+    print(READY, end="", flush=True)
     poller = zmq.Poller()
     for fd in router.fds():
         poller.register(fd, zmq.POLLIN)

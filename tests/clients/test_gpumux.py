@@ -95,6 +95,22 @@ def test_the_demo_shows_what_it_claims(capfd: pytest.CaptureFixture[str]):
     out, err = capfd.readouterr()
     assert status == 0, out + err
     assert "bit for bit" in out
+    assert [line for line in out.splitlines() if line.startswith("priority: a step of the high job waited ")]
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "said"), [(0.1, 0.4, "the high job went first"), (0.4, 0.1, "the high job had no advantage")]
+)
+def test_the_demo_says_what_the_queue_times_show(tmp_path: Path, high: float, low: float, said: str):
+    clients = demo.roster(quick=True)
+    for client in clients:
+        waited = high if client.priority == "high" else low
+        client.json(tmp_path, "gpumux").write_text(json.dumps({"steps": 100, "queue_s": waited}))
+    line = demo.waits(clients, tmp_path)
+    assert "\n" not in line
+    assert f"high job waited {10 * high:.2f} ms" in line
+    assert f"low job {10 * low:.2f} ms" in line
+    assert said in line
 
 
 def test_the_demo_can_fail(tmp_path: Path):

@@ -1,21 +1,100 @@
-"""Each benchmark runs, briefly, and writes what it measured. Its figures mean nothing here."""
+"""Each benchmark runs, briefly, and reports what it claims to measure, next to a baseline of the same run.
+How large its figures are means nothing here; that they are there and fit together does."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+Report = dict[str, Any]
+
 QUICK = {
     "overhead": ["--repeats", "2", "--steps", "5"],
-    "priority": ["--repeats", "1", "--steps", "5", "--policies", "paced"],
+    "priority": ["--repeats", "1", "--steps", "5", "--policies", "fifo", "paced"],
     "rtt": ["--repeats", "2", "--trips", "20"],
     "copies": ["--repeats", "3"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
 }
+
+
+def is_figure(figure: Report, repeats: int) -> None:
+    assert figure["repeats"] == repeats
+    assert 0 < figure["low"] <= figure["median"] <= figure["high"]
+
+
+def is_ratio(ratio: Report, ours: list[float], baseline: list[float]) -> None:
+    """Made of samples that took turns in this run, and of nothing else."""
+    quotients = [a / b for a, b in zip(ours, baseline, strict=True)]
+    is_figure(ratio, len(quotients))
+    assert (ratio["low"], ratio["high"]) == pytest.approx((min(quotients), max(quotients)))
+
+
+def overhead(report: Report) -> None:
+    assert report["programs"]
+    assert report["targets"].keys() == report["programs"].keys()
+    for name, program in report["programs"].items():
+        samples = program["samples"]
+        is_figure(program["plain_steps_per_s"], 2)
+        is_figure(program["gpumux_steps_per_s"], 2)
+        is_ratio(program["ratio"], samples["gpumux"], samples["plain"])
+        assert program["operators"] > 0
+        assert report["targets"][name]["value"] == program["ratio"]["median"]
+
+
+def priority(report: Report) -> None:
+    assert report["policies"].keys() == {"fifo", "paced"}
+    for policy in report["policies"].values():
+        samples = policy["samples"]
+        is_figure(policy["alone_s"], 1)
+        is_figure(policy["shared_s"], 1)
+        is_ratio(policy["slowdown"], samples["shared_s"], samples["alone_s"])
+        assert policy["low_steps_per_s"]["median"] >= 0
+    (target,) = report["targets"].values()
+    assert target["value"] == report["policies"]["paced"]["slowdown"]["median"]
+    assert target["target"] == report["policies"]["fifo"]["slowdown"]["median"]
+
+
+def rtt(report: Report) -> None:
+    assert {"direct", "echo", "wire"} < report["ways"].keys()
+    for way in report["ways"].values():
+        is_figure(way["median_s"], 2)
+        assert 0 < way["p90_s"] <= way["p99_s"] <= way["p999_s"]
+    is_figure(report["ratio"], 2)
+    echo = report["ways"].pop("echo")["median_s"]
+    medians = [report["ways"][name]["median_s"] for name in report["ways"].keys() - {"direct", "wire"}]
+    ratio = report["ratio"]["median"]
+    assert any(ours["low"] / echo["high"] <= ratio <= ours["high"] / echo["low"] for ours in medians)
+
+
+def copies(report: Report) -> None:
+    is_figure(report["call_s"], 3)
+    is_figure(report["one_copy_s"], 3)
+    is_figure(report["ratio"], 3)
+    assert report["targets"]["copies counted"]["value"] == report["bytes_written"] / report["batch_bytes"]
+    assert report["targets"]["call over one copy"]["value"] == report["ratio"]["median"]
+
+
+def core_rate(report: Report) -> None:
+    figures = [value for value in leaves(report) if isinstance(value, dict) and "repeats" in value]
+    assert figures
+    for figure in figures:
+        is_figure(figure, 1)
+
+
+def leaves(value: object) -> list[object]:
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value, *(leaf for item in inner for leaf in leaves(item))]
+
+
+CHECKS: dict[str, Callable[[Report], None]] = {
+    "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "core_rate": core_rate,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -30,5 +109,8 @@ def test_it_runs_and_reports(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     report = json.loads(out.read_text())
     assert report["benchmark"] == name
     assert report["machine"]["cores"] >= 1
-    assert "targets" in report
+    assert {"cpu", "load_1min", "versions"} <= report["machine"].keys()
+    CHECKS[name](report)
+    for target in report["targets"].values():
+        assert {"value", "target", "met"} <= target.keys()
     assert "cores, load" in capsys.readouterr().out
