@@ -19,12 +19,13 @@ PACKAGE = ROOT / "gpumux"
 MAX_LINES = 350
 
 # Parts of gpumux, and the parts each may import. An arrow may skip layers, never turn back.
-BASE = frozenset({"errors", "model", "config", "gpumux"})  # "gpumux": the package itself, for its version
+BASE = frozenset({"errors", "model", "config", "hostmemory", "gpumux"})  # "gpumux": the package itself, for its version
 SHARED = BASE | {"program"}
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "model": frozenset(),
     "config": frozenset({"errors", "model", "gpumux"}),
+    "hostmemory": frozenset({"errors"}),  # what the kernel says, for whoever asks
     "program": BASE,
     "core": SHARED,
     "wire": SHARED,
