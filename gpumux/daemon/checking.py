@@ -1,4 +1,4 @@
-"""Whose Program is checked next: users in turn, each user's own in the order they came.
+"""Whose Program is checked next: users in turn, and each user's sessions in turn.
 
 A check runs for seconds, minutes if somebody means harm, and a device runs few at once. So users take
 turns, and no user has all places: whoever comes next finds one free, or soon free.
@@ -10,7 +10,9 @@ from collections import deque
 
 from gpumux.daemon.books import JobRecord, ProgramRecord
 from gpumux.device.contract import Device
-from gpumux.model import JobId, ProgramId
+from gpumux.model import JobId, ProgramId, SessionId
+
+_Line = deque[tuple[JobId, ProgramRecord]]
 
 
 class CheckQueue:
@@ -20,12 +22,13 @@ class CheckQueue:
         self._device = device
         self._at_once = max(1, at_once)
         self._share = max(1, at_once - max(1, at_once // 4))  # of one user
-        self._waiting: dict[int, deque[tuple[JobId, ProgramRecord]]] = {}  # by uid, whose turn is next first
+        self._waiting: dict[int, dict[SessionId, _Line]] = {}  # by uid; in both, whose turn is next comes first
         self._running: dict[tuple[JobId, ProgramId], int] = {}  # whose they are
 
     def submit(self, job: JobRecord, program: ProgramRecord) -> None:
         """Have a Program checked when it is its turn."""
-        self._waiting.setdefault(job.session.peer.uid, deque()).append((job.id, program))
+        lines = self._waiting.setdefault(job.session.peer.uid, {})
+        lines.setdefault(job.session.id, deque()).append((job.id, program))
         self._start()
 
     def ended(self, job: JobId, program: ProgramId) -> None:
@@ -35,8 +38,9 @@ class CheckQueue:
 
     def forget(self, job: JobId) -> None:
         """The device is told to unload this job, and its checks go with it."""
-        for uid, line in list(self._waiting.items()):
-            self._waiting[uid] = deque(item for item in line if item[0] != job)
+        for uid, lines in list(self._waiting.items()):
+            left = {name: deque(item for item in line if item[0] != job) for name, line in lines.items()}
+            self._waiting[uid] = {name: line for name, line in left.items() if line}
             if not self._waiting[uid]:
                 del self._waiting[uid]
         for key in [key for key in self._running if key[0] == job]:
@@ -45,10 +49,14 @@ class CheckQueue:
 
     def _start(self) -> None:
         while len(self._running) < self._at_once and (uid := self._next()) is not None:
-            line = self._waiting.pop(uid)
+            lines = self._waiting.pop(uid)
+            session = next(iter(lines))
+            line = lines.pop(session)
             job, program = line.popleft()
             if line:
-                self._waiting[uid] = line  # behind everybody else
+                lines[session] = line  # behind all others
+            if lines:
+                self._waiting[uid] = lines
             self._running[job, program.id] = uid
             self._device.check(job, program.id, program.encoded)
 

@@ -58,6 +58,17 @@ def test_users_take_turns(daemon):
     assert order == [job(n) for n in (0, 10, 1, 11, 20, 2, 12)]
 
 
+def test_a_users_sessions_take_turns(daemon):
+    offer(daemon, "sweep", 1000, 3, first=0)
+    offer(daemon, "notebook", 1000, 1, first=10)
+    order = under_check(daemon)
+    while len(order) < 4:
+        daemon.device.work.popleft().run()
+        daemon.turn()
+        order += [name for name in under_check(daemon) if name not in order]
+    assert order == [job(n) for n in (0, 1, 10, 2)]
+
+
 def test_the_checks_of_a_job_that_ends_make_room(daemon):
     offer(daemon, "a", 1000, 2, first=0)
     daemon.say("a", msg.CloseJob(daemon.ref(), job(0), False))
@@ -95,7 +106,7 @@ def test_no_user_has_all_places(at_once, share):
             self.__dict__.update(values)
 
     queue = CheckQueue(Device(), at_once)
-    session = Thing(peer=Thing(uid=1))
+    session = Thing(id="s", peer=Thing(uid=1))
     for number in range(40):
         queue.submit(Thing(id=number, session=session), Thing(id=0, encoded=b""))
     assert asked == list(range(share))
