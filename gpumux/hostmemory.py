@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
+_UNLIMITED = 1 << 60  # version 1 says "no limit" with the largest multiple of a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def _group(path: Path, limit: str, used: str, cache: str) -> Iterator[Group]:
         most, now = (path / limit).read_text().strip(), int((path / used).read_text())
     except (OSError, ValueError):
         return  # the root group has no limit file, and a container may not see its parents
-    if most.isdecimal():
+    if most.isdecimal() and int(most) < _UNLIMITED:
         yield Group(path, int(most), now, min(now, _statistic(path, cache)))
 
 

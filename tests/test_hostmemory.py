@@ -74,6 +74,12 @@ def test_no_limit_is_none_and_more_use_than_limit_is_nothing(root: Path) -> None
     assert hostmemory.free_bytes(root) == 0
 
 
+def test_version_1_says_no_limit_with_a_very_large_one(root: Path) -> None:
+    within(root, V1, "/a")
+    group(root, V1, "/a", 9223372036854771712, 5 * GIB, GIB)
+    assert list(hostmemory.groups(root)) == []
+
+
 def test_a_machine_that_says_nothing_is_an_error(root: Path) -> None:
     (root / "proc/meminfo").write_text("MemTotal: 9 kB\n")
     with pytest.raises(OSError, match="how much memory"):
