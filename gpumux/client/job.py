@@ -247,7 +247,7 @@ class Job:
 
     def stats(self) -> dict[str, Any]:
         """What the daemon knows of the job: steps, queue and device seconds, memory, outstanding
-        launches. `exactness` is "bit-equal": see README, "What bit-equal means"."""
+        launches. `exactness` is "bit-equal": README, "Equal results"."""
         self._check_open()
         reply, _ = self._remote.call(m.JobStats)
         return {"exactness": "bit-equal", **reply.body}

@@ -8,6 +8,7 @@ gradient at every step for nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from gpumux.client.fingerprint import Change
 from gpumux.client.host import Evaluator, Expr
 from gpumux.client.ledger import RawOp, RawStorage, Record
 from gpumux.client.state import Place, StateTable
-from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, path_name, thaw
+from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, path_name
 from gpumux.client.trace import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
+from gpumux.program.builder import contiguous_strides
 from gpumux.program.ir import ITEM_BYTES, Arg, Numerics, Op, Out, Program, ScalarRef, Storage, Tag, TensorRef, View
 
 
@@ -238,8 +240,8 @@ class _Build:
 
     def _clone(self, view: int) -> tuple[Op, int]:
         v = self.views[view]
-        fresh = self._put(Storage("temp", ITEM_BYTES[v.dtype] * _count(v.size)))
-        clone = self._view(View(fresh, v.dtype, v.size, _contiguous(v.size)))
+        fresh = self._put(Storage("temp", ITEM_BYTES[v.dtype] * prod(v.size)))
+        clone = self._view(View(fresh, v.dtype, v.size, contiguous_strides(v.size)))
         tag = (("memory_format", Tag("memory_format", "contiguous_format")),)
         return Op("aten.clone.default", (TensorRef(view),), tag, (clone,)), clone
 
@@ -308,22 +310,3 @@ class _Build:
             )
             then.append(Op("aten.copy_.default", (TensorRef(target), TensorRef(source)), (), (target,)))
         return first + then
-
-
-def _count(size: tuple[int, ...]) -> int:
-    n = 1
-    for s in size:
-        n *= s
-    return n
-
-
-def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
-    stride: list[int] = []
-    n = 1
-    for s in reversed(size):
-        stride.append(n)
-        n *= max(s, 1)
-    return tuple(reversed(stride))
-
-
-__all__ = ["Lowered", "lower", "numerics_now", "place_of", "thaw", "thaw_frozen"]

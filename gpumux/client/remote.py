@@ -17,12 +17,8 @@ from gpumux.client.session import Session
 from gpumux.client.state import StateTable
 from gpumux.errors import GpumuxError, from_code
 from gpumux.program import codec
-from gpumux.program.ir import ALIGN, SlotLayout, slot_layout
+from gpumux.program.ir import SlotLayout, aligned, slot_layout
 from gpumux.wire import messages as m
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from gpumux.daemon.segments import SharedSegment
 from gpumux.model import JobId, JobSpec, Peer, ProgramId, SessionId, StepId, TransferId
+from gpumux.program.ir import aligned
 from gpumux.program.outline import Outline
 
 
@@ -123,6 +124,6 @@ class Books:
                 yield from (program for program in job.programs.values() if not program.announced)
 
 
-def aligned_total(sizes: Sequence[int], align: int) -> int:
-    """Bytes of `sizes` laid end to end, each starting on a multiple of `align`."""
-    return sum(-(-size // align) * align for size in sizes)
+def aligned_total(sizes: Sequence[int]) -> int:
+    """Bytes of `sizes` laid end to end, each aligned as every buffer is."""
+    return sum(map(aligned, sizes))

@@ -12,7 +12,6 @@ from gpumux.daemon.requests import start_load
 from gpumux.device import contract as dev
 from gpumux.errors import AdmissionRefused, GpumuxError, ProgramError
 from gpumux.model import Fault, Footprint
-from gpumux.program.ir import ALIGN
 from gpumux.program.outline import outline
 
 MAX_SCALARS = 28_000  # of 9 bytes each: what fits a Step (wire/limits.py, max_control_bytes)
@@ -56,7 +55,7 @@ class Completions:
         program.slot_bytes = event.footprint.slot_bytes
         program.scalars = tuple(_SCALARS[kind] for kind in event.scalars)
         # A program that runs on the state of the job's earlier ones adds only what it asks for anew.
-        state_bytes = aligned_total(program.new_buffers, ALIGN)
+        state_bytes = aligned_total(program.new_buffers)
         # The device speaks of one slot, the core charges the whole data segment.
         slot_bytes = program.slots * program.slot_bytes
         footprint = Footprint(state_bytes, event.footprint.transient_bytes, slot_bytes)

@@ -221,7 +221,7 @@ class Requests:
             raise AdmissionRefused(f"{len(job.transfers)} transfers are under way", "wait for one to end")
         if len(set(m.buffers)) != len(m.buffers) or not all(b < len(job.buffers) for b in m.buffers):
             raise ProtocolError(f"the job has {len(job.buffers)} buffers", "name each of them at most once")
-        nbytes = max(aligned_total([job.buffers[b] for b in m.buffers], ALIGN), ALIGN)
+        nbytes = max(aligned_total([job.buffers[b] for b in m.buffers]), ALIGN)
         if session.inline and nbytes > self._desk.config.max_message_bytes:
             raise AdmissionRefused(
                 f"{nbytes} bytes of state don't fit one message ({self._desk.config.max_message_bytes})",

@@ -17,9 +17,9 @@ from gpumux.program import allowlist, schemas
 from gpumux.program.codec import decode
 from gpumux.program.fake import FakeRun
 from gpumux.program.guards import guard
-from gpumux.program.ir import Arg, Op, Program, TensorRef, slot_layout
+from gpumux.program.ir import Arg, Op, Program, TensorRef, aligned, slot_layout
 from gpumux.program.limits import DEFAULT, Limits
-from gpumux.program.plan import Plan, plan, rounded
+from gpumux.program.plan import Plan, plan
 from gpumux.program.show import describe_op
 from gpumux.program.validate import leaves, op_args, state_slots, tensor_refs, validate
 
@@ -74,7 +74,7 @@ def _operator(program: Program, op: Op, run: FakeRun, extra_ops: Collection[str]
 
 
 def _footprint(program: Program, planned: Plan, unseen_bytes: int) -> Footprint:
-    state = sum(map(rounded, state_slots(program))) + sum(rounded(len(data)) for data in program.consts)
+    state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
     return Footprint(state, planned.peak_bytes + unseen_bytes, slot_layout(program).nbytes)
 
 

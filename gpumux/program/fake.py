@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpumux.errors import ProgramError
 from gpumux.program import schemas
-from gpumux.program.ir import ITEM_BYTES, Arg, Complex, Op, Out, Program, ScalarRef, Tag, TensorRef, View
+from gpumux.program.ir import ITEM_BYTES, Arg, Complex, Op, Out, Program, ScalarRef, Tag, TensorRef, View, aligned
 from gpumux.program.metafix import fake_call
-from gpumux.program.plan import rounded
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 # torch logs a traceback whenever a shape rule fails: a bad Program would fill the daemon's log with them.
@@ -145,7 +144,7 @@ class FakeRun:
             return 0
         owner = self._owner.get(value.untyped_storage()._cdata)
         if out is None:
-            return rounded(value.untyped_storage().nbytes()) if owner is None else 0
+            return aligned(value.untyped_storage().nbytes()) if owner is None else 0
         view = self._program.views[out]
         if owner is None:
             self._birth(where, view.storage, value)

@@ -140,6 +140,11 @@ ITEM_BYTES: dict[str, int] = {
 ALIGN = 64  # every buffer starts on this many bytes, as torch's own allocator does
 
 
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to ALIGN."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 def extent(view: View) -> int:
     """Bytes from the storage's start to the end of the last element of `view` (0 when empty)."""
     if 0 in view.size:
@@ -168,7 +173,7 @@ def slot_layout(program: Program) -> SlotLayout:
     def place(nbytes: int) -> int:
         nonlocal at
         here = at
-        at += -(-nbytes // ALIGN) * ALIGN
+        at += aligned(nbytes)
         return here
 
     for index in program.inputs:

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpumux.program.ir import ALIGN, Program
+from gpumux.program.ir import Program, aligned
 from gpumux.program.liveness import Interval, intervals
 
 
@@ -21,16 +21,11 @@ class Plan:
     live: tuple[Interval | None, ...]
 
 
-def rounded(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment every buffer has."""
-    return -(-nbytes // ALIGN) * ALIGN
-
-
 def plan(program: Program) -> Plan:
     """Offsets such that no two temporaries alive at once overlap. An operator's outputs are placed
     while its arguments still hold their memory."""
     live = intervals(program)
-    sizes = [0 if span is None else rounded(s.nbytes) for s, span in zip(program.storages, live, strict=True)]
+    sizes = [0 if span is None else aligned(s.nbytes) for s, span in zip(program.storages, live, strict=True)]
     births: dict[int, list[int]] = {}
     deaths: dict[int, list[int]] = {}
     for storage, span in enumerate(live):

@@ -40,7 +40,7 @@ from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.operands import allocate, over
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
-from gpumux.program.ir import ALIGN
+from gpumux.program.ir import ALIGN, aligned
 
 IDLE_S = 2  # after this long without a message, collect garbage
 _HEAD = LAUNCH_HEAD.size - 1
@@ -160,7 +160,7 @@ class Executor:
                 buffer.copy_(shared)
             else:
                 shared.copy_(buffer)
-            at += -(-buffer.numel() // ALIGN) * ALIGN
+            at += aligned(buffer.numel())
             del shared  # the mapping can't be closed under a tensor
 
 
