@@ -80,7 +80,8 @@ class StepTimes(NamedTuple):
 class DeviceInfo:
     """What a device is. `parallel` is how many pieces it can truly run at once, None when only
     windows bound it; `threads` is intra-op threads a piece (CPU), 0 where it has no meaning; `checks` is
-    how many Programs it checks at once."""
+    how many Programs it checks at once; `shares` are the parts of its multiprocessors a launch can be
+    confined to, largest first (only 1.0: it can confine nothing)."""
 
     kind: str
     name: str
@@ -90,3 +91,4 @@ class DeviceInfo:
     torch_version: str
     piece_target_s: dict[str, float]  # by priority name, lower case: how long a piece should run
     checks: int = 2
+    shares: tuple[float, ...] = (1.0,)

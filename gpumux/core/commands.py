@@ -57,6 +57,7 @@ class LaunchPiece(NamedTuple):
     cut: int
     piece: int
     stream: int  # priority, larger first
+    share: float = 1.0  # part of the multiprocessors it may use
 
 
 @dataclass(frozen=True, slots=True)

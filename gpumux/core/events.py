@@ -55,16 +55,19 @@ class ProgramOffered:
     job: JobId
     program: ProgramId
     footprint: Footprint
+    content_hash: str = ""  # equal programs of any job have equal ones
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramReady:
-    """First cut (0), or a later one. `pieces` are predicted seconds, at least one piece."""
+    """First cut (0), or a later one. `pieces` are predicted seconds, at least one piece; piece i is
+    operators [bounds[i], bounds[i + 1]), or one operator a piece where `bounds` is empty."""
 
     job: JobId
     program: ProgramId
     cut: int
     pieces: tuple[float, ...]
+    bounds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ def check(core: CoreState) -> None:
     for priority in Priority:
         _check_class(core, priority)
     if core.policy is not None:
-        choice = core.policy.choose(core.board)
+        choice = core.policy.choose(core.board, core.now)
         assert choice is None, f"room was left unused: job {choice[0].id} could launch"
 
 

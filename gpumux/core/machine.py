@@ -58,7 +58,7 @@ class Core:
         _HANDLERS[type(event)](state, event)
         policy = state.policy
         if policy is not None:
-            while state.board.any_ready() and (choice := policy.choose(state.board)) is not None:
+            while state.board.any_ready() and (choice := policy.choose(state.board, now)) is not None:
                 self._launch(policy, *choice)
         if state.touched:
             for job in state.touched:
@@ -84,15 +84,15 @@ class Core:
         """Raise AssertionError, saying what, if the core contradicts itself. Slow: for tests."""
         invariants.check(self._state)
 
-    def _launch(self, policy: Policy, job: Job, stream: int) -> None:
+    def _launch(self, policy: Policy, job: Job, stream: int, share: float) -> None:
         state, step = self._state, job.head_step()
         if not step.launched:
-            step.cut, step.pieces = step.program.cut, step.program.pieces
+            step.cut, step.pieces, step.bounds = step.program.cut, step.program.pieces, step.program.bounds
         piece, launch = step.launched, LaunchId(next(state.launch_ids))
         state.board.occupy(launch, job, step, policy.limit(state.board, job.priority))
         step.launched += 1
         state.tell(job.id, step.id, "launched", piece, len(step.pieces), launch, stream, step.cut)
-        state.out.append(LaunchPiece(launch, job.id, step.id, step.program.id, step.cut, piece, stream))
+        state.out.append(LaunchPiece(launch, job.id, step.id, step.program.id, step.cut, piece, stream, share))
         if step.launched == len(step.pieces):
             job.queue.popleft()
             job.running[step.id] = step

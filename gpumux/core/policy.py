@@ -6,7 +6,7 @@
     paced     stream priorities and short windows: what is already out can't be called back, so
               little is let out, and less of the low class while a high job is active
 
-`choose` returns the next job and the stream for its piece, or None when nothing may be launched
+`choose` returns the next job and how its piece is launched, or None when nothing may be launched
 now; the machine calls it until it says None. It must not pass over a class's first job because a
 later one would fit: that is how jobs with long pieces starve.
 """
@@ -14,7 +14,7 @@ later one would fit: that is how jobs with long pieces starve.
 from __future__ import annotations
 
 from math import inf
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from gpumux.core.board import Board, Limit
 from gpumux.core.config import CoreConfig
@@ -29,6 +29,15 @@ DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
 DEFAULT_TARGET_S = 500e-6  # a piece, where the device names no target
 
 
+class Choice(NamedTuple):
+    """The job whose next piece is launched, the stream's priority, and the part of the device's
+    multiprocessors the piece may use."""
+
+    job: Job
+    stream: int
+    share: float = 1.0
+
+
 class Policy(Protocol):
     """`order` says how the board sorts ready jobs within a class."""
 
@@ -39,8 +48,8 @@ class Policy(Protocol):
     def limit(self, board: Board, priority: Priority) -> Limit:
         """What the class may have outstanding now. No launch is made beyond it."""
 
-    def choose(self, board: Board) -> tuple[Job, int] | None:
-        """The job whose next piece is launched now, and on which stream."""
+    def choose(self, board: Board, now: float) -> Choice | None:
+        """Whose next piece is launched at `now`, and how. Changes nothing: it may be asked twice."""
 
 
 class Fifo:
@@ -52,12 +61,12 @@ class Fifo:
     def limit(self, board: Board, priority: Priority) -> Limit:
         return self._limit
 
-    def choose(self, board: Board) -> tuple[Job, int] | None:
+    def choose(self, board: Board, now: float) -> Choice | None:
         ready = [job for job in (board.first(p) for p in Priority) if job is not None]
         if not ready:
             return None
         job = min(ready, key=lambda j: j.head_step().arrival)
-        return (job, 0) if board.fits(job, self._limit) else None
+        return Choice(job, 0) if board.fits(job, self._limit) else None
 
 
 class Streams:
@@ -69,11 +78,11 @@ class Streams:
     def limit(self, board: Board, priority: Priority) -> Limit:
         return self._limit
 
-    def choose(self, board: Board) -> tuple[Job, int] | None:
+    def choose(self, board: Board, now: float) -> Choice | None:
         for priority in _BY_RANK:
             job = board.first(priority)
             if job is not None and board.fits(job, self._limit):
-                return job, int(priority)
+                return Choice(job, int(priority))
         return None
 
 
@@ -94,11 +103,11 @@ class Paced:
             return self._high
         return self._low if board.active(_HIGH) else self._low_idle
 
-    def choose(self, board: Board) -> tuple[Job, int] | None:
+    def choose(self, board: Board, now: float) -> Choice | None:
         for priority in _BY_RANK:
             job = board.first(priority)
             if job is not None and board.fits(job, self.limit(board, priority)):
-                return job, int(priority)
+                return Choice(job, int(priority))
         return None
 
 

@@ -25,12 +25,15 @@ class JobState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """One loaded (or loading) program of a job. `pieces` are predicted seconds under cut `cut`."""
+    """One loaded (or loading) program of a job. `pieces` are predicted seconds under cut `cut`, and
+    piece i is operators [bounds[i], bounds[i + 1])."""
 
     id: ProgramId
     footprint: Footprint
+    content_hash: str = ""
     cut: int = -1
     pieces: tuple[float, ...] = ()
+    bounds: tuple[int, ...] = ()
 
     @property
     def ready(self) -> bool:
@@ -39,7 +42,7 @@ class Program:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """`cut` and `pieces` are fixed when the first piece is launched; a later cut is for later steps."""
+    """`cut`, `pieces` and `bounds` are fixed when the first piece is launched; a later cut is for later steps."""
 
     id: StepId
     program: Program
@@ -47,6 +50,7 @@ class Step:
     arrival: int
     cut: int = -1
     pieces: tuple[float, ...] = ()
+    bounds: tuple[int, ...] = ()
     launched: int = 0
     done: int = 0
     started: float = 0.0

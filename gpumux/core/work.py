@@ -20,7 +20,7 @@ def program_offered(core: CoreState, event: ev.ProgramOffered) -> None:
     fault = core.ledger.refuse_program(job, event.footprint) if opening else faults.closing(job.id)
     if fault is not None:
         return core.refuse(RefuseProgram(job.id, event.program, fault), fault)
-    job.programs[event.program] = Program(event.program, event.footprint)
+    job.programs[event.program] = Program(event.program, event.footprint, event.content_hash)
     core.ledger.recharge(job)
     return core.out.append(AcceptProgram(job.id, event.program))
 
@@ -36,6 +36,7 @@ def program_ready(core: CoreState, event: ev.ProgramReady) -> None:
         return _drop(core, job, program, faults.no_pieces(program.id))
     first = not program.ready
     program.cut, program.pieces = event.cut, tuple(max(0.0, seconds) for seconds in event.pieces)
+    program.bounds = event.bounds or tuple(range(len(event.pieces) + 1))
     core.tell(job.id, None, "program", program.id, program.cut, len(program.pieces))
     if first:
         core.out.append(AnnounceProgram(job.id, program.id))

@@ -28,7 +28,7 @@ class Completions:
         self._handlers: dict[type, Callable[[Any], None]] = {
             dev.LaunchDone: lambda e: feed(ev.PieceDone(e.launch, e.started, e.ended)),
             dev.LaunchFailed: lambda e: feed(ev.PieceFailed(e.launch, e.fault)),
-            dev.Recut: lambda e: feed(ev.ProgramReady(e.job, e.program, e.cut, e.pieces)),
+            dev.Recut: lambda e: feed(ev.ProgramReady(e.job, e.program, e.cut, e.pieces, e.bounds)),
             dev.TransferDone: lambda e: feed(ev.TransferEnded(e.job, e.transfer, e.fault)),
             dev.JobLost: lambda e: feed(ev.JobDied(e.job, e.fault)),
             dev.JobUnloaded: lambda e: feed(ev.JobReleased(e.job)),
@@ -71,7 +71,7 @@ class Completions:
         log.info(
             "job %s: program %d checked, %d operators, %s", job.short, program.id, event.op_count, event.content_hash
         )
-        self._desk.feed(ev.ProgramOffered(job.id, program.id, footprint))
+        self._desk.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash))
 
     def _check_user(self, job: JobRecord, footprint: Footprint) -> None:
         limit = self._desk.config.max_bytes_per_user
@@ -87,7 +87,7 @@ class Completions:
 
     def _loaded(self, event: dev.ProgramLoaded) -> None:
         if self._program(event) is not None:
-            self._desk.feed(ev.ProgramReady(event.job, event.program, 0, event.pieces))
+            self._desk.feed(ev.ProgramReady(event.job, event.program, 0, event.pieces, event.bounds))
 
     def _refused(self, event: dev.ProgramRefused) -> None:
         self._desk.checks.ended(event.job, event.program)

@@ -60,7 +60,7 @@ class Executor:
         job = self._books.jobs[c.job]
         step = job.steps[c.step]
         self._device.launch(
-            Launch(c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream)
+            Launch(c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share)
         )
         self._desk.metrics.launched(job.spec.priority)
 

@@ -184,11 +184,14 @@ class Loop:
             self._waiter.follow("device", fds)
         now, wake_at = self._turned, self._executor.wake_at
         self._alarm = alarm = min(self._leave_by, self._next_call, inf if wake_at is None else wake_at)
-        until = min(alarm, self._router_due, self._next_gc, now + MAX_WAIT_S)
+        due = self._device.due()
+        until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
         unread = self._sockets.unread()
         ready, lanes = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")
+        if due < inf and due <= self._clock():
+            ready.add("device")
         if "wakeup" in ready:
             self._wakeup.clear()
         self._collect_garbage(bool(ready or lanes))

@@ -50,6 +50,7 @@ class Launch(NamedTuple):
     slot: int
     scalars: tuple[float | int, ...]
     stream: int  # priority of the stream, larger runs first
+    share: float = 1.0  # part of the multiprocessors it may use, one of DeviceInfo.shares
 
 
 # ---- events, from poll() -------------------------------------------------------------------------
@@ -70,11 +71,13 @@ class ProgramChecked:
 
 @dataclass(frozen=True, slots=True)
 class ProgramLoaded:
-    """The program can be launched. `cut` 0 holds unmeasured guesses; see Recut."""
+    """The program can be launched. `cut` 0 holds unmeasured guesses; see Recut. Piece i is operators
+    [bounds[i], bounds[i + 1]) of the Program, so that what is learned of operators outlives a cut."""
 
     job: JobId
     program: ProgramId
     pieces: tuple[float, ...]  # predicted seconds of each piece, at least one piece
+    bounds: tuple[int, ...]  # one more than pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Recut:
     program: ProgramId
     cut: int
     pieces: tuple[float, ...]
+    bounds: tuple[int, ...]
 
 
 class LaunchDone(NamedTuple):
@@ -152,6 +156,9 @@ class Device(Protocol):
 
     def filenos(self) -> Sequence[int]:
         """Descriptors that turn readable when poll() has something. The set may change after any call."""
+
+    def due(self) -> float:
+        """When to call poll() even if no descriptor turned readable, on the device's clock; inf: never."""
 
     def poll(self) -> list[DeviceEvent]:
         """All events so far. Never waits."""

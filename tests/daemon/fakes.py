@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 from collections import Counter, deque
@@ -66,6 +67,9 @@ class FakeDevice:
     def filenos(self):
         return []
 
+    def due(self):
+        return math.inf
+
     def poll(self):
         events, self.events = self.events, []
         return events
@@ -107,7 +111,7 @@ class FakeDevice:
 
     def _load(self, job, program, new_buffers):
         self.jobs[job].buffers += new_buffers
-        self.events.append(dev.ProgramLoaded(job, program, (0.001,)))
+        self.events.append(dev.ProgramLoaded(job, program, (0.001,), (0, 1)))
 
     def launch(self, launch):
         program = self.jobs[launch.job].programs[launch.program]

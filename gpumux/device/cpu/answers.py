@@ -41,7 +41,7 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
             reasons = "; ".join(f"{target}: {why}" for target, why in through_python.items())
             _log.info("job %s, program %s: operators run through Python, slower: %s", job, program, reasons)
         executor.programs[program].recut(cut, bounds)
-        return [Recut(job, program, cut, tuple(pieces))]
+        return [Recut(job, program, cut, tuple(pieces), tuple(bounds))]
     if tag == FAILED:
         executor.failure = Fault(*said[1:])  # told with the end of its process, when nothing is left of it
         return []
@@ -49,7 +49,7 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
     if tag == LOADED:
         program, pieces, bounds, table, ops = said
         executor.programs[program] = Listing(table, ops, {0: bounds})
-        return [ProgramLoaded(job, program, tuple(pieces))]
+        return [ProgramLoaded(job, program, tuple(pieces), tuple(bounds))]
     if tag == REFUSED and isinstance(command, Load):
         executor.charged -= command.nbytes
         del executor.transients[command.program]

@@ -14,6 +14,7 @@ import os
 import select
 import struct
 from collections.abc import Sequence
+from math import inf
 
 from gpumux import hostmemory
 from gpumux.device.contract import (
@@ -96,6 +97,9 @@ class CpuDevice:
 
     def filenos(self) -> Sequence[int]:
         return self._fds
+
+    def due(self) -> float:
+        return inf  # its processes speak up
 
     def poll(self) -> list[DeviceEvent]:
         if self._total == 0:
