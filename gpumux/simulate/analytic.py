@@ -1,0 +1,256 @@
+"""The shipped profiles, computed from layer shapes by a roofline over tiles. Nothing in them was measured.
+
+`python -m gpumux.simulate.analytic` writes them anew. A matrix product (a convolution is one, implicitly) is covered
+with tiles, a block each; blocks of a wave run at the rate of their multiprocessor, so a small batch that fills
+part of a wave costs as much as a full one: that is why strong scaling wastes a GPU. Everything else is
+bound by memory. Constants are an A100's, with their source beside them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+
+from gpumux.program.profile import OpProfile, Shapes, StepProfile, save
+
+SMS = 108  # NVIDIA A100 datasheet
+BANDWIDTH = 1.555e12  # bytes/s, A100 40 GB datasheet
+TF32_FLOPS = 156e12  # dense, A100 datasheet
+EFFICIENCY = 0.5  # of that peak inside a full wave; guess
+MEMORY_EFFICIENCY = 0.85  # of the bandwidth, for streaming kernels; guess
+FLOOR_S = 2e-6  # the shortest kernel; guess
+ITEM = 4  # bytes of a float32
+# Tile rows, tile columns, blocks an SM holds, rate beside the largest tile. Guesses after common GEMM kernels.
+TILES = ((128, 128, 1, 1.0), (128, 64, 2, 0.9), (64, 64, 4, 0.75))
+SPLIT_K = 256  # a block of a product with few tiles takes at least this much of the inner dimension; guess
+STREAM_ELEMENTS, STREAM_PER_SM = 1024, 8  # an elementwise block: 256 threads, 4 elements each; 2048 threads an SM
+FOREACH_ELEMENTS, FOREACH_PER_SM = 65536, 4  # torch's multi-tensor kernels: this many elements, 512 threads a block
+ALLREDUCE_BUS = 200e9  # bytes/s over NVLink among 8 A100; guess after public NCCL test results
+ALLREDUCE_LATENCY_S = 25e-6  # guess
+ALLREDUCE_BLOCKS = 24  # channels; guess
+ALLREDUCE_SENSITIVITY = 2.2  # DeepPool, section 5: NCCL's all-reduce "more than doubles" beside another job
+BUCKET_BYTES = 25 << 20  # torch DistributedDataParallel's default bucket
+
+VGG16 = ((3, 64, 224), (64, 64, 224), (64, 128, 112), (128, 128, 112), (128, 256, 56), (256, 256, 56), (256, 256, 56),
+         (256, 512, 28), (512, 512, 28), (512, 512, 28), (512, 512, 14), (512, 512, 14), (512, 512, 14))  # fmt: skip
+DENSE = ((25088, 4096), (4096, 4096), (4096, 1000))
+
+
+@dataclass
+class Tape:
+    """Collects a step's operators in the order they would be captured."""
+
+    ops: list[OpProfile] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)  # bytes, in the order backward makes them
+
+    def add(
+        self,
+        target: str,
+        shapes: Shapes,
+        seconds: float,
+        nbytes: int,
+        blocks: int,
+        per_sm: int,
+        sensitivity: float = 1.0,
+    ) -> None:
+        seconds = float(f"{max(FLOOR_S, seconds):.6g}")
+        self.ops.append(OpProfile(target, shapes, seconds, nbytes, blocks, per_sm, sensitivity, "model"))
+
+    def product(self, target: str, shapes: Shapes, m: int, n: int, k: int) -> None:
+        """[m, k] x [k, n], with the tile that is quickest."""
+        nbytes = ITEM * (m * k + k * n + m * n)
+        rate = TF32_FLOPS * EFFICIENCY / SMS
+        found: list[tuple[float, int, int]] = []
+        for rows, columns, per_sm, speed in TILES:
+            tiles = ceil(m / rows) * ceil(n / columns)
+            split = min(max(1, SMS * per_sm // tiles), max(1, k // SPLIT_K))
+            block_s = per_sm * 2 * rows * columns * (k / split) / (rate * speed)
+            found.append((ceil(tiles * split / (SMS * per_sm)) * block_s, tiles * split, per_sm))
+        seconds, blocks, per_sm = min(found)
+        self.add(target, shapes, max(seconds, nbytes / BANDWIDTH), nbytes, blocks, per_sm)
+
+    def stream(self, target: str, shapes: Shapes, elements: int, passes: int) -> None:
+        """Elementwise over `elements`, read or written `passes` times."""
+        nbytes = ITEM * elements * passes
+        seconds = nbytes / (BANDWIDTH * MEMORY_EFFICIENCY)
+        self.add(target, shapes, seconds, nbytes, ceil(elements / STREAM_ELEMENTS), STREAM_PER_SM)
+
+    def all_reduce(self, nbytes: int, gpus: int) -> None:
+        seconds = ALLREDUCE_LATENCY_S + 2 * (gpus - 1) / gpus * nbytes / ALLREDUCE_BUS
+        shape = (nbytes // ITEM,)
+        self.add("nccl.all_reduce", (shape, shape), seconds, 3 * nbytes, ALLREDUCE_BLOCKS, 1, ALLREDUCE_SENSITIVITY)
+
+    def synchronise(self, gpus: int) -> None:
+        """All-reduce the gradients made so far in buckets, once there is one worth sending."""
+        while gpus > 1 and sum(self.gradients) >= BUCKET_BYTES:
+            self._bucket(gpus)
+
+    def finish(self, parameters: int, gpus: int) -> None:
+        """What is left to send, and SGD with momentum over all parameters, as three multi-tensor operators."""
+        self.synchronise(gpus)
+        if gpus > 1 and self.gradients:
+            self._bucket(gpus)
+        shape = ((parameters,),)
+        for target, passes in (
+            ("aten._foreach_mul_.Scalar", 2),
+            ("aten._foreach_add_.List", 3),
+            ("aten._foreach_add_.List", 3),
+        ):
+            nbytes = ITEM * parameters * passes
+            seconds = nbytes / (BANDWIDTH * MEMORY_EFFICIENCY)
+            self.add(target, shape, seconds, nbytes, ceil(parameters / FOREACH_ELEMENTS), FOREACH_PER_SM)
+
+    def _bucket(self, gpus: int) -> None:
+        nbytes, rest = sum(self.gradients), 0
+        if nbytes > BUCKET_BYTES:
+            nbytes, rest = BUCKET_BYTES, nbytes - BUCKET_BYTES
+        self.gradients = [rest] if rest else []
+        self.all_reduce(nbytes, gpus)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution that keeps its image's size (`stride` 1), then a rectifier."""
+
+    cin: int
+    cout: int
+    side: int
+    kernel: int = 3
+
+    @property
+    def parameters(self) -> int:
+        return self.cin * self.cout * self.kernel**2 + self.cout
+
+    def shapes(self, batch: int) -> Shapes:
+        image, weight = (batch, self.cin, self.side, self.side), (self.cout, self.cin, self.kernel, self.kernel)
+        return (image, weight, (batch, self.cout, self.side, self.side))
+
+    def forward(self, tape: Tape, batch: int) -> None:
+        shapes, pixels = self.shapes(batch), batch * self.side**2
+        tape.product("aten.convolution.default", shapes, pixels, self.cout, self.cin * self.kernel**2)
+        tape.stream("aten.relu.default", (shapes[2], shapes[2]), pixels * self.cout, 2)
+
+    def backward(self, tape: Tape, batch: int, *, first: bool = False) -> None:
+        """Towards the weight, and towards the image unless it is the batch itself."""
+        shapes, pixels, taps = self.shapes(batch), batch * self.side**2, self.kernel**2
+        tape.stream("aten.threshold_backward.default", (shapes[2],) * 3, pixels * self.cout, 3)
+        backward = (shapes[2], shapes[0], shapes[1])
+        if not first:
+            tape.product("aten.convolution_backward.input", (*backward, shapes[0]), pixels, self.cin, self.cout * taps)
+        tape.product("aten.convolution_backward.weight", (*backward, shapes[1]), self.cout, self.cin * taps, pixels)
+        tape.gradients.append(ITEM * self.parameters)
+
+
+def dense_forward(tape: Tape, batch: int, wide: int, out: int) -> None:
+    tape.product("aten.addmm.default", ((out,), (batch, wide), (wide, out), (batch, out)), batch, out, wide)
+
+
+def dense_backward(tape: Tape, batch: int, wide: int, out: int) -> None:
+    tape.product("aten.mm.default", ((batch, out), (out, wide), (batch, wide)), batch, wide, out)
+    tape.product("aten.mm.default", ((out, batch), (batch, wide), (out, wide)), out, wide, batch)
+    tape.gradients.append(ITEM * (wide * out + out))
+
+
+def vgg16(batch: int, gpus: int = 1) -> StepProfile:
+    """One training step of VGG-16 on 224 x 224 images, `batch` of them on this GPU, one of `gpus`."""
+    tape = Tape()
+    convs = [Conv(*layer) for layer in VGG16]
+    for index, conv in enumerate(convs):
+        conv.forward(tape, batch)
+        if index + 1 == len(convs) or convs[index + 1].side < conv.side:
+            _pool(tape, batch, conv, "aten.max_pool2d_with_indices.default")
+    for wide, out in DENSE:
+        dense_forward(tape, batch, wide, out)
+        tape.stream("aten.relu.default", ((batch, out), (batch, out)), batch * out, 2)
+    for wide, out in reversed(DENSE):
+        tape.stream("aten.threshold_backward.default", ((batch, out),) * 3, batch * out, 3)
+        dense_backward(tape, batch, wide, out)
+        tape.synchronise(gpus)
+    for index, conv in reversed(list(enumerate(convs))):
+        if index + 1 == len(convs) or convs[index + 1].side < conv.side:
+            _pool(tape, batch, conv, "aten.max_pool2d_with_indices_backward.default")
+        conv.backward(tape, batch, first=index == 0)
+        tape.synchronise(gpus)
+    tape.finish(sum(c.parameters for c in convs) + sum(w * o + o for w, o in DENSE), gpus)
+    where = f", one of {gpus} data-parallel GPUs with an all-reduce for each 25 MiB of gradients" if gpus > 1 else ""
+    return _profile(f"vgg16-b{batch}{'-ddp' if gpus > 1 else ''}", batch, tape, f"VGG-16, 224 x 224 images{where}")
+
+
+def _pool(tape: Tape, batch: int, conv: Conv, target: str) -> None:
+    half = conv.side // 2
+    image, pooled = (batch, conv.cout, conv.side, conv.side), (batch, conv.cout, half, half)
+    tape.stream(target, (image, pooled), batch * conv.cout * conv.side**2, 1)
+
+
+def small_kernels(batch: int) -> StepProfile:
+    """A convolutional net of many narrow branches, after Inception-v3: kernels of a few microseconds."""
+    tape = Tape()
+    convs = [
+        Conv(cin, cout, side, kernel)
+        for side, channels, modules in ((35, 256, 3), (17, 768, 5), (8, 1280, 2))
+        for _ in range(modules)
+        for cin, cout, kernel in ((channels, 64, 1), (channels, 48, 1), (48, 64, 3), (channels, 96, 1), (96, 96, 3))
+    ]
+    for conv in convs:
+        conv.forward(tape, batch)
+    for index, conv in reversed(list(enumerate(convs))):
+        conv.backward(tape, batch, first=index == 0)
+    tape.finish(sum(conv.parameters for conv in convs), 1)
+    return _profile(f"small-kernels-b{batch}", batch, tape, "a net of narrow branches after Inception-v3")
+
+
+def transformer(batch: int, layers: int = 4, width: int = 512, length: int = 128) -> StepProfile:
+    """One training step of an encoder: `layers` of attention (written out) and a feed-forward of four widths."""
+    tape, tokens, heads = Tape(), batch * length, width // 64
+    weights = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    scores = (batch * heads, length, length)
+    for _ in range(layers):
+        for wide, out in weights:
+            dense_forward(tape, tokens, wide, out)
+        _attention(tape, scores, "aten._softmax.default", 2)
+        for _ in range(2):
+            tape.stream("aten.native_layer_norm.default", ((tokens, width), (tokens, width)), tokens * width, 2)
+        tape.stream("aten.gelu.default", ((tokens, 4 * width),) * 2, tokens * 4 * width, 2)
+    for _ in range(layers):
+        tape.stream("aten.gelu_backward.default", ((tokens, 4 * width),) * 3, tokens * 4 * width, 3)
+        for wide, out in reversed(weights):
+            dense_backward(tape, tokens, wide, out)
+        _attention(tape, scores, "aten._softmax_backward_data.default", 3)
+        for _ in range(2):
+            tape.stream("aten.native_layer_norm_backward.default", ((tokens, width),) * 3, tokens * width, 3)
+    tape.finish(layers * sum(w * o + o for w, o in weights), 1)
+    note = f"an encoder of {layers} layers, {width} wide, sequences of {length}"
+    return _profile(f"transformer-b{batch}", batch, tape, note)
+
+
+def _attention(tape: Tape, scores: tuple[int, int, int], target: str, passes: int) -> None:
+    """Two batched products of 64 wide heads, folded into rows, and the softmax."""
+    many, length, _ = scores
+    for _ in range(2):
+        tape.product("aten.bmm.default", ((many, length, 64), (many, 64, length), scores), many * length, length, 64)
+    tape.stream(target, (scores, scores), many * length * length, passes)
+
+
+def _profile(name: str, batch: int, tape: Tape, note: str) -> StepProfile:
+    made_by = "Modelled from layer shapes by gpumux.simulate.analytic; nothing here was measured."
+    return StepProfile(name, "a100", tuple(tape.ops), batch=batch, note=f"{note}. {made_by}")
+
+
+def shipped() -> Sequence[StepProfile]:
+    """Every profile that comes with gpumux."""
+    return (vgg16(4, gpus=8), vgg16(4), vgg16(16), small_kernels(4), small_kernels(16), transformer(2), transformer(16))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the profiles to a directory, by default where they are shipped from."""
+    directory = Path(argv[0]) if argv else Path(__file__).parent / "profiles"
+    for profile in shipped():
+        save(profile, directory / f"{profile.name}.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
