@@ -34,6 +34,7 @@ class Control:
         self._timeout = timeout
         self._refs = count(1)
         self._found = found
+        self._payload: list[bytes] = []  # frames of the newest message
         if found.path is not None:
             endpoints.check_private(found.path.parent)
         check_listening(found, START_IT)
@@ -68,6 +69,13 @@ class Control:
         self._send(requests[verb])
         self._receive(msg.Done, ref)
 
+    def profile(self, job: str, program: int | None = None) -> bytes:
+        """The text of a profile file of `program` (None: the one the job ran most steps of), its name empty."""
+        ref = next(self._refs)
+        self._send(msg.ProfileJob(ref, job, program))
+        self._receive(msg.JobProfile, ref)
+        return self._payload[0]
+
     def close(self) -> None:
         """Say goodbye and let go."""
         self._send(msg.Goodbye())
@@ -95,7 +103,7 @@ class Control:
         """The next message of `kind` that answers `ref`; heartbeats and others are passed over."""
         deadline = time.monotonic() + self._timeout
         while self._socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
-            message, _ = decode(self._socket.recv_multipart())
+            message, self._payload = decode(self._socket.recv_multipart())
             if isinstance(message, msg.Refusal) and message.ref in (0, ref):
                 raise from_code(message.code, message.message, message.remedy)
             if isinstance(message, msg.Leaving):

@@ -1,13 +1,16 @@
-"""`gpumux jobs`: list them, or pause, resume or stop one."""
+"""`gpumux jobs`: list them, or pause, resume, stop or profile one."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gpumux.cli.control import Control
 from gpumux.cli.text import duration, emit, emit_json, printable, size, table
 from gpumux.errors import UnknownJob
+from gpumux.program.profile import loads, save
 
 _DONE = {"pause": "paused", "resume": "resumed", "stop": "stopping"}
 
@@ -22,11 +25,25 @@ def run(args: argparse.Namespace) -> int:
                 emit(job_table(jobs) if jobs else "no jobs")
             return 0
         job = find(jobs, args.job)
+        if args.verb == "profile":
+            return _profile(control, job, args)
         control.change(args.verb, job["job"], drain=args.drain)
     if args.json:
         emit_json({"job": job["job"], "short": job["short"], "verb": args.verb})
     else:
         emit(f"{job['short']} ({printable(job['name'])}) {_DONE[args.verb]}")
+    return 0
+
+
+def _profile(control: Control, job: dict[str, Any], args: argparse.Namespace) -> int:
+    """Write what the job's operators cost."""
+    profile = replace(loads(control.profile(job["job"], args.program).decode()), name=job["name"])
+    save(profile, Path(args.out))
+    summary = f"{len(profile.ops)} operators, {profile.seconds * 1e3:.2f} ms a step on {profile.device}"
+    if args.json:
+        emit_json({"job": job["job"], "short": job["short"], "verb": args.verb, "file": args.out})
+    else:
+        emit(f"{job['short']} ({printable(job['name'])}): {summary}; see it with `gpumux simulate --high {args.out}`")
     return 0
 
 

@@ -50,6 +50,7 @@ examples:
   gpumux jobs resume j3
   gpumux jobs stop j3 --drain           answer what was submitted (a paused job is resumed), then close
   gpumux jobs list --json
+  gpumux jobs profile j3 -o bert.json   what its operators cost, for `gpumux simulate`
 """
 _DOCTOR = """\
 Every line is ok, warn or fail; what isn't ok says how to mend it. Exits with 1 when something fails.
@@ -127,10 +128,12 @@ def build_parser() -> argparse.ArgumentParser:
     _settings(serve)
 
     status = _add(subparsers, "status", "show the daemon, its device and its jobs")
-    jobs = _add(subparsers, "jobs", "list jobs, or pause, resume or stop one", _JOBS)
-    jobs.add_argument("verb", nargs="?", choices=["list", "pause", "resume", "stop"], default="list")
+    jobs = _add(subparsers, "jobs", "list jobs, or pause, resume, stop or profile one", _JOBS)
+    jobs.add_argument("verb", nargs="?", choices=["list", "pause", "resume", "stop", "profile"], default="list")
     jobs.add_argument("job", nargs="?", metavar="JOB", help="which job (all verbs but list)")
     jobs.add_argument("--drain", action="store_true", help="stop: answer what was submitted first")
+    jobs.add_argument("-o", "--out", metavar="FILE", help="profile: where to write it")
+    jobs.add_argument("--program", metavar="N", type=int, help="profile: of which program, if not the busiest one")
     doctor = _add(subparsers, "doctor", "say what this machine offers and what is wrong with it", _DOCTOR)
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
@@ -161,6 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     if args.command == "jobs" and (args.verb == "list") != (args.job is None):
         need = "takes no JOB" if args.verb == "list" else "needs a JOB"
+        sys.stderr.write(f"gpumux jobs: error: {args.verb} {need}\n")
+        return EX_USAGE
+    if args.command == "jobs" and (args.verb == "profile") != (args.out is not None):
+        need = "needs -o FILE" if args.verb == "profile" else "takes no -o"
         sys.stderr.write(f"gpumux jobs: error: {args.verb} {need}\n")
         return EX_USAGE
     try:

@@ -44,6 +44,7 @@ class ProgramRecord:
     segment: SharedSegment | None = None
     outline: Outline | None = None  # inline sessions only
     busy: dict[int, StepId] = field(default_factory=dict)  # slot -> the unanswered step in it
+    steps: int = 0  # ever submitted
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +80,7 @@ class JobRecord:
     buffers: list[int] = field(default_factory=list)  # bytes of each state buffer
     steps: dict[StepId, StepRecord] = field(default_factory=dict)
     transfers: dict[TransferId, TransferRecord] = field(default_factory=dict)
+    profiles: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # who waits for one, oldest first
     last_step: int = -1
     last_transfer: int = -1
     unloading: bool = False  # the device was told to let go of it

@@ -13,6 +13,7 @@ from gpumux.device import contract as dev
 from gpumux.errors import AdmissionRefused, GpumuxError, ProgramError
 from gpumux.model import Fault, Footprint
 from gpumux.program.outline import outline
+from gpumux.wire import messages as msg
 
 MAX_SCALARS = 28_000  # of 9 bytes each: what fits a Step (wire/limits.py, max_control_bytes)
 _SCALARS: dict[str, type] = {"float": float, "int": int}
@@ -35,6 +36,7 @@ class Completions:
             dev.ProgramChecked: self._checked,
             dev.ProgramLoaded: self._loaded,
             dev.ProgramRefused: self._refused,
+            dev.ProgramProfiled: self._profiled,
         }
 
     def handle(self, event: dev.DeviceEvent) -> None:
@@ -99,6 +101,17 @@ class Completions:
             self._desk.feed(ev.ProgramDropped(event.job, event.program, event.fault))
         else:
             self._drop(job, program, event.fault)
+
+    def _profiled(self, event: dev.ProgramProfiled) -> None:
+        """Answers come in the order they were asked for."""
+        job = self._books.jobs.get(event.job)
+        if job is None or not job.profiles:
+            return  # the job ended, and whoever asked has heard
+        session, ref = job.profiles.popleft()
+        if event.fault is not None:
+            self._desk.refuse(session, ref, event.fault)
+        else:
+            self._desk.reply(session, msg.JobProfile(ref, event.job, event.program, 1), [event.text])
 
     def _drop(self, job: JobRecord, program: ProgramRecord, fault: Fault) -> None:
         """Refuse a program the core has not heard of."""

@@ -144,6 +144,9 @@ class Executor:
         ended = fault if fault.code else _CLOSED
         job.waiting.clear()
         job.loading = None
+        while job.profiles:
+            session, ref = job.profiles.popleft()
+            self._desk.refuse(session, ref, ended)
         for program in [program for program in job.programs.values() if not program.announced]:
             self._drop_program(job, program)
             self._desk.refuse(job.session, program.ref, ended)

@@ -21,6 +21,7 @@ from gpumux.program.ir import ALIGN
 from gpumux.wire import messages as msg
 
 MAX_TRANSFERS = 16  # of one job, asked for and not ended
+MAX_PROFILES = 4  # of one job, asked for and not answered
 MAX_UNLOADED = 128  # of one user's Programs; twice the jobs it may have
 MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet
 MAX_BUFFERS = 1_000_000  # state buffers of one job
@@ -46,6 +47,7 @@ class Requests:
             msg.CloseJob: self._close,
             msg.JobStats: self._stats,
             msg.GetStatus: self._status,
+            msg.ProfileJob: self._profile,
         }
 
     def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
@@ -130,6 +132,22 @@ class Requests:
     def _status(self, session: SessionRecord, m: msg.GetStatus, frames: Sequence[bytes]) -> None:
         self._desk.reply(session, msg.Report(m.ref, self._report()))
 
+    def _profile(self, session: SessionRecord, m: msg.ProfileJob, frames: Sequence[bytes]) -> None:
+        """Shapes and operators tell what a job is, so only those who may change it may ask."""
+        job = self._governed(session, m.job)
+        loaded = {program.id: program for program in job.programs.values() if program.announced}
+        if job.unloading or not loaded:
+            raise JobClosed(f"job {job.short} runs no program", "profile a job that has run two steps")
+        if len(job.profiles) >= MAX_PROFILES:
+            raise AdmissionRefused(f"{len(job.profiles)} profiles of it are under way", "wait for one to end")
+        most = max(loaded.values(), key=lambda program: (program.steps, -program.id)).id
+        number = most if m.program is None else ProgramId(m.program)
+        if number not in loaded:
+            named = ", ".join(str(program) for program in sorted(loaded))
+            raise ProgramError(f"job {job.short} has no program {m.program}", f"it has {named}")
+        job.profiles.append((session, m.ref))
+        self._desk.device.profile(job.id, number)
+
     # ---- programs
 
     def _load_program(self, session: SessionRecord, m: msg.LoadProgram, frames: Sequence[bytes]) -> None:
@@ -187,6 +205,7 @@ class Requests:
         job.last_step = m.step
         job.steps[step] = StepRecord(program, m.slot, tuple(m.scalars))
         program.busy[m.slot] = step
+        program.steps += 1
         self._desk.feed(ev.StepSubmitted(job.id, step, program.id))
 
     def _fill_slot(self, program: ProgramRecord, slot: int, frames: Sequence[bytes]) -> None:

@@ -123,7 +123,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
     stop.check()
     device = open_device(config, stack)
     stop.check()
-    router.device = asdict(device.info)
+    router.device = {**asdict(device.info), "shares": list(device.info.shares)}  # a message holds lists
     metrics = Metrics(FROM_CLIENT)
     metrics.start_time.set(started)
     server = serve_metrics(config, metrics, stack)

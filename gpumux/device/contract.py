@@ -123,6 +123,17 @@ class ProgramRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramProfiled:
+    """`profile` is over: the text of a profile file (program/profile.py) whose name is empty, or why there is none.
+    It is text already because a long Program's would take too long to write on the daemon's thread."""
+
+    job: JobId
+    program: ProgramId
+    text: bytes
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class JobLost:
     """Whatever ran the job is gone. Nothing of it is left on the device."""
 
@@ -145,6 +156,7 @@ DeviceEvent = (
     | LaunchDone
     | LaunchFailed
     | TransferDone
+    | ProgramProfiled
     | JobLost
     | JobUnloaded
 )
@@ -191,6 +203,10 @@ class Device(Protocol):
     ) -> None:
         """Copy the job's buffers to or from `segment`, laid end to end, each on 64 bytes, in order
         with the job's launches -> TransferDone."""
+
+    def profile(self, job: JobId, program: ProgramId) -> None:
+        """What each operator of a loaded program was measured (or, by sim, computed) to cost, in order with
+        the job's launches -> ProgramProfiled, with a fault if nothing is measured yet."""
 
     def unload(self, job: JobId) -> None:
         """Drop the job at once, whatever it is doing; idempotent -> JobUnloaded. No LaunchDone or

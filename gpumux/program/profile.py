@@ -124,6 +124,12 @@ def op_nbytes(program: Program, op: Op) -> int:
     return moved(argument_views(op)) + moved(output_views(op))
 
 
+def batch_size(program: Program) -> int | None:
+    """Samples in a batch: the first size of the first input that has one."""
+    sizes = [program.views[index].size for index in program.inputs]
+    return next((size[0] for size in sizes if size and size[0] > 0), None)
+
+
 def argument_views(op: Op) -> Iterator[int]:
     """Indices of the views an operator is given, in order."""
     for arg in (*op.args, *(value for _, value in op.kwargs)):

@@ -13,6 +13,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     FillTransfer                        TransferDone (pushes: segment filled, copy it in)
     PauseJob / ResumeJob / CloseJob     Done | Refusal; JobEnded when it is over
     JobStats / GetStatus                Report | Refusal
+    ProfileJob                          JobProfile (+1 frame: a profile) | Refusal
     Heartbeat                           Heartbeat
     Goodbye                             Leaving (daemon shuts down)
 
@@ -241,6 +242,25 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileJob:
+    """What the job's operators cost; None: those of the program it ran most steps of. For its owner."""
+
+    ref: int
+    job: str
+    program: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobProfile:
+    """One frame follows: the text of a profile file (gpumux/program/profile.py), its name empty."""
+
+    ref: int
+    job: str
+    program: int
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Application heartbeat: each end sends one when it has been silent for heartbeat_s."""
 
@@ -262,7 +282,7 @@ class Leaving:
 Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
-    | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving
+    | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -270,11 +290,11 @@ REGISTRY: dict[int, type[Any]] = {
     1: Hello, 2: Welcome, 3: Refusal, 4: OpenJob, 5: JobOpened, 6: LoadProgram, 7: ProgramLoaded, 8: Step,
     9: StepDone, 10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone,
     15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
-    23: Heartbeat, 24: Goodbye, 25: Leaving,
+    23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile,
 }  # fmt: skip
 
 # What a client may say; everything else from one is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
-     Heartbeat, Goodbye}
+     Heartbeat, Goodbye, ProfileJob}
 )  # fmt: skip

@@ -45,7 +45,17 @@ def test_help_teaches_by_example(name, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["bogus"], ["serve", "--bogus"], ["jobs", "pause"], ["jobs", "list", "j1"], ["jobs", "explode", "j1"]]
+    "argv",
+    [
+        [],
+        ["bogus"],
+        ["serve", "--bogus"],
+        ["jobs", "pause"],
+        ["jobs", "list", "j1"],
+        ["jobs", "explode", "j1"],
+        ["jobs", "profile", "j1"],
+        ["jobs", "pause", "j1", "-o", "x"],
+    ],
 )
 def test_wrong_usage_is_64_and_says_why(argv, capsys):
     assert main(argv) == EX_USAGE

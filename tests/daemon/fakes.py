@@ -24,6 +24,7 @@ from gpumux.wire.dataplane import Segment
 INFO = DeviceInfo("fake", "a fake", 1 << 30, 1, 0, "none", {"low": 0.002, "high": 0.002})
 BAD = b"bad"  # a Program the fake refuses to check
 UNLOADABLE = b"unloadable"  # one it refuses to load
+NOT_MEASURED = Fault("program", "nothing is measured yet", "run two steps of it first")
 BROKEN = Fault("program", "it is broken", "mend it")
 
 
@@ -55,6 +56,7 @@ class FakeDevice:
 
     def __init__(self):
         self.slow = False
+        self.unmeasured = False
         self.jobs: dict[JobId, FakeJob] = {}
         self.work: deque = deque()
         self.events: list = []
@@ -112,6 +114,12 @@ class FakeDevice:
     def _load(self, job, program, new_buffers):
         self.jobs[job].buffers += new_buffers
         self.events.append(dev.ProgramLoaded(job, program, (0.001,), (0, 1)))
+
+    def profile(self, job, program):
+        assert program in self.jobs[job].programs, "asked for the profile of a program that is not loaded"
+        text = b"" if self.unmeasured else b"profile %d" % program
+        fault = NOT_MEASURED if self.unmeasured else None
+        self._begin(job, lambda: self.events.append(dev.ProgramProfiled(job, program, text, fault)))
 
     def launch(self, launch):
         program = self.jobs[launch.job].programs[launch.program]

@@ -16,9 +16,11 @@ import pytest
 import zmq
 
 from gpumux.cli.control import Control
+from gpumux.cli.main import EX_FAILED, main
 from gpumux.client.session import Session
 from gpumux.errors import DaemonGone
 from gpumux.program import codec as programs
+from gpumux.program.profile import load
 from gpumux.wire import codec
 from gpumux.wire import messages as msg
 from tests.program import samples
@@ -107,6 +109,24 @@ def test_a_paused_job_waits_and_a_resumed_one_goes_on(daemon, session):
         control.change("stop", job.id, drain=True)
         assert session.wait(lambda: bool(job.ended), SOON_S)
     job.data.release()
+
+
+def test_a_job_is_profiled_to_a_file_from_the_command_line(daemon, session, tmp_path, capsys):
+    job = LiveJob(session, samples.sgd_linear(), new_buffers=[12], binding=[0], name="to-profile")
+    out = tmp_path / "profile.json"
+    command = ["jobs", "profile", "to-profile", "-o", str(out), "--endpoint", daemon.endpoint, "--timeout", str(SOON_S)]
+    assert main(command) == EX_FAILED
+    assert "run two steps of it first" in capsys.readouterr().err
+    assert not out.exists()
+    for _ in range(3):
+        job.run(floats(*range(24)), floats(*range(8)), scalars=[0.1])
+    assert main(command) == 0
+    assert f"{len(samples.sgd_linear().ops)} operators" in capsys.readouterr().out
+    profile = load(out)
+    assert profile.name == "to-profile"
+    assert profile.sources() == {"measured": len(samples.sgd_linear().ops)}
+    assert profile.versions["torch"]
+    job.close()
 
 
 def test_a_paused_job_that_is_told_to_drain_answers_its_steps_and_ends(daemon, session):

@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 from gpumux.config import Config
 from gpumux.daemon import segments
 from gpumux.daemon.completions import MAX_SCALARS
+from gpumux.daemon.requests import MAX_PROFILES
 from gpumux.model import Fault
 from gpumux.program import codec
 from gpumux.wire import codec as codec_of_messages
@@ -207,6 +208,51 @@ def test_who_may_pause_resume_and_close(running, uid, allowed):
         assert isinstance(answer, msg.Done) == allowed
         assert allowed or answer.code == "not_owner"
     assert (JOB not in running.loop.desk.books.jobs) == allowed
+
+
+@pytest.mark.parametrize(
+    ("uid", "allowed"), [(1000, True), (0, True), (1001, False), (-1, False)], ids=["owner", "root", "other", "nobody"]
+)
+def test_who_may_profile(running, uid, allowed):
+    running.connect("t", uid=uid)
+    ((answer, frames),) = running.say("t", msg.ProfileJob(31, JOB, None))
+    if allowed:
+        assert (answer, frames) == (msg.JobProfile(31, JOB, 0, 1), [b"profile 0"])
+    else:
+        assert (answer.ref, answer.code) == (31, "not_owner")
+
+
+def test_a_profile_is_of_the_busiest_program_unless_one_is_named(running):
+    running.load("s", JOB, samples.add_one(), 1)
+    for index in (1, 2):
+        running.say("s", step(index, slot=index - 1, program=1))
+    assert only(running.say("s", msg.ProfileJob(1, JOB, None))).program == 1
+    assert only(running.say("s", msg.ProfileJob(2, JOB, 0))).program == 0
+    assert only(running.say("s", msg.ProfileJob(3, JOB, 77))).code == "program"
+
+
+def test_profiles_are_answered_in_order_and_not_without_bound(running):
+    running.device.slow = True
+    for ref in range(1, MAX_PROFILES + 1):
+        assert running.say("s", msg.ProfileJob(ref, JOB, None)) == []
+    assert only(running.say("s", msg.ProfileJob(90, JOB, None))).code == "admission_refused"
+    for ref in range(1, MAX_PROFILES + 1):
+        running.device.finish()
+        ((answer, _),) = running.hear("s")
+        assert answer.ref == ref
+
+
+def test_what_is_not_measured_is_refused_and_so_is_what_a_job_takes_with_it(running):
+    running.device.unmeasured = True
+    assert only(running.say("s", msg.ProfileJob(1, JOB, None))).code == "program"
+    running.device.slow = True
+    running.connect("t", uid=1000)
+    running.say("t", msg.ProfileJob(2, JOB, None))
+    running.say("s", msg.CloseJob(9, JOB, False))
+    assert [(m.ref, m.code) for m, _ in running.hear("t")] == []
+    refused = [m for to, m, _ in running.router.sent if to == "t" and isinstance(m, msg.Refusal)]
+    assert [(m.ref, m.code) for m in refused] == [(2, "job_closed")]
+    assert running.loop.desk.books.jobs == {}
 
 
 def test_only_its_own_session_may_feed_a_job(running):

@@ -18,6 +18,7 @@ from gpumux.device.contract import (
     LaunchFailed,
     ProgramChecked,
     ProgramLoaded,
+    ProgramProfiled,
     ProgramRefused,
     Recut,
     Segment,
@@ -26,6 +27,7 @@ from gpumux.device.contract import (
 from gpumux.model import JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 from gpumux.program.codec import encode
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View, slot_layout
+from gpumux.program.profile import loads, op_shapes
 from tests.device.harness import Case, Driver, SharedMemory
 from tests.program import samples
 
@@ -139,6 +141,37 @@ def test_a_measured_program_is_cut_anew(driver: Driver) -> None:
     assert len(recut.pieces) >= 1
     assert all(seconds >= 0 for seconds in recut.pieces)
     job.step(program, [0.1])
+
+
+def test_a_measured_program_has_a_profile_and_the_job_goes_on(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.sgd_linear(), [12])
+    driver.device.profile(job.job, program)
+    early = driver.until(ProgramProfiled, job.job)
+    assert early.fault is not None
+    assert early.fault.remedy
+    for _ in range(2):
+        job.step(program, [0.1])
+    driver.until(Recut, job.job)
+    driver.device.profile(job.job, program)
+    job.step(program, [0.1])
+    answer = driver.until(ProgramProfiled, job.job)
+    assert (answer.program, answer.fault) == (program, None)
+    profile = loads(answer.text.decode())
+    expected = [(op.target, op_shapes(job.programs[program], op)) for op in job.programs[program].ops]
+    assert [(op.target, op.shapes) for op in profile.ops] == expected
+    assert all(op.seconds > 0 for op in profile.ops)
+    assert set(profile.sources()) == {"measured" if driver.case.computes else "model"}
+    assert profile.batch == job.programs[program].views[job.programs[program].inputs[0]].size[0]
+
+
+def test_no_profile_of_what_is_not_there(driver: Driver) -> None:
+    job = driver.open()
+    driver.device.profile(job.job, ProgramId(9))
+    assert driver.until(ProgramProfiled, job.job).fault is not None
+    stranger = JobId("e" * 32)
+    driver.device.profile(stranger, ProgramId(1))
+    assert driver.until(ProgramProfiled, stranger).fault is not None
 
 
 def test_a_step_that_began_before_a_recut_keeps_its_cut(driver: Driver) -> None:
@@ -341,11 +374,15 @@ def test_a_lost_job_takes_everything_outstanding_with_it(driver: Driver) -> None
     bad = job.launch(program, [], 0)
     behind = [launch for _ in range(3) for launch in job.launch(program, [1.0])]
     driver.device.transfer(job.job, TransferId(3), [0], shared.segment, False)
+    driver.device.profile(job.job, program)
     for launch in (*bad, *behind):
         assert driver.failed(launch).fault.message
     transferred = driver.wait_for(lambda e: isinstance(e, TransferDone) and e.job == job.job)
     assert isinstance(transferred, TransferDone)
     assert transferred.fault is not None
+    profiled = driver.wait_for(lambda e: isinstance(e, ProgramProfiled) and e.job == job.job)
+    assert isinstance(profiled, ProgramProfiled)
+    assert profiled.fault is not None
     assert driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
     assert job.job not in driver.device.memory().by_job
     shared.close()

@@ -14,12 +14,13 @@ from gpumux.device.contract import (
     LaunchDone,
     LaunchFailed,
     ProgramLoaded,
+    ProgramProfiled,
     ProgramRefused,
     Recut,
     TransferDone,
 )
-from gpumux.device.cpu.channel import DONE, DONE_BODY, FAILED, LOADED, RECUT, REFUSED, TRANSFERRED, unpack
-from gpumux.device.cpu.jobs import Command, Executor, Listing, Load, Move, release
+from gpumux.device.cpu.channel import DONE, DONE_BODY, FAILED, LOADED, PROFILED, RECUT, REFUSED, TRANSFERRED, unpack
+from gpumux.device.cpu.jobs import Command, Executor, Listing, Load, Move, Profile, release
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.model import Fault, LaunchId, ProgramId
 
@@ -57,6 +58,9 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
     if tag == TRANSFERRED and isinstance(command, Move):
         code, message, remedy = said[1:]
         return [TransferDone(job, command.transfer, Fault(code, message, remedy) if code else None)]
+    if tag == PROFILED and isinstance(command, Profile):
+        text, code, message, remedy = said
+        return [ProgramProfiled(job, command.program, text, Fault(code, message, remedy) if code else None)]
     raise AssertionError(f"message {tag} to {command}")
 
 
@@ -76,4 +80,6 @@ def _unanswered(executor: Executor, command: Command, fault: Fault) -> DeviceEve
         return LaunchFailed(command.launch, fault)
     if isinstance(command, Load):
         return ProgramRefused(executor.job, ProgramId(command.program), fault)
+    if isinstance(command, Profile):
+        return ProgramProfiled(executor.job, command.program, b"", fault)
     return TransferDone(executor.job, command.transfer, fault)

@@ -7,8 +7,8 @@ their own, so that the hot path is a plain recv. Bodies longer than a packet go 
     daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
     zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
-                         TRANSFER [..] +fd
-    executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED
+                         TRANSFER [..] +fd · PROFILE [program]
+    executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED
     checker -> daemon    CHECKED · REFUSED
 """
 
@@ -25,8 +25,8 @@ import msgpack
 PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
 MAX_FDS = 4
 
-(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER) = range(10)
-(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED) = range(16, 23)
+(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER, PROFILE) = range(11)
+(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED) = range(16, 24)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIII")  # tag, launch, step, program, cut, piece, slot
 DONE_BODY = struct.Struct("<Bqdd")  # tag, launch, started, ended

@@ -24,13 +24,24 @@ from gpumux.device.contract import (
     Launch,
     LaunchFailed,
     MemoryFigures,
+    ProgramProfiled,
     ProgramRefused,
     Segment,
     TransferDone,
 )
 from gpumux.device.cpu.answers import answer, obituary
 from gpumux.device.cpu.checks import Checks
-from gpumux.device.cpu.jobs import Command, Descriptors, Executor, Move, load_command, release, send, start_executor
+from gpumux.device.cpu.jobs import (
+    Command,
+    Descriptors,
+    Executor,
+    Move,
+    Profile,
+    load_command,
+    release,
+    send,
+    start_executor,
+)
 from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cpu.warm import WarmProcess
@@ -189,6 +200,12 @@ class CpuDevice:
         self._submit(
             job, Move(transfer, tuple(buffers), Descriptors((os.dup(segment.fd),)), segment.nbytes, into_device), None
         )
+
+    def profile(self, job: JobId, program: ProgramId) -> None:
+        if self._live(job) is None:
+            self._tell(ProgramProfiled(job, program, b"", _UNKNOWN))
+            return
+        self._submit(job, Profile(program), None)
 
     def unload(self, job: JobId) -> None:
         for token in self._checks.forget(job):

@@ -26,6 +26,8 @@ from gpumux.device.cpu.channel import (
     LAUNCH_HEAD,
     LOAD,
     LOADED,
+    PROFILE,
+    PROFILED,
     RECUT,
     REFUSED,
     TRANSFER,
@@ -41,6 +43,7 @@ from gpumux.device.cpu.operands import allocate, over
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
 from gpumux.program.ir import ALIGN, aligned
+from gpumux.program.profile import dumps
 
 IDLE_S = 2  # after this long without a message, collect garbage
 _HEAD = LAUNCH_HEAD.size - 1
@@ -75,6 +78,8 @@ class Executor:
                 self._load(fds)
             elif tag == TRANSFER:
                 self._transfer(unpack(body), fds)
+            elif tag == PROFILE:
+                self._profile(unpack(body)[0])
 
     def _launch(self, body: memoryview, fds: list[int]) -> bool:
         """Run a piece and say so; whether the job lives on."""
@@ -130,6 +135,17 @@ class Executor:
         place = {target: index for index, target in enumerate(table)}
         listing = [loaded.guesses(), loaded.bounds, table, [place[target] for target in targets]]
         self._channel.send(LOADED, [program, *listing])
+
+    def _profile(self, program: int) -> None:
+        try:
+            loaded = self._programs.get(program)
+            if loaded is None:
+                raise ProgramError(f"no program {program} is loaded", "name one that is")
+            text = dumps(loaded.profile()).encode()
+        except GpumuxError as error:
+            self._channel.send(PROFILED, [b"", error.code, error.message, error.remedy])
+            return
+        self._channel.send(PROFILED, [text, "", "", ""])
 
     def _buffer(self, index: int) -> torch.Tensor:
         if not 0 <= index < len(self._buffers):

@@ -16,6 +16,7 @@ from gpumux.device.cpu.channel import (
     LAUNCH_HEAD,
     LOAD,
     PACKET,
+    PROFILE,
     TRANSFER,
     Channel,
     memory_file,
@@ -61,7 +62,14 @@ class Move:
     into_device: bool
 
 
-Command = Launch | Load | Move
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A request for a program's operator times."""
+
+    program: ProgramId
+
+
+Command = Launch | Load | Move | Profile
 
 
 @dataclass(slots=True)
@@ -185,6 +193,9 @@ def send(channel: Channel, command: Command) -> None:
             head += scalars
         channel.sock.send(head)
         return
+    if isinstance(command, Profile):
+        channel.send(PROFILE, [command.program])
+        return
     try:
         if isinstance(command, Load):
             channel.send(LOAD, [], command.held.fds)
@@ -207,5 +218,5 @@ def _send_beside(channel: Channel, head: bytes, scalars: bytes) -> None:
 
 def release(command: Command) -> None:
     """Close what a command that will never be sent holds."""
-    if not isinstance(command, Launch):
+    if isinstance(command, Load | Move):
         command.held.close()

@@ -15,18 +15,21 @@ import mmap
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
-from time import perf_counter
+from time import gmtime, perf_counter, strftime
 
 import torch
 
+from gpumux import __version__
 from gpumux.device.cpu.frame import Context, Frame
 from gpumux.device.cpu.interp import Interpreter
+from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.operands import Operands
 from gpumux.device.cpu.pieces import Piece, PieceBuilder, sources
 from gpumux.device.cpu.randomness import Replays, repeated_slots
 from gpumux.errors import ProgramError
 from gpumux.program.cut import GUESSED_OP_SECONDS, cut, cut_unmeasured, piece_seconds
 from gpumux.program.ir import Program
+from gpumux.program.profile import OpProfile, StepProfile, batch_size, op_nbytes, op_shapes
 
 SETTLE_STEPS = 8
 FAR = 1.5  # pieces this many times longer or shorter than aimed at are worth cutting again
@@ -108,6 +111,26 @@ class LoadedProgram:
         if self.newest == 1 and self._steps == SETTLE_STEPS:
             return self._cut_again()
         return None
+
+    def profile(self) -> StepProfile:
+        """What each operator was measured to take. Raises ProgramError before the first measured cut."""
+        if self.newest == 0:
+            raise ProgramError("the program's operators are not measured yet", "run two steps of it first")
+        program = self.program
+        return StepProfile(
+            name="",
+            device=cpu_name(),
+            ops=tuple(
+                [
+                    OpProfile(op.target, op_shapes(program, op), seconds, op_nbytes(program, op), source="measured")
+                    for op, seconds in zip(program.ops, self._op_s, strict=True)
+                ]
+            ),
+            versions={"torch": str(torch.__version__), "gpumux": __version__},
+            recorded_at=strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()),
+            batch=batch_size(program),
+            note=f"run operator by operator with {torch.get_num_threads()} threads, Python's own time taken off",
+        )
 
     @property
     def through_python(self) -> dict[str, str]:
