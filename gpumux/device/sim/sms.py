@@ -1,0 +1,118 @@
+"""The multiprocessors: one pool of room for blocks, who gets it, and how fast what is resident runs."""
+
+from __future__ import annotations
+
+from math import inf
+
+from gpumux.device.sim.bandwidth import granted, rate
+from gpumux.device.sim.stream import Stream
+
+
+class Multiprocessors:
+    """`running` are the streams with a kernel on the device, most preferred first."""
+
+    def __init__(self, units: int, bandwidth: float) -> None:
+        self._units = units
+        self._bandwidth = bandwidth
+        self._room = units
+        self._last = 0.0
+        self._occupied = False
+        self.running: list[Stream] = []
+        self.next_at = inf
+        self.busy_s = 0.0  # with any block resident
+
+    def begin(self, stream: Stream, now: float) -> None:
+        """Its next kernel is ready: behind those of its priority, before those of lower ones."""
+        stream.begin_kernel(now)
+        self._insert(stream)
+
+    def adopt(self, stream: Stream) -> None:
+        """Take over a kernel that ran alone until now, with the blocks it has resident. Nothing else runs."""
+        self._insert(stream)
+        self._room -= stream.resident * stream.shape.size
+        self._last, self._occupied = stream.t0, True
+
+    def remove(self, stream: Stream) -> None:
+        """It has no blocks resident and none pending."""
+        self.running.remove(stream)
+
+    def settle(self, now: float) -> list[Stream]:
+        """Bring all up to `now`, let blocks that end at this instant end; the streams whose kernel is over,
+        which run no more."""
+        if self._occupied:
+            self.busy_s += now - self._last
+        self._last = now
+        over = []
+        for stream in self.running:
+            if stream.resident:
+                ended = stream.settle(now)
+                if ended:
+                    self._room += ended * stream.shape.size
+                    if not stream.pending and not stream.resident:
+                        over.append(stream)
+            else:
+                stream.t0 = now
+        for stream in over:
+            self.running.remove(stream)
+        return over
+
+    def dispatch(self) -> None:
+        """Give what room there is to pending blocks, the most preferred first. All are settled."""
+        for stream in self.running:
+            if stream.pending:
+                size = stream.shape.size
+                blocks = min(stream.pending, self._room_for(stream) // size)
+                if blocks:
+                    stream.start_blocks(blocks)
+                    self._room -= blocks * size
+        self._pace()
+        self._foresee()
+
+    def _room_for(self, stream: Stream) -> int:
+        """Units it may take now. Launches confined to a share have that part of the multiprocessors in
+        common, as partitions of one device do."""
+        cap = stream.work.cap
+        if cap == self._units:
+            return self._room
+        held = sum(s.resident * s.shape.size for s in self.running if s.resident and s.work.cap <= cap)
+        return min(self._room, max(cap - held, 0))
+
+    def _pace(self) -> None:
+        """Rates for the blocks that are resident now."""
+        resident = [stream for stream in self.running if stream.resident]
+        self._occupied = bool(resident)
+        if len(resident) == 1:
+            stream = resident[0]
+            demand = stream.resident * stream.shape.demand
+            stream.rate = 1.0 if demand <= self._bandwidth else self._bandwidth / demand
+            return
+        total = 0.0
+        for stream in resident:
+            total += stream.resident * stream.shape.demand / stream.shape.sensitivity
+        if total <= self._bandwidth:
+            for stream in resident:
+                stream.rate = 1.0 / stream.shape.sensitivity
+            return
+        groups = [(s.resident * s.shape.demand / s.shape.sensitivity, s.shape.bound) for s in resident]
+        f = granted(groups, self._bandwidth)
+        for stream in resident:
+            stream.rate = rate(stream.shape.bound, f) / stream.shape.sensitivity
+
+    def _foresee(self) -> None:
+        """When the next blocks end whose room another stream could take, or that end a kernel."""
+        self.next_at = inf
+        may_cycle = True
+        for stream in self.running:
+            at = stream.foresee(may_cycle)
+            if at < self.next_at:
+                self.next_at = at
+            # One that waits for room takes whatever those after it leave, unless its own blocks fill its share.
+            if may_cycle and stream.pending:
+                size, cap = stream.shape.size, stream.work.cap
+                may_cycle = cap < self._units and (stream.resident + 1) * size > cap
+
+    def _insert(self, stream: Stream) -> None:
+        at = len(self.running)
+        while at and self.running[at - 1].priority < stream.priority:
+            at -= 1
+        self.running.insert(at, stream)
