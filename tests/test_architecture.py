@@ -32,7 +32,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "device": SHARED,
     "metrics": SHARED,
     "daemon": SHARED | {"core", "wire", "device", "metrics"},
-    "cli": SHARED | {"core", "wire", "device", "metrics", "daemon"},
+    "simulate": SHARED | {"core", "device"},
+    "cli": SHARED | {"core", "wire", "device", "metrics", "daemon", "simulate"},
     "client": SHARED | {"wire"},
     "gpumux": frozenset(),
 }

@@ -11,23 +11,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 from gpumux.program.profile import OpProfile, Shapes, StepProfile, save
 
 SMS = 108  # NVIDIA A100 datasheet
 BANDWIDTH = 1.555e12  # bytes/s, A100 40 GB datasheet
-TF32_FLOPS = 156e12  # dense, A100 datasheet
+FLOPS = {4: 156e12, 2: 312e12}  # by bytes of an item: TF32 and float16, dense, A100 datasheet
 EFFICIENCY = 0.5  # of that peak inside a full wave; guess
 MEMORY_EFFICIENCY = 0.85  # of the bandwidth, for streaming kernels; guess
 FLOOR_S = 2e-6  # the shortest kernel; guess
-ITEM = 4  # bytes of a float32
+FLOAT = 4  # bytes of a float32
 # Tile rows, tile columns, blocks an SM holds, rate beside the largest tile. Guesses after common GEMM kernels.
 TILES = ((128, 128, 1, 1.0), (128, 64, 2, 0.9), (64, 64, 4, 0.75))
 SPLIT_K = 256  # a block of a product with few tiles takes at least this much of the inner dimension; guess
 STREAM_ELEMENTS, STREAM_PER_SM = 1024, 8  # an elementwise block: 256 threads, 4 elements each; 2048 threads an SM
 FOREACH_ELEMENTS, FOREACH_PER_SM = 65536, 4  # torch's multi-tensor kernels: this many elements, 512 threads a block
+AMP = 2  # bytes of an item under mixed precision: products and activations in float16, parameters in float32
 ALLREDUCE_BUS = 200e9  # bytes/s over NVLink among 8 A100; guess after public NCCL test results
 ALLREDUCE_LATENCY_S = 25e-6  # guess
 ALLREDUCE_BLOCKS = 24  # channels; guess
@@ -41,10 +42,12 @@ DENSE = ((25088, 4096), (4096, 4096), (4096, 1000))
 
 @dataclass
 class Tape:
-    """Collects a step's operators in the order they would be captured."""
+    """Collects a step's operators in the order they would be captured; `item` bytes an activation's element."""
 
+    item: int = FLOAT
     ops: list[OpProfile] = field(default_factory=list)
-    gradients: list[int] = field(default_factory=list)  # bytes, in the order backward makes them
+    gradients: list[int] = field(default_factory=list)  # bytes not yet sent, in the order backward makes them
+    parameters: list[tuple[int, ...]] = field(default_factory=list)
 
     def add(
         self,
@@ -61,8 +64,8 @@ class Tape:
 
     def product(self, target: str, shapes: Shapes, m: int, n: int, k: int) -> None:
         """[m, k] x [k, n], with the tile that is quickest."""
-        nbytes = ITEM * (m * k + k * n + m * n)
-        rate = TF32_FLOPS * EFFICIENCY / SMS
+        nbytes = self.item * (m * k + k * n + m * n)
+        rate = FLOPS[self.item] * EFFICIENCY / SMS
         found: list[tuple[float, int, int]] = []
         for rows, columns, per_sm, speed in TILES:
             tiles = ceil(m / rows) * ceil(n / columns)
@@ -72,15 +75,15 @@ class Tape:
         seconds, blocks, per_sm = min(found)
         self.add(target, shapes, max(seconds, nbytes / BANDWIDTH), nbytes, blocks, per_sm)
 
-    def stream(self, target: str, shapes: Shapes, elements: int, passes: int) -> None:
-        """Elementwise over `elements`, read or written `passes` times."""
-        nbytes = ITEM * elements * passes
+    def stream(self, target: str, shapes: Shapes, elements: int, passes: float, item: int = 0) -> None:
+        """Elementwise over `elements` of `item` bytes, read or written `passes` times."""
+        nbytes = int((item or self.item) * elements * passes)
         seconds = nbytes / (BANDWIDTH * MEMORY_EFFICIENCY)
         self.add(target, shapes, seconds, nbytes, ceil(elements / STREAM_ELEMENTS), STREAM_PER_SM)
 
     def all_reduce(self, nbytes: int, gpus: int) -> None:
         seconds = ALLREDUCE_LATENCY_S + 2 * (gpus - 1) / gpus * nbytes / ALLREDUCE_BUS
-        shape = (nbytes // ITEM,)
+        shape = (nbytes // FLOAT,)
         self.add("nccl.all_reduce", (shape, shape), seconds, 3 * nbytes, ALLREDUCE_BLOCKS, 1, ALLREDUCE_SENSITIVITY)
 
     def synchronise(self, gpus: int) -> None:
@@ -88,20 +91,40 @@ class Tape:
         while gpus > 1 and sum(self.gradients) >= BUCKET_BYTES:
             self._bucket(gpus)
 
-    def finish(self, parameters: int, gpus: int) -> None:
-        """What is left to send, and SGD with momentum over all parameters, as three multi-tensor operators."""
+    def parameter(self, shape: tuple[int, ...]) -> None:
+        """A parameter is about to be used: under mixed precision it is cast first."""
+        self.parameters.append(shape)
+        if self.item != FLOAT:
+            self.stream("aten._to_copy.default", (shape, shape), prod(shape), 1.5, FLOAT)
+
+    def gradient(self, shape: tuple[int, ...]) -> None:
+        """A parameter's gradient has been made: under mixed precision it is cast back."""
+        self.gradients.append(FLOAT * prod(shape))
+        if self.item != FLOAT:
+            self.stream("aten._to_copy.default", (shape, shape), prod(shape), 1.5, FLOAT)
+
+    def flush(self, gpus: int) -> None:
+        """All-reduce what is left of the gradients."""
         self.synchronise(gpus)
         if gpus > 1 and self.gradients:
             self._bucket(gpus)
-        shape = ((parameters,),)
-        for target, passes in (
-            ("aten._foreach_mul_.Scalar", 2),
-            ("aten._foreach_add_.List", 3),
-            ("aten._foreach_add_.List", 3),
-        ):
-            nbytes = ITEM * parameters * passes
+        self.gradients = []
+
+    def optimize_each(self) -> None:
+        """SGD with momentum and weight decay, a parameter at a time, then gradients to zero: as libtorch does."""
+        for shape in self.parameters:
+            for target, passes in (("add_.Tensor", 3), ("mul_.Tensor", 2), ("add_.Tensor", 3), ("add_.Tensor", 3)):
+                self.stream(f"aten.{target}", (shape, shape), prod(shape), passes, FLOAT)
+            self.stream("aten.zero_.default", (shape,), prod(shape), 1, FLOAT)
+
+    def optimize_together(self) -> None:
+        """SGD with momentum over all parameters as three multi-tensor operators: torch's default."""
+        count = sum(map(prod, self.parameters))
+        for target, passes in (("mul_.Scalar", 2), ("add_.List", 3), ("add_.List", 3)):
+            nbytes = FLOAT * count * passes
             seconds = nbytes / (BANDWIDTH * MEMORY_EFFICIENCY)
-            self.add(target, shape, seconds, nbytes, ceil(parameters / FOREACH_ELEMENTS), FOREACH_PER_SM)
+            blocks = ceil(count / FOREACH_ELEMENTS)
+            self.add(f"aten._foreach_{target}", ((count,),), seconds, nbytes, blocks, FOREACH_PER_SM)
 
     def _bucket(self, gpus: int) -> None:
         nbytes, rest = sum(self.gradients), 0
@@ -120,16 +143,14 @@ class Conv:
     side: int
     kernel: int = 3
 
-    @property
-    def parameters(self) -> int:
-        return self.cin * self.cout * self.kernel**2 + self.cout
-
     def shapes(self, batch: int) -> Shapes:
         image, weight = (batch, self.cin, self.side, self.side), (self.cout, self.cin, self.kernel, self.kernel)
         return (image, weight, (batch, self.cout, self.side, self.side))
 
     def forward(self, tape: Tape, batch: int) -> None:
         shapes, pixels = self.shapes(batch), batch * self.side**2
+        tape.parameter(shapes[1])
+        tape.parameter((self.cout,))
         tape.product("aten.convolution.default", shapes, pixels, self.cout, self.cin * self.kernel**2)
         tape.stream("aten.relu.default", (shapes[2], shapes[2]), pixels * self.cout, 2)
 
@@ -141,27 +162,29 @@ class Conv:
         if not first:
             tape.product("aten.convolution_backward.input", (*backward, shapes[0]), pixels, self.cin, self.cout * taps)
         tape.product("aten.convolution_backward.weight", (*backward, shapes[1]), self.cout, self.cin * taps, pixels)
-        tape.gradients.append(ITEM * self.parameters)
+        tape.gradient(shapes[1])
+        tape.stream("aten.convolution_backward.bias", (shapes[2], (self.cout,)), pixels * self.cout, 1)
+        tape.gradient((self.cout,))
 
 
 def dense_forward(tape: Tape, batch: int, wide: int, out: int) -> None:
+    tape.parameter((wide, out))
+    tape.parameter((out,))
     tape.product("aten.addmm.default", ((out,), (batch, wide), (wide, out), (batch, out)), batch, out, wide)
 
 
 def dense_backward(tape: Tape, batch: int, wide: int, out: int) -> None:
     tape.product("aten.mm.default", ((batch, out), (out, wide), (batch, wide)), batch, wide, out)
     tape.product("aten.mm.default", ((out, batch), (batch, wide), (out, wide)), out, wide, batch)
-    tape.gradients.append(ITEM * (wide * out + out))
+    tape.gradient((wide, out))
+    tape.stream("aten.sum.dim_IntList", ((batch, out), (out,)), batch * out, 1)
+    tape.gradient((out,))
 
 
 def vgg16(batch: int, gpus: int = 1) -> StepProfile:
     """One training step of VGG-16 on 224 x 224 images, `batch` of them on this GPU, one of `gpus`."""
-    tape = Tape()
-    convs = [Conv(*layer) for layer in VGG16]
-    for index, conv in enumerate(convs):
-        conv.forward(tape, batch)
-        if index + 1 == len(convs) or convs[index + 1].side < conv.side:
-            _pool(tape, batch, conv, "aten.max_pool2d_with_indices.default")
+    tape = Tape(AMP)
+    _convs_forward(tape, batch)
     for wide, out in DENSE:
         dense_forward(tape, batch, wide, out)
         tape.stream("aten.relu.default", ((batch, out), (batch, out)), batch * out, 2)
@@ -169,14 +192,58 @@ def vgg16(batch: int, gpus: int = 1) -> StepProfile:
         tape.stream("aten.threshold_backward.default", ((batch, out),) * 3, batch * out, 3)
         dense_backward(tape, batch, wide, out)
         tape.synchronise(gpus)
-    for index, conv in reversed(list(enumerate(convs))):
-        if index + 1 == len(convs) or convs[index + 1].side < conv.side:
+    _convs_backward(tape, batch, gpus)
+    tape.flush(gpus)
+    tape.optimize_each()
+    where = f", one of {gpus} data-parallel GPUs with an all-reduce for each 25 MiB of gradients" if gpus > 1 else ""
+    return _profile(f"vgg16-b{batch}{'-ddp' if gpus > 1 else ''}", batch, tape, f"VGG-16, mixed precision{where}")
+
+
+def vgg16_burst(batch: int, gpus: int) -> StepProfile:
+    """The same under DeepPool's burst-parallel plan, on a GPU that has no part in the dense layers: those run on one
+    GPU for everybody, so their gradients need no all-reduce, and the others wait. Backward comes first here, the
+    next forward last, so that the wait (`dense_seconds`) lies between two steps."""
+    tape, first = Tape(AMP), Tape(AMP)
+    _convs_forward(first, batch)
+    _convs_backward(tape, batch, gpus)
+    tape.flush(gpus)
+    tape.parameters = first.parameters
+    tape.optimize_each()
+    tape.ops += first.ops
+    wait = f"then a wait of {dense_seconds(batch * gpus) * 1e3:.2f} ms for the dense layers, which one GPU runs for all"
+    note = f"VGG-16's convolutions, mixed precision, one of {gpus} burst-parallel GPUs: backward, forward, {wait}"
+    return _profile(f"vgg16-b{batch}-burst", batch, tape, note)
+
+
+def dense_seconds(batch: int) -> float:
+    """What VGG-16's dense layers take forward and backward on one GPU."""
+    tape = Tape(AMP)
+    for wide, out in DENSE:
+        dense_forward(tape, batch, wide, out)
+    for wide, out in reversed(DENSE):
+        dense_backward(tape, batch, wide, out)
+    return sum(op.seconds for op in tape.ops)
+
+
+def _last_of_side(index: int) -> bool:
+    return index + 1 == len(VGG16) or VGG16[index + 1][2] < VGG16[index][2]
+
+
+def _convs_forward(tape: Tape, batch: int) -> None:
+    for index, layer in enumerate(VGG16):
+        conv = Conv(*layer)
+        conv.forward(tape, batch)
+        if _last_of_side(index):
+            _pool(tape, batch, conv, "aten.max_pool2d_with_indices.default")
+
+
+def _convs_backward(tape: Tape, batch: int, gpus: int) -> None:
+    for index, layer in reversed(list(enumerate(VGG16))):
+        conv = Conv(*layer)
+        if _last_of_side(index):
             _pool(tape, batch, conv, "aten.max_pool2d_with_indices_backward.default")
         conv.backward(tape, batch, first=index == 0)
         tape.synchronise(gpus)
-    tape.finish(sum(c.parameters for c in convs) + sum(w * o + o for w, o in DENSE), gpus)
-    where = f", one of {gpus} data-parallel GPUs with an all-reduce for each 25 MiB of gradients" if gpus > 1 else ""
-    return _profile(f"vgg16-b{batch}{'-ddp' if gpus > 1 else ''}", batch, tape, f"VGG-16, 224 x 224 images{where}")
 
 
 def _pool(tape: Tape, batch: int, conv: Conv, target: str) -> None:
@@ -198,7 +265,7 @@ def small_kernels(batch: int) -> StepProfile:
         conv.forward(tape, batch)
     for index, conv in reversed(list(enumerate(convs))):
         conv.backward(tape, batch, first=index == 0)
-    tape.finish(sum(conv.parameters for conv in convs), 1)
+    tape.optimize_together()
     return _profile(f"small-kernels-b{batch}", batch, tape, "a net of narrow branches after Inception-v3")
 
 
@@ -221,7 +288,7 @@ def transformer(batch: int, layers: int = 4, width: int = 512, length: int = 128
         _attention(tape, scores, "aten._softmax_backward_data.default", 3)
         for _ in range(2):
             tape.stream("aten.native_layer_norm_backward.default", ((tokens, width),) * 3, tokens * width, 3)
-    tape.finish(layers * sum(w * o + o for w, o in weights), 1)
+    tape.optimize_together()
     note = f"an encoder of {layers} layers, {width} wide, sequences of {length}"
     return _profile(f"transformer-b{batch}", batch, tape, note)
 
@@ -241,7 +308,16 @@ def _profile(name: str, batch: int, tape: Tape, note: str) -> StepProfile:
 
 def shipped() -> Sequence[StepProfile]:
     """Every profile that comes with gpumux."""
-    return (vgg16(4, gpus=8), vgg16(4), vgg16(16), small_kernels(4), small_kernels(16), transformer(2), transformer(16))
+    return (
+        vgg16_burst(4, 8),
+        vgg16(4, gpus=8),
+        vgg16(4),
+        vgg16(16),
+        small_kernels(4),
+        small_kernels(16),
+        transformer(2),
+        transformer(16),
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,93 @@
+"""A simulated job's client: when it submits steps, and what came of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any, Protocol
+
+from gpumux.core import events as ev
+from gpumux.device.sim.kernel import Kernel
+from gpumux.model import JobId, Priority, ProgramId, StepId
+from gpumux.simulate.workload import Pieces, Workload
+
+PROGRAM = ProgramId(0)
+
+
+class World(Protocol):
+    """Where a client lives."""
+
+    now: float
+    client_s: float
+
+    def feed(self, event: ev.Event) -> None:
+        """The daemon hears of it now."""
+
+    def push(self, when: float, act: Callable[[Any], None], argument: Any) -> None:
+        """Call `act(argument)` at a virtual time."""
+
+
+class Client:
+    """One job's. Sums are over its whole life; `*_before_s` are what they were when the measured window began."""
+
+    def __init__(self, index: int, workload: Workload, pieces: Pieces, seed: int) -> None:
+        self.id = JobId(f"{index:032x}")
+        self.workload = workload
+        self.high = workload.priority is Priority.HIGH
+        self.cuts = {0: pieces}  # what the device said, by cut
+        self.kernels: dict[int, tuple[tuple[Kernel, ...], ...]] = {0: pieces.kernels}  # what runs, by cut
+        self.step_seconds: list[float] = []
+        self.step_ends: list[float] = []
+        self.work_s = self.device_s = 0.0
+        self.work_before_s = self.device_before_s = 0.0
+        self._random = Random(f"{seed}/{index}/{workload.name}")
+        self._next_step = 0
+        self._inflight = 0
+        self._backlog = 0  # arrivals that found `max_inflight` steps unanswered
+        self._submitted: deque[float] = deque()  # of the steps whose last piece has not ended
+
+    def begin(self, world: World) -> None:
+        """Its program is loaded."""
+        workload = self.workload
+        if workload.rate is not None:
+            world.push(world.now + self._random.expovariate(workload.rate), self._arrive, world)
+        else:
+            for _ in range(1 if workload.think_s else workload.max_inflight):
+                self._submit(world)
+
+    def answered(self, world: World) -> None:
+        """A step's answer is on its way to it."""
+        self._inflight -= 1
+        if self.workload.rate is None:
+            world.push(world.now + world.client_s + self.workload.think_s, self._submit, world)
+        elif self._backlog:
+            self._backlog -= 1
+            world.push(world.now + world.client_s, self._submit, world)
+
+    def piece_ended(self, cut: int, piece: int, started: float, ended: float) -> None:
+        pieces = self.cuts[cut]
+        self.work_s += pieces.seconds[piece]
+        self.device_s += ended - started
+        if piece == len(pieces.seconds) - 1:
+            before = self.step_ends[-1] if self.step_ends else 0.0
+            self.step_seconds.append(ended - max(self._submitted.popleft(), before))
+            self.step_ends.append(ended)
+
+    def begin_window(self) -> None:
+        self.work_before_s, self.device_before_s = self.work_s, self.device_s
+
+    def _arrive(self, world: World) -> None:
+        assert self.workload.rate is not None
+        world.push(world.now + self._random.expovariate(self.workload.rate), self._arrive, world)
+        if self._inflight < self.workload.max_inflight:
+            self._submit(world)
+        else:
+            self._backlog += 1
+
+    def _submit(self, world: World) -> None:
+        step = StepId(self._next_step)
+        self._next_step += 1
+        self._inflight += 1
+        self._submitted.append(world.now)
+        world.feed(ev.StepSubmitted(self.id, step, PROGRAM))

@@ -1,0 +1,332 @@
+"""The daemon's core over the simulated GPU, on a virtual clock.
+
+    client --client_s--> inbox --> core (handle_s an event) --> launches --> Gpu --> what the host learns --> inbox
+
+Everything the daemon does on its one thread is serial here too: an event waits while another is handled, and
+what the core decides takes effect when its handling is over. The GPU adds the host's launch calls and the
+time until the host knows that a launch has ended (GpuSpec.completion_s). The same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import Any
+
+from gpumux.core import commands as cmd
+from gpumux.core import events as ev
+from gpumux.core.config import CoreConfig
+from gpumux.core.machine import Core
+from gpumux.device.sim.gpu import Finished, Gpu
+from gpumux.device.sim.kernel import Kernel
+from gpumux.device.sim.spec import GpuSpec
+from gpumux.errors import ConfigError
+from gpumux.model import DeviceInfo, Footprint, JobSpec, LaunchId, Peer, SessionId
+from gpumux.simulate.client import PROGRAM, Client
+from gpumux.simulate.result import JobResult, Result, Row, Solo, percentile
+from gpumux.simulate.workload import TARGET_S, Workload, cut_workload, recut
+
+HANDLE_S = 20e-6  # the daemon's own time for an event: twice what microbench/core_rate measures of the core alone
+CLIENT_S = 60e-6  # an answer's way to the client and the next step's way back; guess beside microbench/rtt
+SOLO_STEPS, SOLO_WARMUP = 48, 4
+SOLO_POISSON_STEPS = 512
+TIMELINE_ROWS = 20_000
+PROGRESS_EVERY = 2048  # turns of the loop
+
+_SESSION = SessionId("simulated")
+Progress = Callable[["Simulation"], None]
+
+
+class Simulation:
+    """Jobs on one device under one policy. `run` may be called again and goes on where it was. Raises ConfigError for
+    jobs or settings that make no sense. Job ids are the workloads' places in hexadecimal."""
+
+    def __init__(
+        self,
+        workloads: Sequence[Workload],
+        spec: GpuSpec,
+        policy: str = "paced",
+        *,
+        seed: int = 0,
+        graphs: bool = True,
+        priorities: bool = True,
+        core_config: Mapping[str, Any] | None = None,
+        timeline: bool = False,
+        handle_s: float = HANDLE_S,
+        client_s: float = CLIENT_S,
+    ) -> None:
+        names = [workload.name for workload in workloads]
+        if not workloads or len(set(names)) != len(names):
+            raise ConfigError(f"jobs named {names}", "give at least one job, each a name of its own")
+        self.spec = spec
+        self.policy = policy
+        self.now = 0.0
+        self.core = Core(CoreConfig(policy=policy, **dict(core_config or {})))
+        self.gpu = Gpu(spec, graphs=graphs, priorities=priorities)
+        self.clients = [Client(i, w, cut_workload(w, spec), seed) for i, w in enumerate(workloads)]
+        self.timeline: deque[Row] = deque(maxlen=TIMELINE_ROWS)
+        self._graphs = graphs
+        self._keep_rows = timeline
+        self._handle_s, self.client_s = handle_s, client_s
+        self._by_id = {client.id: client for client in self.clients}
+        self._due: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._serial = count()
+        self._inbox: deque[ev.Event] = deque()
+        self._busy = False
+        self._wake = inf
+        self._flying: dict[int, tuple[Client, cmd.LaunchPiece]] = {}
+        self._window_from: float | None = 0.0
+        self._warmup = 0
+        self._execute: dict[type, Callable[[Any], None]] = {
+            cmd.LaunchPiece: self._launch,
+            cmd.FinishStep: self._finish_step,
+            cmd.WakeAt: self._wake_at,
+            cmd.AcceptJob: self._accepted,
+            cmd.AcceptProgram: self._load,
+            cmd.AnnounceProgram: self._announced,
+        }
+        self._open()
+
+    # ---- from outside
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        """Call `act` at a virtual time, for instance to change what a job does from then on."""
+        self.push(when, lambda _: act(), None)
+
+    def change(self, name: str, kernels: Sequence[Kernel]) -> None:
+        """From now on a job's kernels behave like these, as many as before; nobody is told. Its program, cut and
+        predictions stay."""
+        client = next(c for c in self.clients if c.workload.name == name)
+        if len(kernels) != len(client.workload.kernels):
+            raise ConfigError(f"{len(kernels)} kernels for a step of {len(client.workload.kernels)}", "give as many")
+        for number, pieces in client.cuts.items():
+            client.kernels[number] = recut(kernels, pieces.bounds, self.spec).kernels
+
+    def recut(self, name: str, bounds: tuple[int, ...]) -> None:
+        """The device cuts a job's program anew, and says so. Raises ConfigError for bounds that are none."""
+        client = next(c for c in self.clients if c.workload.name == name)
+        kernels = client.workload.kernels
+        if bounds[:1] != (0,) or bounds[-1] != len(kernels) or list(bounds) != sorted(set(bounds)):
+            raise ConfigError(f"bounds {bounds} of {len(kernels)} kernels", "rise from 0 to their number")
+        number = max(client.cuts) + 1
+        client.cuts[number] = pieces = recut(kernels, bounds, self.spec)
+        client.kernels[number] = pieces.kernels
+        self.feed(ev.ProgramReady(client.id, PROGRAM, number, pieces.seconds, pieces.bounds))
+
+    def run(
+        self,
+        *,
+        seconds: float | None = None,
+        steps: int | None = None,
+        warmup_steps: int = 0,
+        progress: Progress | None = None,
+    ) -> Result:
+        """Go on until `seconds` of virtual time from the start, or until every high job (every job, if none is high) has
+        `steps` answered after the warm-up, whichever comes first. An interrupt from the keyboard ends the run early:
+        the result holds what is known. Raises ConfigError when neither end is given."""
+        if seconds is None and steps is None:
+            raise ConfigError("a simulation without an end", "give seconds, steps or both")
+        self._warmup = warmup_steps
+        if warmup_steps:
+            self._window_from = None
+        interrupted = False
+        try:
+            self._run(inf if seconds is None else seconds, steps, progress)
+        except KeyboardInterrupt:
+            interrupted = True
+        return self._result(interrupted)
+
+    # ---- the loop
+
+    def _run(self, until: float, steps: int | None, progress: Progress | None) -> None:
+        due, gpu = self._due, self.gpu
+        counted = [c for c in self.clients if c.high] or self.clients
+        wanted = None if steps is None else steps + self._warmup
+        for turn in count(1):
+            next_due = due[0][0] if due else inf
+            limit = min(next_due, until)
+            if limit == inf and gpu.next_event() == inf:
+                raise RuntimeError("nothing will ever happen again: the core left the device idle with steps submitted")
+            finished = gpu.advance_to_finish(limit)
+            if finished:
+                self.now = gpu.now
+                for each in finished:
+                    self._finished(each)
+            elif next_due <= until:
+                self.now = next_due
+                _, _, act, argument = heappop(due)
+                act(argument)
+            else:
+                self.now = until
+                return
+            if self._window_from is None and all(len(c.step_seconds) >= self._warmup for c in counted):
+                self._begin_window()
+            if wanted is not None and finished and all(len(c.step_seconds) >= wanted for c in counted):
+                return
+            if progress is not None and turn % PROGRESS_EVERY == 0:
+                progress(self)
+
+    def _begin_window(self) -> None:
+        self._window_from = self.now
+        for client in self.clients:
+            client.begin_window()
+
+    def push(self, when: float, act: Callable[[Any], None], argument: Any) -> None:
+        """Call `act(argument)` at a virtual time."""
+        heappush(self._due, (when, next(self._serial), act, argument))
+
+    # ---- the daemon
+
+    def feed(self, event: ev.Event) -> None:
+        """The daemon hears of it now, from a client, the device or elsewhere (a pause, a resume)."""
+        if self._busy:
+            self._inbox.append(event)
+        else:
+            self._handle(event)
+
+    def _handle(self, event: ev.Event) -> None:
+        self._busy = True
+        self.push(self.now + self._handle_s, self._handled, self.core.handle(event, self.now))
+
+    def _handled(self, commands: list[cmd.Command]) -> None:
+        for command in commands:
+            act = self._execute.get(type(command))
+            if act is None:
+                raise RuntimeError(f"the core refused what was simulated: {command}")
+            act(command)
+        if self._inbox:
+            self._handle(self._inbox.popleft())
+        else:
+            self._busy = False
+
+    def _wake_at(self, c: cmd.WakeAt) -> None:
+        if c.when < self._wake:
+            self._wake = c.when
+            self.push(max(c.when, self.now), self._tick, c.when)
+
+    def _tick(self, when: float) -> None:
+        if when == self._wake:
+            self._wake = inf
+            self.feed(ev.Tick())
+
+    def _launch(self, c: cmd.LaunchPiece) -> None:
+        client = self._by_id[c.job]
+        self._flying[c.launch] = (client, c)
+        self.gpu.launch(c.launch, c.job, c.stream, client.kernels[c.cut][c.piece], self.now, c.share)
+
+    def _finished(self, done: Finished) -> None:
+        """The host learns that a launch has ended."""
+        client, launched = self._flying.pop(done.launch)
+        client.piece_ended(launched.cut, launched.piece, done.started, done.ended)
+        if self._keep_rows:
+            name = client.workload.name
+            self.timeline.append(Row(name, launched.step, launched.piece, launched.share, done.started, done.ended))
+        self.feed(ev.PieceDone(LaunchId(done.launch), done.started, done.ended))
+
+    # ---- jobs
+
+    def _open(self) -> None:
+        spec = self.spec
+        targets = {priority.name.lower(): seconds for priority, seconds in TARGET_S.items()}
+        info = DeviceInfo("sim", spec.title, spec.memory_bytes, None, 0, "", targets, shares=spec.shares)
+        self.feed(ev.DeviceOpened(info))
+        self.feed(ev.SessionOpened(_SESSION, Peer(1000, 1000, 1)))
+        for client in self.clients:
+            w = client.workload
+            job = JobSpec(w.name, w.priority, w.weight, w.max_slowdown, None, w.max_inflight)
+            if w.starts_at:
+                self.push(w.starts_at, self.feed, ev.JobRequested(_SESSION, client.id, job))
+            else:
+                self.feed(ev.JobRequested(_SESSION, client.id, job))
+
+    def _accepted(self, c: cmd.AcceptJob) -> None:
+        footprint = Footprint(1 << 20, 1 << 20, 1 << 10)
+        self.feed(ev.ProgramOffered(c.job, PROGRAM, footprint, self._by_id[c.job].workload.content_hash))
+
+    def _load(self, c: cmd.AcceptProgram) -> None:
+        pieces = self._by_id[c.job].cuts[0]
+        self.feed(ev.ProgramReady(c.job, PROGRAM, 0, pieces.seconds, pieces.bounds))
+
+    def _announced(self, c: cmd.AnnounceProgram) -> None:
+        self._by_id[c.job].begin(self)
+
+    def _finish_step(self, c: cmd.FinishStep) -> None:
+        self._by_id[c.job].answered(self)
+
+    # ---- afterwards
+
+    def _result(self, interrupted: bool) -> Result:
+        window_s = 0.0 if self._window_from is None else self.now - self._window_from
+        jobs = []
+        for client in self.clients:
+            w = client.workload
+            job = JobResult(w.name, w.priority, w.max_slowdown, client.cuts[0].step_s, solo(w, self.spec, self._graphs))
+            job.step_seconds, job.step_ends = list(client.step_seconds), list(client.step_ends)
+            job.warmup, job.window_s = self._warmup if client.high else 0, window_s
+            if self._window_from is not None:
+                job.work_s = client.work_s - client.work_before_s
+                job.device_s = client.device_s - client.device_before_s
+            jobs.append(job)
+        told = {client.workload.name: self.core.story(client.id)[-10:] for client in self.clients}
+        return Result(
+            device=self.spec.name,
+            policy=self.policy,
+            jobs=jobs,
+            ended_at=self.now,
+            window_s=window_s,
+            interrupted=interrupted,
+            busy=self.gpu.busy(),
+            snapshot=self.core.snapshot(),
+            explanations=told,
+            timeline=list(self.timeline),
+        )
+
+
+def simulate(
+    workloads: Sequence[Workload],
+    spec: GpuSpec,
+    policy: str = "paced",
+    *,
+    seconds: float | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    warmup_steps: int = 0,
+    graphs: bool = True,
+    priorities: bool = True,
+    core_config: Mapping[str, Any] | None = None,
+    timeline: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """One run from beginning to end; see Simulation and its `run`."""
+    simulation = Simulation(
+        workloads,
+        spec,
+        policy,
+        seed=seed,
+        graphs=graphs,
+        priorities=priorities,
+        core_config=core_config,
+        timeline=timeline,
+    )
+    return simulation.run(seconds=seconds, steps=steps, warmup_steps=warmup_steps, progress=progress)
+
+
+@lru_cache(maxsize=1024)
+def _alone(workload: Workload, spec: GpuSpec, graphs: bool) -> Solo:
+    simulation = Simulation([workload], spec, "paced", graphs=graphs)
+    steps = SOLO_STEPS if workload.rate is None else SOLO_POISSON_STEPS
+    simulation._run(inf, steps + SOLO_WARMUP, None)
+    (client,) = simulation.clients
+    seconds = client.step_seconds[SOLO_WARMUP:]
+    took = client.step_ends[-1] - client.step_ends[SOLO_WARMUP - 1]
+    return Solo(sum(seconds) / len(seconds), percentile(seconds, 0.99), len(seconds) / took)
+
+
+def solo(workload: Workload, spec: GpuSpec, graphs: bool = True) -> Solo:
+    """The job alone on the device, paced: with nothing to share, there is nothing to guard."""
+    return _alone(replace(workload, name="alone", starts_at=0.0, weight=1.0), spec, graphs)
