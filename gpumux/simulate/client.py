@@ -58,12 +58,13 @@ class Client:
 
     def answered(self, world: World) -> None:
         """A step's answer is on its way to it."""
-        self._inflight -= 1
         if self.workload.rate is None:
-            world.push(world.now + world.client_s + self.workload.think_s, self._submit, world)
+            world.push(world.now + world.client_s + self.workload.think_s, self._submit_next, world)
         elif self._backlog:
             self._backlog -= 1
-            world.push(world.now + world.client_s, self._submit, world)
+            world.push(world.now + world.client_s, self._submit_next, world)
+        else:
+            self._inflight -= 1
 
     def piece_ended(self, cut: int, piece: int, started: float, ended: float) -> None:
         pieces = self.cuts[cut]
@@ -84,6 +85,11 @@ class Client:
             self._submit(world)
         else:
             self._backlog += 1
+
+    def _submit_next(self, world: World) -> None:
+        """In the place of one that was answered."""
+        self._inflight -= 1
+        self._submit(world)
 
     def _submit(self, world: World) -> None:
         step = StepId(self._next_step)

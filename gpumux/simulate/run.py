@@ -36,7 +36,7 @@ CLIENT_S = 60e-6  # an answer's way to the client and the next step's way back; 
 SOLO_STEPS, SOLO_WARMUP = 48, 4
 SOLO_POISSON_STEPS = 512
 TIMELINE_ROWS = 20_000
-PROGRESS_EVERY = 2048  # turns of the loop
+PROGRESS_EVERY = 256  # turns of the loop
 
 _SESSION = SessionId("simulated")
 Progress = Callable[["Simulation"], None]

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from math import ceil, inf, isfinite, prod
 
-from gpumux.device.sim.kernel import MIN_BLOCK_S, Kernel, solo_seconds
+from gpumux.device.sim.kernel import MIN_BLOCK_S, Kernel, checked, solo_seconds
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.model import Priority
@@ -47,6 +47,8 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.kernels:
             raise ConfigError(f"job {self.name!r} has no kernels", "give it at least one")
+        for kernel in self.kernels:
+            checked(kernel)
         if not (isfinite(self.think_s) and self.think_s >= 0 and isfinite(self.starts_at) and self.starts_at >= 0):
             raise ConfigError(f"job {self.name!r} thinks for {self.think_s} s from {self.starts_at} s on", "0 or more")
         if self.rate is not None and not (isfinite(self.rate) and self.rate > 0):

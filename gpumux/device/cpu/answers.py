@@ -22,8 +22,11 @@ from gpumux.device.contract import (
 from gpumux.device.cpu.channel import DONE, DONE_BODY, FAILED, LOADED, PROFILED, RECUT, REFUSED, TRANSFERRED, unpack
 from gpumux.device.cpu.jobs import Command, Executor, Listing, Load, Move, Profile, release
 from gpumux.device.cpu.schedule import Schedule
-from gpumux.model import Fault, LaunchId, ProgramId
+from gpumux.model import Fault, JobId, LaunchId, ProgramId
 
+UNKNOWN = Fault("unknown_job", "the device holds no such job", "open the job first")
+BAD_SEED = Fault("program", "the seed is not a 64-bit integer", "choose another")
+NO_WARM = Fault("executor_crashed", "the process that starts executors is gone", "restart the daemon; see its log")
 _log = logging.getLogger(__name__)
 _DONE = struct.Struct("<" + DONE_BODY.format[2:])  # without the tag
 
@@ -83,3 +86,7 @@ def _unanswered(executor: Executor, command: Command, fault: Fault) -> DeviceEve
     if isinstance(command, Profile):
         return ProgramProfiled(executor.job, command.program, b"", fault)
     return TransferDone(executor.job, command.transfer, fault)
+
+
+def of_job(event: DeviceEvent, job: JobId) -> bool:
+    return getattr(event, "job", None) == job

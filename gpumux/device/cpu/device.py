@@ -28,8 +28,8 @@ from gpumux.device.contract import (
     ProgramRefused,
     Segment,
     TransferDone,
-)
-from gpumux.device.cpu.answers import answer, obituary
+)  # fmt: skip
+from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, obituary, of_job
 from gpumux.device.cpu.checks import Checks
 from gpumux.device.cpu.jobs import (
     Command,
@@ -52,7 +52,6 @@ from gpumux.program.limits import DEFAULT, Limits
 PIECE_S = 0.002
 OPEN_S = 120.0
 CLOSE_S = 10.0
-_UNKNOWN = Fault("unknown_job", "the device holds no such job", "open the job first")
 
 
 class CpuDevice:
@@ -92,19 +91,11 @@ class CpuDevice:
         self._hear_warm()
         if self._warm is None or self._warm.facts is None:
             self.close()
-            raise ConfigError(
-                "the process that runs torch did not start", "see what it printed; try python -c 'import torch'"
-            )
-        return DeviceInfo(
-            kind="cpu",
-            name=cpu_name(),
-            memory_bytes=self._total,
-            parallel=self._parallel,
-            threads=self._threads,
-            torch_version=str(self._warm.facts["torch"]),
-            piece_target_s={"low": PIECE_S, "high": PIECE_S},
-            checks=self._checks_at_once,
-        )
+            remedy = "see what it printed; try python -c 'import torch'"
+            raise ConfigError("the process that runs torch did not start", remedy)
+        targets = {"low": PIECE_S, "high": PIECE_S}
+        torch, width = str(self._warm.facts["torch"]), self._parallel
+        return DeviceInfo("cpu", cpu_name(), self._total, width, self._threads, torch, targets, self._checks_at_once)
 
     def filenos(self) -> Sequence[int]:
         return self._fds
@@ -136,18 +127,13 @@ class CpuDevice:
             self._checks.start(self._warm)
             self._watch_warm()
         else:
-            self._tell(ProgramRefused(job, program, _NO_WARM))
+            self._tell(ProgramRefused(job, program, NO_WARM))
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
         if job in self._jobs:
             return
         if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 64:
-            fault = (
-                _NO_WARM
-                if self._warm is None
-                else Fault("program", "the seed is not a 64-bit integer", "choose another")
-            )
-            self._tell(JobLost(job, fault))
+            self._tell(JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
             return
         settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S}
         executor = start_executor(self._warm, job, settings)
@@ -169,13 +155,13 @@ class CpuDevice:
     ) -> None:
         executor = self._live(job)
         if executor is None:
-            self._tell(ProgramRefused(job, program, _UNKNOWN))
+            self._tell(ProgramRefused(job, program, UNKNOWN))
             return
         footprint = self._checks.footprint(job, program, encoded)
         wanted = sum(new_buffers) + data.nbytes
         fault = executor.refuses(program, wanted, footprint, self.memory().free_bytes)
         if fault is not None or footprint is None:
-            self._tell(ProgramRefused(job, program, fault or _UNKNOWN))
+            self._tell(ProgramRefused(job, program, fault or UNKNOWN))
             return
         executor.charged += wanted
         executor.transients[program] = footprint.transient_bytes
@@ -184,7 +170,7 @@ class CpuDevice:
     def launch(self, launch: Launch) -> None:
         executor = self._jobs.get(launch.job)
         if executor is None:
-            self._tell(LaunchFailed(launch.launch, _UNKNOWN), JobLost(launch.job, _UNKNOWN))
+            self._tell(LaunchFailed(launch.launch, UNKNOWN), JobLost(launch.job, UNKNOWN))
         elif not executor.unloading:
             if self._schedule.claim(launch.job, launch, launch.stream):
                 self._send(executor, launch)
@@ -195,15 +181,14 @@ class CpuDevice:
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
     ) -> None:
         if self._live(job) is None:
-            self._tell(TransferDone(job, transfer, _UNKNOWN))
+            self._tell(TransferDone(job, transfer, UNKNOWN))
             return
-        self._submit(
-            job, Move(transfer, tuple(buffers), Descriptors((os.dup(segment.fd),)), segment.nbytes, into_device), None
-        )
+        held = Descriptors((os.dup(segment.fd),))
+        self._submit(job, Move(transfer, tuple(buffers), held, segment.nbytes, into_device), None)
 
     def profile(self, job: JobId, program: ProgramId) -> None:
         if self._live(job) is None:
-            self._tell(ProgramProfiled(job, program, b"", _UNKNOWN))
+            self._tell(ProgramProfiled(job, program, b"", UNKNOWN))
             return
         self._submit(job, Profile(program), None)
 
@@ -220,7 +205,7 @@ class CpuDevice:
         self._kill(executor.token)
         for command in self._schedule.drop(job):
             release(command)
-        self._events = [event for event in self._events if not _of_job(event, job)]
+        self._events = [event for event in self._events if not of_job(event, job)]
         self._hand_over()
 
     def memory(self) -> MemoryFigures:
@@ -361,10 +346,3 @@ class CpuDevice:
         """Events nobody sent: ring, so that whoever waits on our descriptors looks."""
         self._events.extend(events)
         os.eventfd_write(self._bell, 1)
-
-
-_NO_WARM = Fault("executor_crashed", "the process that starts executors is gone", "restart the daemon; see its log")
-
-
-def _of_job(event: DeviceEvent, job: JobId) -> bool:
-    return getattr(event, "job", None) == job
