@@ -7,11 +7,14 @@ Nothing here grows with the number of jobs but the ready heaps, so an event cost
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpumux.core.fairness import Order, ReadyQueue, make_queue
 from gpumux.core.queue import Job, Step
 from gpumux.model import LaunchId, Priority
+
+if TYPE_CHECKING:
+    from gpumux.core.estimates import Cell
 
 
 class Limit(NamedTuple):
@@ -21,9 +24,21 @@ class Limit(NamedTuple):
     seconds: float
 
 
+class PairKey(NamedTuple):
+    """One low program (by content, so that equal ones are one) on one share of the device."""
+
+    low: str
+    share: float
+
+
+UNKNOWN = PairKey("", 1.0)
+
+
 @dataclass(slots=True, eq=False)
 class Launch:
-    """One outstanding piece, and the room there was when it was let out (for the invariants)."""
+    """One outstanding piece, and the room there was when it was let out (for the invariants). What follows
+    is the guard's: when it was launched, ran and should be over, what low work was expected to cost high
+    work and was blamed for, in seconds, and who learns how fast it ran."""
 
     id: LaunchId
     job: Job
@@ -33,6 +48,17 @@ class Launch:
     limit: Limit
     count_before: int
     seconds_before: float
+    share: float = 1.0
+    key: PairKey = UNKNOWN
+    at: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
+    due: float = 0.0
+    speed: float = 1.0
+    expected: float = 0.0
+    blamed: float = 0.0
+    beside_high: bool = False
+    touched: list[Cell] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +88,10 @@ class Board:
         """The class's ready job whose turn it is, or None."""
         return self.ready[priority].first()
 
+    def candidates(self, priority: Priority, most: int) -> list[Job]:
+        """The class's ready jobs by turn, at most so many of them."""
+        return self.ready[priority].candidates(most)
+
     def any_ready(self) -> bool:
         """Whether any job of any class could be launched, if there were room."""
         low, high = self.ready
@@ -90,12 +120,12 @@ class Board:
         elif job.entry is None:
             self.ready[job.priority].enter(job)
 
-    def occupy(self, launch_id: LaunchId, job: Job, step: Step, limit: Limit) -> Launch:
+    def occupy(self, launch_id: LaunchId, job: Job, step: Step, limit: Limit, share: float = 1.0) -> Launch:
         """Let the next piece of the job's next step out."""
         window = self.windows[job.priority]
         predicted = step.pieces[step.launched]
         launch = Launch(
-            launch_id, job, step, step.launched, predicted, limit, len(window.launches), window.seconds
+            launch_id, job, step, step.launched, predicted, limit, len(window.launches), window.seconds, share
         )  # fmt: skip
         window.launches[launch_id] = launch
         window.seconds += predicted

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 from gpumux.core.queue import Job
 
 Order: TypeAlias = Literal["fair", "arrival"]
+Entry: TypeAlias = tuple[float, int, Job]
 
 # Pieces that cost nothing by the clock still take a turn, or a job of them would be first for ever.
 MIN_COST_S = 1e-6
@@ -36,7 +37,7 @@ class ReadyQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Job]] = []
+        self._heap: list[Entry] = []
         self._serial = count()
         self.size = 0  # ready jobs
 
@@ -74,6 +75,24 @@ class ReadyQueue:
                 continue
             return job
         return None
+
+    def candidates(self, most: int) -> list[Job]:
+        """The ready jobs whose turn comes first, at most `most`, in order. Changes nothing that counts."""
+        first = self.first()  # drops what is outdated from the top
+        if self.size <= 1:
+            return [] if first is None else [first]
+        heap = self._heap
+        found: list[Entry] = []
+        frontier = [(heap[0], 0)]
+        # The smallest entries of a heap without taking it apart: a parent comes before its children.
+        while frontier and len(found) < most:
+            entry, at = heappop(frontier)
+            if entry[2].entry is entry:
+                found.append((self.key(entry[2]), entry[1], entry[2]))
+            for child in (2 * at + 1, 2 * at + 2):
+                if child < len(heap):
+                    heappush(frontier, (heap[child], child))
+        return [job for _, _, job in sorted(found)]
 
     def charge(self, job: Job, predicted: float) -> None:
         """A piece of `predicted` seconds was launched."""

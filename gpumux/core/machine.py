@@ -9,12 +9,14 @@ late, not wrong: they are counted in the snapshot and change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from gpumux.core import events as ev
 from gpumux.core import invariants, lifecycle, snapshot, work
-from gpumux.core.commands import Command, LaunchPiece
+from gpumux.core.commands import Command, LaunchPiece, WakeAt
 from gpumux.core.config import CoreConfig as CoreConfig
+from gpumux.core.interference import Guard
 from gpumux.core.policy import Policy
 from gpumux.core.queue import Job, Step
 from gpumux.core.state import CoreState
@@ -42,6 +44,8 @@ _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
     ev.Tick: lambda core, event: None,  # only the clock moved; the policy is asked again below
 }
 
+SHORTEST_WAKE_S = 20e-6  # sooner is as good as now
+
 
 class Core:
     """One device's jobs. Raises ConfigError when the configuration names no policy."""
@@ -58,8 +62,13 @@ class Core:
         _HANDLERS[type(event)](state, event)
         policy = state.policy
         if policy is not None:
+            guard = policy.guard
+            if guard is not None:
+                guard.answers.clear()
             while state.board.any_ready() and (choice := policy.choose(state.board, now)) is not None:
                 self._launch(policy, *choice)
+            if guard is not None:
+                self._settle(guard)
         if state.touched:
             for job in state.touched:
                 if job.queue:
@@ -89,8 +98,10 @@ class Core:
         if not step.launched:
             step.cut, step.pieces, step.bounds = step.program.cut, step.program.pieces, step.program.bounds
         piece, launch = step.launched, LaunchId(next(state.launch_ids))
-        state.board.occupy(launch, job, step, policy.limit(state.board, job.priority))
+        made = state.board.occupy(launch, job, step, policy.limit(state.board, job.priority), share)
         step.launched += 1
+        if policy.guard is not None:
+            policy.guard.launched(made, state.board, state.now)
         state.tell(job.id, step.id, "launched", piece, len(step.pieces), launch, stream, step.cut)
         state.out.append(LaunchPiece(launch, job.id, step.id, step.program.id, step.cut, piece, stream, share))
         if step.launched == len(step.pieces):
@@ -98,6 +109,13 @@ class Core:
             job.running[step.id] = step
             state.board.update(job)
             state.touched.append(job)
+
+    def _settle(self, guard: Guard) -> None:
+        """Ask to be woken where the guard holds low work and no event is sure to come."""
+        state, when = self._state, guard.settled(self._state.now)
+        if when < inf and not state.now < state.wake <= when:
+            state.wake = max(when, state.now + SHORTEST_WAKE_S)
+            state.out.append(WakeAt(state.wake))
 
     def _explain(self, job: Job) -> None:
         """Tell the story why the job's next step has not begun, once for each reason."""

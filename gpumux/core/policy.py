@@ -5,10 +5,12 @@
     streams   the device's stream priorities alone, behind deep windows
     paced     stream priorities and short windows: what is already out can't be called back, so
               little is let out, and less of the low class while a high job is active
+    guarded   paced, and low work only where it costs no high job more than that job allows
+              (`interference.py`)
 
 `choose` returns the next job and how its piece is launched, or None when nothing may be launched
 now; the machine calls it until it says None. It must not pass over a class's first job because a
-later one would fit: that is how jobs with long pieces starve.
+later one would fit: that is how jobs with long pieces starve. It may because the guard holds it.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from typing import ClassVar, NamedTuple, Protocol
 from gpumux.core.board import Board, Limit
 from gpumux.core.config import CoreConfig
 from gpumux.core.fairness import Order
+from gpumux.core.interference import Guard
 from gpumux.core.queue import Job
 from gpumux.errors import ConfigError
 from gpumux.model import DeviceInfo, Priority
 
-_HIGH = Priority.HIGH
-_BY_RANK = (_HIGH, Priority.LOW)  # looked up once: an enum's members cost a call each time
+_LOW, _HIGH = Priority.LOW, Priority.HIGH
+_BY_RANK = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
 DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
+CANDIDATES = 8  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
 DEFAULT_TARGET_S = 500e-6  # a piece, where the device names no target
 
 
@@ -39,9 +43,12 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """`order` says how the board sorts ready jobs within a class."""
+    """`order` says how the board sorts ready jobs within a class; `guard` is told what happens."""
 
     order: ClassVar[Order]
+
+    @property
+    def guard(self) -> Guard | None: ...
 
     def __init__(self, config: CoreConfig, info: DeviceInfo) -> None: ...
 
@@ -54,6 +61,7 @@ class Policy(Protocol):
 
 class Fifo:
     order: ClassVar[Order] = "arrival"
+    guard: Guard | None = None
 
     def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
         self._limit = Limit(DEEP, inf)
@@ -71,6 +79,7 @@ class Fifo:
 
 class Streams:
     order: ClassVar[Order] = "fair"
+    guard: Guard | None = None
 
     def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
         self._limit = Limit(DEEP, inf)
@@ -88,6 +97,7 @@ class Streams:
 
 class Paced:
     order: ClassVar[Order] = "fair"
+    guard: Guard | None = None
 
     def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
         def window(launches: int, seconds: float | None, priority: Priority) -> Limit:
@@ -111,7 +121,32 @@ class Paced:
         return None
 
 
-POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "streams": Streams, "paced": Paced}
+class Guarded(Paced):
+    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
+        super().__init__(config, info)
+        self.guard: Guard = Guard(config, info)
+        self._beside = [Limit(n, n * self._low.seconds / self._low.launches) for n in range(self.guard.wide + 1)]
+
+    def limit(self, board: Board, priority: Priority) -> Limit:
+        if priority is _HIGH:
+            return self._high
+        return self._beside[self.guard.width] if board.active(_HIGH) else self._low_idle
+
+    def choose(self, board: Board, now: float) -> Choice | None:
+        job = board.first(_HIGH)
+        if job is not None and board.fits(job, self._high):
+            return Choice(job, int(_HIGH))
+        guard, limit = self.guard, self.limit(board, _LOW)
+        for job in board.candidates(_LOW, CANDIDATES):
+            if not board.fits(job, limit):
+                return None
+            share = guard.admit(job, board, now)
+            if share:
+                return Choice(job, int(_LOW), share)
+        return None
+
+
+POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "streams": Streams, "paced": Paced, "guarded": Guarded}
 
 
 def policy_named(name: str) -> type[Policy]:

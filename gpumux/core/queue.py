@@ -13,8 +13,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from gpumux.model import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId, TransferId
+
+if TYPE_CHECKING:
+    from gpumux.core.estimates import HighModel
 
 
 class JobState(Enum):
@@ -34,6 +38,7 @@ class Program:
     cut: int = -1
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
+    key: str = ""  # equal programs of any job have equal ones, where the device says so
 
     @property
     def ready(self) -> bool:
@@ -56,6 +61,7 @@ class Step:
     started: float = 0.0
     device_s: float = 0.0
     noted: str = ""  # the last reason for waiting that the story was told
+    model: HighModel | None = None  # what the guard knows of its program, under its cut
 
 
 @dataclass(slots=True, eq=False)

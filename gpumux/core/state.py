@@ -24,6 +24,7 @@ from gpumux.core.commands import (
 )  # fmt: skip
 from gpumux.core.config import CoreConfig
 from gpumux.core.events import Event, Tick
+from gpumux.core.interference import Guard
 from gpumux.core.policy import Policy, policy_named
 from gpumux.core.queue import Job, JobState, Session, Transfer
 from gpumux.core.story import Story
@@ -50,10 +51,15 @@ class CoreState:
         self.arrivals = count()
         self.launch_ids = count(1)
         # Of the event being handled:
+        self.wake = 0.0  # the newest time a Tick was asked for
         self.now = 0.0
         self.cause: Event = Tick()
         self.out: list[Command] = []
         self.touched: list[Job] = []  # jobs whose waiting may want explaining
+
+    @property
+    def guard(self) -> Guard | None:
+        return self.policy.guard if self.policy is not None else None
 
     def ignore(self) -> None:
         """This event is late or was said before; it changes nothing."""
@@ -110,6 +116,8 @@ class CoreState:
 
     def _unload(self, job: Job, fault: Fault, tell: Fault | None) -> None:
         job.state = JobState.CLOSING
+        if self.guard is not None:
+            self.guard.forgotten(job)
         if tell is not None:
             job.told = True
             self.out.append(CloseJob(job.id, job.session, tell))

@@ -7,7 +7,7 @@ from gpumux.core import faults
 from gpumux.core.commands import AcceptProgram, AnnounceProgram, FailStep, FinishStep, FinishTransfer, RefuseProgram
 from gpumux.core.queue import Job, JobState, Program, Step, Transfer
 from gpumux.core.state import CoreState
-from gpumux.model import Fault, StepTimes
+from gpumux.model import Fault, Priority, StepTimes
 
 # ---- programs
 
@@ -20,7 +20,9 @@ def program_offered(core: CoreState, event: ev.ProgramOffered) -> None:
     fault = core.ledger.refuse_program(job, event.footprint) if opening else faults.closing(job.id)
     if fault is not None:
         return core.refuse(RefuseProgram(job.id, event.program, fault), fault)
-    job.programs[event.program] = Program(event.program, event.footprint, event.content_hash)
+    program = Program(event.program, event.footprint, event.content_hash)
+    program.key = event.content_hash or f"{job.id}/{program.id}"
+    job.programs[event.program] = program
     core.ledger.recharge(job)
     return core.out.append(AcceptProgram(job.id, event.program))
 
@@ -88,6 +90,8 @@ def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
             core.tell(job.id, step.id, "waits:paused")
         job.queue.append(step)
         job.inflight += 1
+        if job.priority is Priority.HIGH and core.guard is not None:
+            core.guard.submitted(job, core.now)
         return core.refresh(job)
     job.steps_failed += 1
     return core.refuse(FailStep(job.id, event.step, fault), fault)
@@ -100,6 +104,8 @@ def piece_done(core: CoreState, event: ev.PieceDone) -> None:
         return core.ignore()
     job, step = launch.job, launch.step
     job.device_s += seconds
+    if core.guard is not None:
+        core.guard.done(launch, event.started, event.ended, core.board)
     if job.state is JobState.CLOSING:
         return None  # its step is answered; only the room in the window was still owed
     if launch.piece == 0:

@@ -1,0 +1,55 @@
+"""How long things take when no low work is beside them: solo estimates that notice drift.
+
+A solo sample is rarely wrong but can be noisy (a host that paused, a clock that stepped), so the
+estimate is a median. Two samples in a row that disagree with it in the same direction are no noise:
+the work itself changed (another clock rate, other data), and they replace what was known.
+"""
+
+from __future__ import annotations
+
+KEPT = 5  # samples: a median of these ignores two bad ones
+CHANGED = 0.10  # a sample this far off, relative, may mean that the work changed
+WANTED = 2  # samples before an estimate is relied on
+
+
+class Baseline:
+    """Seconds without low work. `value` is 0.0 while nothing is known."""
+
+    __slots__ = ("_suspects", "count", "drifts", "samples", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.count = 0  # samples ever taken
+        self.drifts = 0  # how often the work was found to have changed
+        self.samples: list[float] = []
+        self._suspects = 0  # samples in a row that disagree: positive when slower, negative when faster
+
+    @property
+    def known(self) -> bool:
+        return self.count >= WANTED
+
+    @property
+    def suspect(self) -> bool:
+        """The newest sample disagrees with the estimate; another one will tell."""
+        return self._suspects != 0
+
+    def add(self, seconds: float) -> bool:
+        """Take a sample. True when it shows that the work changed."""
+        samples, value = self.samples, self.value
+        samples.append(seconds)
+        self.count += 1
+        if value * (1 - CHANGED) <= seconds <= value * (1 + CHANGED):
+            self._suspects = 0
+        elif self.count > WANTED:
+            step = 1 if seconds > value else -1
+            self._suspects = self._suspects + step if self._suspects * step > 0 else step
+            if abs(self._suspects) >= 2:
+                del samples[:-2]
+                self._suspects = 0
+                self.drifts += 1
+                self.value = min(samples)
+                return True
+        if len(samples) > KEPT:
+            del samples[0]
+        self.value = sorted(samples)[(len(samples) - 1) // 2]
+        return False

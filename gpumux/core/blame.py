@@ -1,0 +1,79 @@
+"""Which low launch made a high piece late: by how long each ran beside it, and what each is known for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from gpumux.core.board import Launch
+from gpumux.core.estimates import Cell, HighModel
+
+RECENT = 8  # low launches that ended, kept to be blamed
+UNKNOWN = 0.05  # weight of a launch nothing is known of: what all share equally
+LEAST_OVERLAP = 0.25  # of a piece: what is blamed on less is spread over so much
+
+
+class Recent:
+    """The newest low launches that ended."""
+
+    def __init__(self) -> None:
+        self.launches: deque[Launch] = deque(maxlen=RECENT)
+        self.last_end = 0.0
+
+    def add(self, launch: Launch) -> None:
+        self.launches.appendleft(launch)
+        self.last_end = max(self.last_end, launch.ended)
+
+
+def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> list[tuple[Launch, float]]:
+    """Low launches that ran during [start, end), and for how many seconds of it."""
+    found = []
+    for launch in out:
+        seconds = end - (start if start > launch.began else launch.began)
+        if seconds > 0.0:
+            found.append((launch, seconds))
+    if recent.last_end > start:
+        for launch in recent.launches:
+            seconds = (launch.ended if launch.ended < end else end) - (start if start > launch.began else launch.began)
+            if seconds > 0.0:
+                found.append((launch, seconds))
+    return found
+
+
+def share_out(model: HighModel, piece: int, excess: float, found: list[tuple[Launch, float]]) -> list[Cell]:
+    """Charge `excess` seconds of the piece to the launches beside it; the cells that learned of it."""
+    least = LEAST_OVERLAP * model.refs[piece]
+    pairs = [model.pair(launch.key) for launch, _ in found]
+    if len(found) == 1:
+        weights = [1.0]
+    else:
+        weights = [
+            seconds * (UNKNOWN + max(0.0, pair.cells[piece].mean))
+            for (_, seconds), pair in zip(found, pairs, strict=True)
+        ]
+        total = sum(weights)
+        weights = [weight / total for weight in weights]
+    cells = []
+    for (launch, seconds), pair, weight in zip(found, pairs, weights, strict=True):
+        mine = excess * weight
+        launch.blamed += mine
+        pair.add(piece, mine / (seconds if seconds > least else least), min(1.0, seconds / (4 * least) + 0.25))
+        cell = pair.cells[piece]
+        cells.append(cell)
+        if launch.ended:
+            went(cell, launch.speed)
+        else:
+            launch.touched.append(cell)
+    return cells
+
+
+def went(cell: Cell, speed: float) -> None:
+    """Low work ran at `speed` beside the cell's range."""
+    cell.speed = cell.speed + 0.2 * (speed - cell.speed) if cell.speed else speed
+
+
+def arrived(model: HighModel, excess: float, found: list[tuple[Launch, float]]) -> None:
+    """A step came while these low launches were out: its first piece was `excess` seconds late."""
+    for launch, _ in found:
+        model.pair(launch.key).arrival.add(excess / len(found))
+        launch.blamed += excess / len(found)

@@ -1,0 +1,57 @@
+"""Who is held, why and since when; and how long the low class was held in all, by reason.
+
+calibration   a step without low work is wanted, to know what steps take alone
+learning      nothing is known yet of this low work beside that high job: one launch at a time
+ban           it would run into a range it is banned from
+price         other ranges give more low work for what the high job may lose
+budget        the high job has lost what it may lose on average
+tail          the step that runs may not lose more
+gap           it would still run when the high job's next step is expected
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gpumux.core.bans import Ban
+from gpumux.model import JobId
+
+REASONS = ("calibration", "learning", "ban", "price", "budget", "tail", "gap")
+
+
+class Hold(NamedTuple):
+    """Why a low job may not launch now: for the sake of which high job, which of its pieces (-1: none in
+    particular), by which ban, and when to ask again at the latest (inf: something will happen before)."""
+
+    reason: str
+    high: JobId
+    piece: int
+    ban: Ban | None
+    until: float
+
+
+class Holds:
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(REASONS, 0.0)  # in which low work was ready and had room, but was held
+        self.since: dict[JobId, float] = {}
+        self.newest: dict[JobId, Hold] = {}
+        self._reason = ""  # of the low job whose turn it is
+        self._asked = 0.0
+
+    def note(self, held: Iterable[tuple[JobId, Hold]], now: float) -> None:
+        """After an event: who is held now, the one whose turn it is first."""
+        if self._reason:
+            self.seconds[self._reason] += now - self._asked
+        self._reason, self._asked = "", now
+        for job, hold in held:
+            if not self._reason:
+                self._reason = hold.reason
+            self.newest[job] = hold
+            if job not in self.since:
+                self.since[job] = now
+
+    def freed(self, job: JobId) -> None:
+        """The job was launched, or has nothing to launch."""
+        if self.since.pop(job, None) is not None:
+            del self.newest[job]

@@ -1,0 +1,108 @@
+"""When each coming piece of a high job starts, and when its next step arrives.
+
+High steps repeat, so the pieces after the one that runs are known, and solo estimates say when they
+start. Collocation only makes them start later: a forecast from solo times errs on the side of the
+high job. Between steps, the gaps there were tell how probable an arrival is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LATE = 0.05  # of its time: what a piece that should be over is still given
+GAPS = 32  # gaps remembered
+IDLE_FACTOR = 4.0  # a job that has not come for so many usual gaps is idle
+
+
+class Cost(NamedTuple):
+    """Expected excess high seconds of one launch, what is seldom exceeded, and the first piece it would meet
+    that is banned or dear (-1: none)."""
+
+    expected: float
+    upper: float
+    piece: int
+
+
+FREE = Cost(0.0, 0.0, -1)
+
+
+def overlap_cost(
+    refs: Sequence[float],
+    rates: Sequence[float],
+    uppers: Sequence[float],
+    at: int,
+    runs_until: float,
+    more: bool,
+    start: float,
+    end: float,
+) -> Cost:
+    """What low work over [start, end) costs a job whose piece `at` runs until `runs_until` and whose
+    pieces follow each other; after the last comes the first again if `more` steps are queued."""
+    expected = upper = 0.0
+    piece, reached, count = at, runs_until, len(refs)
+    dear, dearest = -1, 0.0
+    while True:
+        if reached > start:
+            seconds = (reached if reached < end else end) - start
+            cost = seconds * rates[piece]
+            expected += cost
+            upper += seconds * uppers[piece]
+            if cost > dearest:
+                dear, dearest = piece, cost
+            start = reached
+            if reached >= end:
+                break
+        piece += 1
+        if piece == count:
+            if not more:
+                break
+            piece, more = 0, False
+        reached += refs[piece]
+    return Cost(expected, upper, dear)
+
+
+class Gaps:
+    """The pauses between a job's steps: the newest ones, in order of time and of length."""
+
+    __slots__ = ("_newest", "_sorted")
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        if len(self._newest) == GAPS:
+            self._sorted.remove(self._newest.popleft())
+        self._newest.append(seconds)
+        insort(self._sorted, seconds)
+
+    @property
+    def usual(self) -> float:
+        """The median gap; 0.0 while none is known."""
+        return self._sorted[len(self._sorted) // 2] if self._sorted else 0.0
+
+    @property
+    def short(self) -> float:
+        """A gap that nine of ten exceed; 0.0 while none is known."""
+        return self._sorted[len(self._sorted) // 10] if self._sorted else 0.0
+
+    def arrival(self, waited: float, seconds: float) -> float:
+        """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""
+        known = self._sorted
+        if not known or waited > IDLE_FACTOR * self.usual:
+            return 0.0
+        behind = bisect_right(known, waited)
+        left = len(known) - behind
+        if left == 0:  # longer than any: the longer it has been away, the longer it may stay
+            return min(1.0, seconds / waited) if waited > 0 else 1.0
+        return (bisect_right(known, waited + seconds) - behind) / left
+
+    def calm_at(self, waited: float) -> float:
+        """Seconds of waiting after which the answer of `arrival` may be another one: not before."""
+        known = self._sorted
+        behind = bisect_right(known, waited)
+        idle = IDLE_FACTOR * self.usual
+        return min(known[behind], idle) if behind < len(known) else idle

@@ -1,0 +1,125 @@
+"""One high job as the guard follows it: its step that runs, its account, its promise."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from gpumux.core.baseline import WANTED
+from gpumux.core.controller import Account
+from gpumux.core.estimates import HighModel
+from gpumux.core.lookahead import Gaps
+from gpumux.core.queue import Job
+
+FIRST_CLEAN = 3  # steps without low work a program begins with
+CLEAN_EVERY = 64  # steps after which another one is wanted
+TRIES = 4  # steps a calibration may take at most: low work still out spoils some
+RECENT = 256  # steps whose slowdown is reported
+
+
+class Track:
+    __slots__ = (
+        "account",
+        "active_since",
+        "arrived",
+        "began",
+        "beside",
+        "calibrating",
+        "clean_at",
+        "ended",
+        "excess",
+        "explored",
+        "gaps",
+        "host_wait",
+        "idle_since",
+        "job",
+        "lows",
+        "model",
+        "over",
+        "pieces",
+        "probed",
+        "ratios",
+        "shared",
+        "shared_steps",
+        "steps",
+        "tries",
+    )  # fmt: skip
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.account = Account(job.spec.max_slowdown)
+        self.gaps = Gaps()
+        self.model: HighModel | None = None  # of the newest step launched
+        self.ended = 0.0  # of its newest piece, by the device's word
+        self.idle_since: float | None = None
+        self.arrived = 0.0  # when a step came that found the job idle
+        # Of the step that runs:
+        self.began = 0.0
+        self.excess = 0.0
+        self.shared = False  # low work ran beside it
+        self.beside = False  # other high work did
+        # Of its life:
+        self.steps = 0
+        self.shared_steps = 0
+        self.pieces = 0
+        self.explored = -9  # `pieces` when an unknown pair was last tried
+        self.probed = -(1 << 30)  # `steps` when a ban was last probed
+        self.lows: set[tuple[str, float]] = set()
+        self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
+        self.over = 0  # steps over the target
+        self.ratios: deque[float] = deque(maxlen=RECENT)
+        self.calibrating = FIRST_CLEAN  # steps without low work still wanted
+        self.clean_at = 0  # `steps` when there last was one
+        self.tries = 0
+
+    def adopt(self, model: HighModel) -> None:
+        """The job's next step belongs to `model`."""
+        if model is not self.model:
+            self.model = model
+            if not model.step.known and not self.calibrating:
+                self.calibrate(WANTED)
+
+    def calibrate(self, steps: int) -> None:
+        self.calibrating, self.tries = steps, 0
+
+    def solo_step(self) -> float:
+        """Seconds its step takes without low work, as far as is known."""
+        model = self.model
+        if model is None:
+            return 0.0
+        return model.step.value if model.step.known and not self.beside else model.total
+
+    def end_step(self, ended: float) -> None:
+        """Its last piece is done: settle with the account, and see whether calibration is due."""
+        model = self.model
+        assert model is not None
+        seconds = ended - self.began
+        clean = not self.shared
+        if clean and not self.beside and model.step.add(seconds):
+            self.calibrate(WANTED)
+        solo = self.solo_step()
+        excess = self.excess if self.beside or not model.step.known else seconds - solo
+        self.account.end(excess, self.shared)
+        self.steps += 1
+        self._calibrated(clean, model)
+        if solo > 0.0 and (model.step.known or self.beside):
+            ratio = 1.0 + excess / solo
+            self.ratios.append(ratio)
+            self.shared_steps += self.shared
+            if ratio > self.job.spec.max_slowdown:
+                self.over += 1
+        self.excess, self.shared, self.beside = 0.0, False, False
+
+    def _calibrated(self, clean: bool, model: HighModel) -> None:
+        if clean:
+            self.clean_at = self.steps
+        if self.calibrating:
+            self.tries += 1
+            if clean:
+                self.calibrating -= 1
+                if not self.calibrating and model.step.suspect:
+                    self.calibrating = 1
+            if self.tries >= TRIES:
+                self.calibrating = 0
+                self.clean_at = self.steps
+        elif self.steps - self.clean_at >= CLEAN_EVERY:
+            self.calibrate(1)
