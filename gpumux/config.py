@@ -27,7 +27,7 @@ from typing import Any
 from gpumux.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda", "sim")
-POLICIES = ("fifo", "streams", "paced")
+POLICIES = ("fifo", "streams", "paced", "guarded")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 TABLES = ("daemon", "limits", "access")
 ENV_PREFIX = "GPUMUX_"

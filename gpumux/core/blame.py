@@ -10,6 +10,7 @@ from gpumux.core.estimates import Cell, HighModel
 
 RECENT = 8  # low launches that ended, kept to be blamed
 UNKNOWN = 0.05  # weight of a launch nothing is known of: what all share equally
+LEAST_S = 1e-6  # a piece shorter than this tells nothing
 LEAST_OVERLAP = 0.25  # of a piece: what is blamed on less is spread over so much
 
 
@@ -42,7 +43,7 @@ def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> l
 
 def share_out(model: HighModel, piece: int, excess: float, found: list[tuple[Launch, float]]) -> list[Cell]:
     """Charge `excess` seconds of the piece to the launches beside it; the cells that learned of it."""
-    least = LEAST_OVERLAP * model.refs[piece]
+    least = max(LEAST_OVERLAP * model.refs[piece], LEAST_S)
     pairs = [model.pair(launch.key) for launch, _ in found]
     if len(found) == 1:
         weights = [1.0]

@@ -154,7 +154,7 @@ def test_high_goes_first_on_the_device() -> None:
 
 
 def test_every_policy_is_short_and_in_the_registry() -> None:
-    assert set(policies.POLICIES) == {"fifo", "streams", "paced"}
+    assert set(policies.POLICIES) == {"fifo", "streams", "paced", "guarded"}
     for made in policies.POLICIES.values():
         assert len(inspect.getsource(made).splitlines()) < 100
         public = [name for name, value in vars(made).items() if callable(value) and not name.startswith("_")]
@@ -162,8 +162,8 @@ def test_every_policy_is_short_and_in_the_registry() -> None:
 
 
 def test_an_unknown_policy_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"guarded.*fifo, paced, streams"):
-        Core(CoreConfig(policy="guarded"))
+    with pytest.raises(ConfigError, match=r"fairest.*fifo, guarded, paced, streams"):
+        Core(CoreConfig(policy="fairest"))
 
 
 def test_nothing_is_launched_before_the_device_is_open() -> None:

@@ -245,13 +245,13 @@ def steps_answered(commands: list[cmd.Command]) -> list[cmd.Command]:
 
 
 @pytest.mark.timeout(600)  # a failure is made small before it is shown
-@pytest.mark.parametrize("policy", ["paced", "streams", "fifo"])
+@pytest.mark.parametrize("policy", ["guarded", "paced", "streams", "fifo"])
 def test_promises_hold_in_every_life(policy: str) -> None:
     machine = type("Life", (Life,), {"policy": policy})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=300 if policy == "paced" else 100,
+            max_examples=300 if policy in ("paced", "guarded") else 100,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

@@ -63,18 +63,25 @@ class World:
         self.answers: dict[tuple[str, int], list[cmd.Command]] = {}
         self.submitted: list[tuple[str, int]] = []
         self.forgotten: list[str] = []
+        self.wake_at = inf  # a Tick was asked for
         if info is not None:
             self.give(ev.DeviceOpened(info))
 
     # ---- events
 
     def give(self, event: ev.Event, after: float = 1e-4) -> list[cmd.Command]:
+        """What the event led to. Under `guarded` without the launches: time alone may free a held job."""
         self.now += after
+        if self.wake_at <= self.now:
+            self.wake_at = inf
+            if not isinstance(event, ev.Tick):
+                self.give(ev.Tick(), after=0.0)
         commands = self.core.handle(event, self.now)
         for command in commands:
             self.observe(command)
         self.core.check_invariants()
-        return commands
+        unasked = (cmd.WakeAt, cmd.LaunchPiece) if self.policy == "guarded" else ()
+        return [c for c in commands if not isinstance(c, unasked)]
 
     def session(self, name: str = "s", uid: int = 1000) -> str:
         self.sessions.add(name)
@@ -196,10 +203,13 @@ class World:
 
     def run(self, limit: int = 10_000) -> list[cmd.LaunchPiece]:
         """A device of one lane: highest stream first, oldest launch first, until it is idle."""
-        ran = []
-        while self.launches:
+        ran: list[cmd.LaunchPiece] = []
+        while self.launches or self.wake_at < inf:
             limit -= 1
             assert limit, "the device never came to rest"
+            if not self.launches:
+                self.give(ev.Tick(), after=max(0.0, self.wake_at - self.now))
+                continue
             launch = min(self.launches.values(), key=lambda p: (-p.stream, p.launch))
             ran.append(launch)
             self.done(launch.launch)
@@ -212,7 +222,7 @@ class World:
         return [p for p in self.launches.values() if self.jobs[p.job].spec.priority is wanted]
 
     def window(self, priority: Priority) -> tuple[int, float]:
-        if self.policy != "paced":
+        if self.policy not in ("paced", "guarded"):
             return 1024, inf
         if priority is Priority.HIGH:
             return 2, 2 * 2 * 400e-6
@@ -220,7 +230,8 @@ class World:
             v.items and not v.paused and not v.unloading for v in self.jobs.values() if v.spec.priority is Priority.HIGH
         )
         idle_s = self.core.config.low_idle_window_s or 2 * 4 * 300e-6
-        return (1, 2 * 1 * 300e-6) if active else (4, idle_s)
+        beside = 4 if self.policy == "guarded" else 1  # the guard widens it where that costs nothing
+        return (beside, beside * 2 * 300e-6) if active else (4, idle_s)
 
     def observe(self, command: cmd.Command) -> None:
         name = type(command).__name__
@@ -249,6 +260,10 @@ class World:
         self.launches[c.launch] = c
         self.predicted[c.launch] = predicted
         view.out.append(c.launch)
+
+    def _saw_WakeAt(self, c: cmd.WakeAt) -> None:
+        assert self.now < c.when < inf, f"{c} at {self.now}"
+        self.wake_at = min(self.wake_at, c.when)
 
     def _saw_StartTransfer(self, c: cmd.StartTransfer) -> None:
         view = self.jobs[c.job]
