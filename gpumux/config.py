@@ -27,6 +27,7 @@ from typing import Any
 from gpumux.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda", "sim")
+GPU_MODELS = ("a100", "h200")  # that can be simulated
 POLICIES = ("fifo", "streams", "paced", "guarded")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 TABLES = ("daemon", "limits", "access")

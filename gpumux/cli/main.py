@@ -27,6 +27,7 @@ examples:
   gpumux serve --device cpu --threads 1
   gpumux status                         the daemon, its device and its jobs
   gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
+  gpumux simulate --high a.json --low b.json   try a pair of jobs without a GPU
 """
 _SERVE = """\
 Settings come from the --config file, then GPUMUX_* variables, then these flags; the last one wins.
@@ -51,6 +52,21 @@ examples:
   gpumux jobs stop j3 --drain           answer what was submitted (a paused job is resumed), then close
   gpumux jobs list --json
   gpumux jobs profile j3 -o bert.json   what its operators cost, for `gpumux simulate`
+"""
+_SIMULATE = """\
+The daemon's own scheduler runs over a simulated GPU, on a virtual clock: nothing waits, nothing is computed, and the same
+seed gives the same answer. JOB is a profile: a file that `gpumux jobs profile` recorded, or the name of one that comes
+with gpumux (--profiles lists them). After a colon, separated by commas: think=TIME (the client pauses after each step),
+rate=N (steps a second at random moments), weight=N, start=TIME; times end in us, ms or s.
+
+The figures leave out the first --warmup steps of every high job, in which the scheduler learns. Ctrl-C ends a run early
+and prints what is known.
+
+examples:
+  gpumux simulate --high vgg16-b4-ddp --low vgg16-b16              would the background job hurt?
+  gpumux simulate --high bert.json:think=2ms --low sweep.json --low sweep.json --policy all
+  gpumux simulate --high vgg16-b4-burst:think=1.6ms --low vgg16-b4 --max-slowdown 1.05 --plot timeline.png
+  gpumux simulate --show-device --gpu-model h200                   every constant of the model, and where it is from
 """
 _DOCTOR = """\
 Every line is ok, warn or fail; what isn't ok says how to mend it. Exits with 1 when something fails.
@@ -112,6 +128,50 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--log-level", metavar="LEVEL", help="|".join(config.LOG_LEVELS))
 
 
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = -1
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
+    return count
+
+
+def _slowdown(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 1000:  # not so for nan, either
+        raise argparse.ArgumentTypeError(f"{text!r} is no factor from 1 to 1000")
+    return value
+
+
+def _simulation(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--high", metavar="JOB", action="append", default=[], help="an important job; may be given again")
+    add("--low", metavar="JOB", action="append", default=[], help="a background job; may be given again")
+    add("--gpu-model", metavar="|".join(config.GPU_MODELS), choices=config.GPU_MODELS, default="a100")
+    policies = (*config.POLICIES, "all")
+    default = config.Config().policy
+    add(
+        "--policy",
+        metavar="|".join(policies),
+        choices=policies,
+        default=default,
+        help=f"who runs next (default {default})",
+    )
+    add("--steps", metavar="N", type=_count, help="steps of each high job, after the warm-up (default 500)")
+    add("--seconds", metavar="SECONDS", type=_seconds, help="virtual time at most")
+    add("--warmup", metavar="N", type=_count, default=200, help="steps of each high job left out (default 200)")
+    add("--seed", metavar="N", type=int, default=0, help="of clients that submit at random moments")
+    add("--max-slowdown", metavar="X", type=_slowdown, default=1.10, help="what high jobs are promised (default 1.10)")
+    add("--plot", metavar="FILE.png", help="draw slowdowns and a timeline (pip install gpumux[plot])")
+    add("--profiles", action="store_true", help="list the profiles that come with gpumux")
+    add("--show-device", action="store_true", help="list the simulated device's constants with their sources")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = _Parser(
@@ -136,6 +196,8 @@ def build_parser() -> argparse.ArgumentParser:
     jobs.add_argument("--program", metavar="N", type=int, help="profile: of which program, if not the busiest one")
     doctor = _add(subparsers, "doctor", "say what this machine offers and what is wrong with it", _DOCTOR)
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
+    simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
+    _simulation(simulate)
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
     for sub in (status, jobs, doctor):
         kind = str if sub is doctor else _endpoint  # the doctor makes a finding of it
@@ -143,7 +205,7 @@ def build_parser() -> argparse.ArgumentParser:
             "--endpoint", metavar="URL", type=kind, help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)"
         )
         sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for it")
-    for sub in (status, jobs, doctor, version):
+    for sub in (status, jobs, doctor, simulate, version):
         sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser
 

@@ -1,0 +1,234 @@
+"""`gpumux simulate`: what sharing a GPU would give, from profiles, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+
+from gpumux import config
+from gpumux.cli.text import emit, emit_json, table
+from gpumux.device.sim.spec import GpuSpec, preset
+from gpumux.errors import ConfigError
+from gpumux.model import Priority
+from gpumux.program.profile import StepProfile
+from gpumux.simulate import shipped
+from gpumux.simulate.result import Result
+from gpumux.simulate.run import Simulation
+from gpumux.simulate.workload import Workload, from_profile, guesses_blocks
+
+EX_INTERRUPTED = 130
+DEFAULT_STEPS = 500
+PROGRESS_S = 2.0
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One --high or --low: the profile, and how its client behaves."""
+
+    profile: StepProfile
+    priority: Priority
+    options: dict[str, float]
+
+
+def run(args: argparse.Namespace) -> int:
+    spec = preset(args.gpu_model)
+    if args.show_device:
+        _show_device(spec, as_json=args.json)
+        return 0
+    if args.profiles:
+        _show_profiles(as_json=args.json)
+        return 0
+    asked = [_parse(text, Priority.HIGH) for text in args.high] + [_parse(text, Priority.LOW) for text in args.low]
+    if not asked:
+        names = ", ".join(shipped.names())
+        raise ConfigError(
+            "no jobs to simulate", f"name some with --high and --low: a profile's file, or one of {names}"
+        )
+    jobs = _workloads(asked, spec, args.max_slowdown)
+    policies = config.POLICIES if args.policy == "all" else (args.policy,)
+    results: list[Result] = []
+    for policy in policies:
+        results.append(_simulate(jobs, spec, policy, args))
+        if results[-1].interrupted:
+            break
+    notes = _notes(asked, spec)
+    if args.json:
+        emit_json({"results": [result.figures() for result in results], "notes": notes})
+    else:
+        emit(
+            "\n\n".join([*map(describe, results), *([compare(results)] if len(results) > 1 else []), "\n".join(notes)])
+        )
+    if args.plot:
+        from gpumux.simulate import plot
+
+        plot.timelines(results, Path(args.plot))
+    return EX_INTERRUPTED if results[-1].interrupted else 0
+
+
+# ---- what was asked for
+
+
+def _parse(text: str, priority: Priority) -> Asked:
+    """NAME[:option=value,...]. A path may hold colons: options are what follows the last one, if it has a `=`."""
+    name, colon, rest = text.rpartition(":")
+    if not colon or "=" not in rest:
+        name, rest = text, ""
+    options: dict[str, float] = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in ("think", "rate", "weight", "start"):
+            raise ConfigError(f"{text!r} has the unknown option {key!r}", "options are think, rate, weight and start")
+        options[key] = _time(value) if key in ("think", "start") else _number(value)
+    return Asked(shipped.find(name), priority, options)
+
+
+def _time(text: str) -> float:
+    """Seconds of "5ms", "200us", "1.5s" or "0.005"."""
+    for unit, seconds in _UNITS.items():
+        if text.endswith(unit):
+            return _number(text.removesuffix(unit)) * seconds
+    return _number(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no number", "times may end in us, ms or s") from None
+
+
+def _workloads(asked: Sequence[Asked], spec: GpuSpec, max_slowdown: float) -> list[Workload]:
+    """Jobs, named apart where several run the same profile."""
+    made: list[Workload] = []
+    for each in asked:
+        name, number = each.profile.name, 1
+        while any(job.name == name for job in made):
+            number += 1
+            name = f"{each.profile.name}-{number}"
+        options = each.options
+        made.append(
+            from_profile(
+                each.profile,
+                spec,
+                each.priority,
+                name=name,
+                think_s=options.get("think", 0.0),
+                rate=options.get("rate"),
+                weight=options.get("weight", 1.0),
+                starts_at=options.get("start", 0.0),
+                max_slowdown=max_slowdown,
+            )
+        )
+    return made
+
+
+def _simulate(jobs: Sequence[Workload], spec: GpuSpec, policy: str, args: argparse.Namespace) -> Result:
+    steps = DEFAULT_STEPS if args.steps is None and args.seconds is None else args.steps
+    simulation = Simulation(jobs, spec, policy, seed=args.seed, timeline=bool(args.plot))
+    told = time.monotonic()
+
+    def progress(now: Simulation) -> None:
+        nonlocal told
+        if time.monotonic() - told >= PROGRESS_S:
+            told = time.monotonic()
+            counted = [c for c in now.clients if c.high] or now.clients
+            done = min(len(client.step_seconds) for client in counted)
+            of = "" if steps is None else f" of {steps + args.warmup}"
+            sys.stderr.write(f"gpumux: {policy}: {now.now:.3f} s simulated, {done}{of} steps\n")
+
+    return simulation.run(seconds=args.seconds, steps=steps, warmup_steps=args.warmup, progress=progress)
+
+
+# ---- what came of it
+
+
+def describe(result: Result) -> str:
+    """One run as people read it."""
+    header = ("JOB", "PRIORITY", "STEPS", "ALONE", "SLOWDOWN", "P99", "OVER", "THROUGHPUT")
+    rows = [
+        (
+            job.name,
+            job.priority.name.lower(),
+            str(job.steps),
+            f"{job.solo.step_s * 1e3:.3f} ms",
+            _figure(job.mean_slowdown),
+            _figure(job.p99_slowdown),
+            str(job.steps_over_target),
+            _figure(job.relative_throughput),
+        )
+        for job in result.jobs
+    ]
+    busy = result.busy.device_s / result.ended_at if result.ended_at else 0.0
+    head = f"{result.policy} on a simulated {result.device}: {result.ended_at:.3f} s, device busy {min(busy, 1.0):.0%}"
+    if result.interrupted:
+        head += " (interrupted: this is what is known)"
+    total = f"throughput of all jobs, each over its own alone: {_figure(result.total_throughput)}"
+    return "\n".join([head, table(header, rows), total])
+
+
+def compare(results: Sequence[Result]) -> str:
+    """The policies side by side: the worst high job, and what the low ones got."""
+    rows = []
+    for result in results:
+        high, low = result.of(Priority.HIGH), result.of(Priority.LOW)
+        rows.append(
+            (
+                result.policy,
+                _figure(max((job.mean_slowdown for job in high), default=float("nan"))),
+                _figure(max((job.p99_slowdown for job in high), default=float("nan"))),
+                _figure(sum(job.relative_throughput for job in high) if high else float("nan")),
+                _figure(sum(job.relative_throughput for job in low) if low else float("nan")),
+                _figure(result.total_throughput),
+            )
+        )
+    return table(("POLICY", "HIGH SLOWDOWN", "P99", "HIGH THROUGHPUT", "LOW THROUGHPUT", "TOTAL"), rows)
+
+
+def _figure(value: float) -> str:
+    return "-" if isnan(value) else f"{value:.3f}"
+
+
+def _notes(asked: Sequence[Asked], spec: GpuSpec) -> list[str]:
+    """What the figures rest on."""
+    notes = [f"slowdown: step time over alone on the same simulated {spec.name}; over: steps above the target"]
+    for profile in {each.profile.name: each.profile for each in asked}.values():
+        sources = ", ".join(f"{count} {source}" for source, count in sorted(profile.sources().items()))
+        note = f"{profile.name}: {len(profile.ops)} operators ({sources})"
+        guessed = sum(guesses_blocks(op) for op in profile.ops)
+        if guessed:
+            note += f"; how {guessed} of them fill a GPU is guessed"
+        if profile.device != spec.name:
+            note += f"; times are of {profile.device}, taken as they are"
+        notes.append(note)
+    return notes
+
+
+def _show_device(spec: GpuSpec, *, as_json: bool) -> None:
+    constants = list(spec.constants())
+    if as_json:
+        emit_json({name: {"value": value, "source": source} for name, value, source in constants})
+        return
+    emit(f"{spec.name}: {spec.title}")
+    for name, value, source in constants:
+        emit(f"{name:<15} {_shown(value)}\n    {source}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(each)}" for key, each in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _show_profiles(*, as_json: bool) -> None:
+    found = [shipped.find(name) for name in shipped.names()]
+    if as_json:
+        emit_json([{"name": p.name, "seconds": p.seconds, "operators": len(p.ops), "note": p.note} for p in found])
+        return
+    rows = [(p.name, f"{p.seconds * 1e3:.2f} ms", str(len(p.ops)), p.note) for p in found]
+    emit(table(("PROFILE", "STEP", "OPERATORS", "WHAT"), rows))

@@ -1,0 +1,177 @@
+"""`gpumux simulate` from the outside: what it prints, draws, refuses and admits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpumux import config
+from gpumux.cli.main import EX_CONFIG, EX_USAGE, main
+from gpumux.core.policy import POLICIES
+from gpumux.device.sim.spec import PRESETS
+from gpumux.program.profile import OpProfile, StepProfile, save
+from gpumux.simulate.run import Simulation
+
+FEW = ["--steps", "12", "--warmup", "3"]
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> str:
+    """A profile somebody recorded on a CPU, its file's name full of colons."""
+    path = tmp_path / "a:b.json"
+    ops = tuple(OpProfile("aten.mm.default", ((64, 64),) * 3, 80e-6, 49152, source="measured") for _ in range(6))
+    save(StepProfile("mine", "some cpu", ops, {"torch": "2"}, "2026-01-02T03:04:05Z", 8), path)
+    return str(path)
+
+
+def test_a_pair_is_told_in_a_table_with_what_it_rests_on(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--high", f"{measured}:think=1ms", "--low", measured, "--policy", "paced", *FEW]) == 0
+    out = capsys.readouterr().out
+    assert "paced on a simulated a100" in out
+    assert [line.split()[:3] for line in out.splitlines()[2:4]] == [
+        ["mine", "high", "12"],
+        ["mine-2", "low", out.splitlines()[3].split()[2]],
+    ]
+    assert (
+        "mine: 6 operators (6 measured); how 6 of them fill a GPU is guessed; times are of some cpu, taken as they are"
+        in out
+    )
+
+
+def test_all_policies_are_compared_and_drawn(measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "out.png"
+    jobs = ["--high", "transformer-b2:rate=200", "--low", f"{measured}:weight=2,start=1ms"]
+    assert main(["simulate", *jobs, "--policy", "all", *FEW, "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.split("POLICY")[1].splitlines()[1 : 1 + len(config.POLICIES)]] == [
+        *config.POLICIES
+    ]
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_json_has_the_same_figures(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["simulate", "--high", measured, "--max-slowdown", "1.05", "--seconds", "0.05", "--warmup", "0", "--json"])
+        == 0
+    )
+    body = json.loads(capsys.readouterr().out)
+    (result,) = body["results"]
+    (job,) = result["jobs"]
+    assert result["simulated_s"] == pytest.approx(0.05)
+    assert job["mean_slowdown"] == pytest.approx(1.0, rel=0.01)
+    assert job["steps"] > 50
+    assert len(body["notes"]) == 2
+
+
+def test_an_interrupted_run_prints_what_is_known(
+    measured: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_window = Simulation._begin_window
+
+    def interrupted(self: Simulation) -> None:
+        begin_window(self)
+        self.at(self.now + 3e-3, _interrupt)
+
+    monkeypatch.setattr(Simulation, "_begin_window", interrupted)
+    assert main(["simulate", "--high", measured, "--policy", "all", "--steps", "500", "--warmup", "3"]) == 130
+    out = capsys.readouterr().out
+    assert "interrupted: this is what is known" in out
+    assert "streams on a simulated" not in out
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_progress_of_a_long_run_is_told_on_stderr(
+    measured: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpumux.cli.simulate.PROGRESS_S", 0.0)
+    assert main(["simulate", "--high", measured, "--steps", "300", "--warmup", "0", "--policy", "fifo"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told
+    assert all(line.startswith("gpumux: fifo: ") and line.endswith(" of 300 steps") for line in told)
+
+
+@pytest.mark.parametrize("model", config.GPU_MODELS)
+def test_every_constant_of_a_device_is_shown_with_its_source(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--show-device", "--gpu-model", model]) == 0
+    out = capsys.readouterr().out
+    for name, _, source in PRESETS[model].constants():
+        assert f"\n{name} " in out
+        assert source in out
+    assert main(["simulate", "--show-device", "--gpu-model", model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sms"]["value"] == PRESETS[model].sms
+
+
+def test_shipped_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--profiles"]) == 0
+    assert "vgg16-b4-ddp" in capsys.readouterr().out
+    assert main(["simulate", "--profiles", "--json"]) == 0
+    assert {"name", "seconds", "operators", "note"} == set(json.loads(capsys.readouterr().out)[0])
+
+
+@pytest.mark.parametrize(
+    ("jobs", "says"),
+    [
+        ([], "no jobs to simulate"),
+        (["--high", "nobody"], "neither a file nor a shipped profile"),
+        (["--high", "transformer-b2:colour=1"], "unknown option 'colour'"),
+        (["--high", "transformer-b2:think=soon"], "no number"),
+        (["--high", "transformer-b2:rate=-1"], "steps a second"),
+        (["--high", __file__], "not JSON"),
+    ],
+)
+def test_what_can_not_be_simulated_is_refused_with_a_remedy(
+    jobs: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *jobs, *FEW]) == EX_CONFIG
+    first, remedy = capsys.readouterr().err.splitlines()
+    assert says in first
+    assert remedy.strip()
+
+
+@pytest.mark.parametrize(
+    "flag", [["--policy", "x"], ["--steps", "-1"], ["--max-slowdown", "0.5"], ["--gpu-model", "z"]]
+)
+def test_wrong_flags_are_wrong_usage(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *flag]) == EX_USAGE
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from gpumux.cli.main import main\n"
+        f"sys.exit(main(['simulate', '--high', 'transformer-b2', '--steps', '2', '--plot', {str(tmp_path / 'x.png')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == EX_CONFIG
+    assert "pip install gpumux[plot]" in done.stderr
+
+
+def test_a_picture_that_can_not_be_written_is_an_error(
+    measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--high", measured, *FEW, "--plot", str(tmp_path / "no" / "x.png")]) == EX_CONFIG
+    assert "can't write" in capsys.readouterr().err
+
+
+def test_nothing_is_drawn_or_loaded_that_was_not_asked_for(measured: str) -> None:
+    code = (
+        "import sys\n"
+        "from gpumux.cli.main import main\n"
+        f"code = main(['simulate', '--high', {measured!r}, '--steps', '3', '--warmup', '0', '--json'])\n"
+        "assert code == 0 and not {'torch', 'matplotlib', 'numpy', 'zmq'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_the_names_the_command_line_knows_are_the_real_ones() -> None:
+    assert set(config.GPU_MODELS) == set(PRESETS)
+    assert set(config.POLICIES) == set(POLICIES)
