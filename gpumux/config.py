@@ -62,6 +62,9 @@ class Config:
     endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")
     policy: str = _setting("paced", "who runs next", choices=POLICIES)
     threads: int = _setting(0, "intra-op threads a piece on the CPU; 0 leaves it to the device", low=0, high=1024)
+    low_nice: int = _setting(
+        19, "niceness of low jobs' processes on the CPU, so that they give way to high ones; 0 for none", low=0, high=19
+    )
     metrics_host: str = _setting("127.0.0.1", "address the metrics are served on")
     metrics_port: int = _setting(
         9402, "port of /metrics; 0 picks a free one, off serves none", low=-1, high=65535, words={"off": -1}

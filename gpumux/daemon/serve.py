@@ -157,7 +157,8 @@ class OpenDevice:
 def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     """Choose and open the device, saying which and why."""
     log.info("device: %s", choice(config.device))
-    device = registry.make(config.device, threads=config.threads, allow_ops=config.allow_ops)
+    low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo: no job comes before another
+    device = registry.make(config.device, threads=config.threads, low_nice=low_nice, allow_ops=config.allow_ops)
     stack.callback(device.close)
     opened = OpenDevice(device)
     info = opened.info

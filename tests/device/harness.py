@@ -29,7 +29,7 @@ from gpumux.device.contract import (
     Segment,
     TransferDone,
 )  # fmt: skip
-from gpumux.model import JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
+from gpumux.model import JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, TransferId
 from gpumux.program.codec import encode
 from gpumux.program.ir import ALIGN, Program, slot_layout
 
@@ -160,9 +160,9 @@ class Driver:
         self.unread: list[DeviceEvent] = []
         self.jobs: dict[JobId, LoadedJob] = {}
 
-    def open(self, seed: int = 0) -> LoadedJob:
+    def open(self, seed: int = 0, priority: Priority = Priority.LOW) -> LoadedJob:
         job = JobId(f"{next(_numbers):032x}")
-        self.device.open_job(job, JobSpec(name="test", seed=seed))
+        self.device.open_job(job, JobSpec(name="test", seed=seed, priority=priority))
         self.jobs[job] = LoadedJob(self, job)
         return self.jobs[job]
 

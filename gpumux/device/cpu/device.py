@@ -42,11 +42,12 @@ from gpumux.device.cpu.jobs import (
     send,
     start_executor,
 )
+from gpumux.device.cpu.keeper import Keeper
 from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.errors import ConfigError
-from gpumux.model import DeviceInfo, Fault, JobId, JobSpec, ProgramId, TransferId
+from gpumux.model import DeviceInfo, Fault, JobId, JobSpec, Priority, ProgramId, TransferId
 from gpumux.program.limits import DEFAULT, Limits
 
 PIECE_S = 0.002
@@ -56,23 +57,29 @@ CLOSE_S = 10.0
 
 class CpuDevice:
     """See gpumux.device.contract.Device. `threads` 0 means half the cores, so that two jobs fit;
-    `cores` 0 means all this process may use."""
+    `cores` 0 means all this process may use. `low_nice` (0 to 19) is the niceness of low jobs' processes:
+    above 0 the kernel stops them wherever a high job wants the core, as no GPU can."""
 
     def __init__(
-        self, *, threads: int = 0, cores: int = 0, allow_ops: Sequence[str] = (), limits: Limits = DEFAULT
+        self,
+        *,
+        threads: int = 0,
+        cores: int = 0,
+        low_nice: int = 0,
+        allow_ops: Sequence[str] = (),
+        limits: Limits = DEFAULT,
     ) -> None:
         self._cores = cores or len(os.sched_getaffinity(0))
         self._threads = threads or max(1, self._cores // 2)
         self._parallel = max(1, self._cores // self._threads)
         self._checks_at_once = max(2, self._cores // 2)
         self._checks = Checks(self._checks_at_once, limits, allow_ops)
-        self._schedule: Schedule[Command] = Schedule(self._parallel)
+        self._low_nice = low_nice
+        self._schedule: Schedule[Command] = Schedule(self._parallel, preempts=low_nice > 0)
         self._jobs: dict[JobId, Executor] = {}
         self._by_token: dict[int, Executor] = {}
         self._by_fd: dict[int, Executor] = {}
         self._events: list[DeviceEvent] = []
-        self._warm: WarmProcess | None = None
-        self._warm_writes = False
         self._fds: tuple[int, ...] = ()
         self._total = 0
 
@@ -86,9 +93,10 @@ class CpuDevice:
         self._fds = (self._epoll.fileno(),)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._start_warm()
+        self._keeper = Keeper(self._epoll, self)
+        self._keeper.start()
         self._epoll.poll(OPEN_S)
-        self._hear_warm()
+        self._keeper.hear()
         if self._warm is None or self._warm.facts is None:
             self.close()
             remedy = "see what it printed; try python -c 'import torch'"
@@ -112,12 +120,11 @@ class CpuDevice:
                 self._hear(executor)
             elif fd == self._bell:
                 os.eventfd_read(self._bell)
-            elif self._warm is not None:
-                self._warm.flush()
-                self._hear_warm()
+            else:
+                self._keeper.hear()
         if self._schedule.waiting:
             self._hand_over()
-        self._watch_warm()
+        self._keeper.watch()
         events, self._events = self._events, []
         return events
 
@@ -125,7 +132,7 @@ class CpuDevice:
         self._checks.submit(job, program, encoded)
         if self._warm is not None:
             self._checks.start(self._warm)
-            self._watch_warm()
+            self._keeper.watch()
         else:
             self._tell(ProgramRefused(job, program, NO_WARM))
 
@@ -135,13 +142,14 @@ class CpuDevice:
         if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 64:
             self._tell(JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
             return
-        settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S}
+        nice = self._low_nice if spec.priority is Priority.LOW else 0
+        settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
         executor = start_executor(self._warm, job, settings)
         fd = executor.channel.fileno()
         self._jobs[job] = self._by_token[executor.token] = self._by_fd[fd] = executor
         self._epoll.register(fd, select.EPOLLIN)
         self._schedule.open(job)
-        self._watch_warm()
+        self._keeper.watch()
 
     def load_program(
         self,
@@ -194,7 +202,7 @@ class CpuDevice:
 
     def unload(self, job: JobId) -> None:
         for token in self._checks.forget(job):
-            self._kill(token)
+            self._keeper.kill(token)
         executor = self._jobs.get(job)
         if executor is None:
             self._tell(JobUnloaded(job))
@@ -202,7 +210,7 @@ class CpuDevice:
         if executor.unloading:
             return
         executor.unloading = True
-        self._kill(executor.token)
+        self._keeper.kill(executor.token)
         for command in self._schedule.drop(job):
             release(command)
         self._events = [event for event in self._events if not of_job(event, job)]
@@ -221,9 +229,7 @@ class CpuDevice:
         while self._jobs and self._warm is not None and self._warm.has_children and waited < CLOSE_S * 10:
             waited += not self._epoll.poll(0.1)
             self.poll()
-        if self._warm is not None:
-            self._warm.close()
-            self._warm = None
+        self._keeper.close()
         for executor in list(self._jobs.values()):
             self._let_go(executor)
         self._checks.close()
@@ -254,7 +260,7 @@ class CpuDevice:
         except (struct.error, OverflowError, ValueError, TypeError, OSError) as error:
             # A command lost in silence would leave its job waiting, and its place taken, for ever.
             executor.failure = Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
-            self._kill(executor.token)
+            self._keeper.kill(executor.token)
 
     def _hear(self, executor: Executor) -> bool:
         """One message; whether there was one. Asking a second time costs more than being told again."""
@@ -279,7 +285,7 @@ class CpuDevice:
         job = executor.job
         unfinished = self._schedule.drop(job)
         for token in self._checks.forget(job):
-            self._kill(token)
+            self._keeper.kill(token)
         self._events.extend(obituary(executor, unfinished))
         self._let_go(executor)
 
@@ -292,28 +298,14 @@ class CpuDevice:
 
     # ---- the warm process ------------------------------------------------------------------------
 
-    def _start_warm(self) -> None:
-        self._warm = WarmProcess()
-        self._warm_writes = False
-        self._epoll.register(self._warm.channel.fileno(), select.EPOLLIN)
+    @property
+    def _warm(self) -> WarmProcess | None:
+        return self._keeper.warm
 
-    def _watch_warm(self) -> None:
-        if self._warm is not None and self._warm.wants_write != self._warm_writes:
-            self._warm_writes = self._warm.wants_write
-            mask = select.EPOLLIN | (select.EPOLLOUT if self._warm_writes else 0)
-            self._epoll.modify(self._warm.channel.fileno(), mask)
+    def can_fork(self, warm: WarmProcess) -> None:
+        self._checks.start(warm)
 
-    def _hear_warm(self) -> None:
-        if self._warm is None:
-            return
-        try:
-            for token, status in self._warm.receive():
-                self._exited(token, status)
-            self._checks.start(self._warm)
-        except EOFError:
-            self._lose_warm(self._warm)
-
-    def _exited(self, token: int, status: int | str) -> None:
+    def child_exited(self, token: int, status: int | str) -> None:
         executor = self._by_token.get(token)
         if executor is None:
             self._events.extend(self._checks.exited(token, status))
@@ -324,23 +316,12 @@ class CpuDevice:
                 pass  # what it said last comes before its end
         self._bury(executor)
 
-    def _lose_warm(self, warm: WarmProcess) -> None:
-        """It died, and the kernel killed its children with it. Start another for the jobs to come,
-        unless it never got as far as being ready: then the next one would not either."""
-        how = f"ended with the process that started it, which {warm.close()}"
-        self._warm = None
-        if warm.facts is not None:
-            self._start_warm()
+    def warm_lost(self, how: str) -> None:
         for executor in list(self._jobs.values()):
             executor.status = how
             self._bury(executor)
         for token in self._checks.running:
             self._events.extend(self._checks.exited(token, how))
-
-    def _kill(self, token: int) -> None:
-        if self._warm is not None:
-            self._warm.kill(token)
-            self._watch_warm()
 
     def _tell(self, *events: DeviceEvent) -> None:
         """Events nobody sent: ring, so that whoever waits on our descriptors looks."""

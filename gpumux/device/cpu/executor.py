@@ -223,6 +223,7 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", IDLE_S, 0))
     page = memoryview(mmap.mmap(fds[1], mmap.PAGESIZE)).cast("I")
     os.close(fds[1])
+    os.nice(settings["nice"])
     torch.set_num_threads(settings["threads"])
     turn_off_optimisation()
     torch.default_generator.manual_seed(settings["seed"])

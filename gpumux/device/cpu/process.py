@@ -29,10 +29,11 @@ def name_process(name: str) -> None:
 
 
 def settle(parent: int, name: str, keep: Iterable[int]) -> None:
-    """Own session, no core dumps, no descriptors but `keep` and the standard ones. An interrupt at the
-    daemon's terminal is the daemon's to handle."""
+    """Own process group, no core dumps, no descriptors but `keep` and the standard ones. An interrupt at the
+    daemon's terminal is the daemon's to handle. Not a session of its own: the kernel would give each
+    session an equal part of the cores (autogroup), and niceness would mean nothing between jobs."""
     die_with(parent)
-    os.setsid()
+    os.setpgid(0, 0)
     name_process(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -4,6 +4,11 @@ At most `parallel` pieces run at once, over all jobs. A job's commands (launches
 keep their order. When a slot is free it goes to the oldest launch of the highest-priority stream
 among the jobs that are not running one.
 
+With `preempts` the processes of less important jobs give way to those of more important ones by
+themselves (the kernel sees to it), so pieces of lower streams take no slot from a launch: it starts
+beside them, and they go on where they were when it is done. At most `parallel` pieces of each stream
+are under way then.
+
 Handing ahead: the next piece of a job that is running one may be handed to its executor already, so
 that no round trip through the daemon lies between its pieces. That is done for one piece only, and
 only while no idle job's launch of the same or a higher priority waits for a slot: a piece handed
@@ -53,9 +58,10 @@ class Lane(Generic[T]):
 
 
 class Schedule(Generic[T]):
-    def __init__(self, parallel: int) -> None:
+    def __init__(self, parallel: int, *, preempts: bool = False) -> None:
         self.parallel = parallel
-        self.pieces_running = 0
+        self._preempts = preempts
+        self._running: dict[int, int] = {}  # pieces by stream; one entry for all without preemption
         self._lanes: dict[JobId, Lane[T]] = {}
         self._busy: dict[JobId, Lane[T]] = {}  # those with something waiting: the only ones worth a look
         self._age = 0
@@ -64,6 +70,20 @@ class Schedule(Generic[T]):
     def waiting(self) -> bool:
         """Whether anything waits to be handed over."""
         return bool(self._busy)
+
+    @property
+    def pieces_running(self) -> int:
+        return sum(self._running.values())
+
+    def _room(self, stream: int) -> int:
+        """How many more launches of the stream may start."""
+        return self.parallel - sum(n for other, n in self._running.items() if not self._preempts or other >= stream)
+
+    def _count(self, lane: Lane[T], change: int) -> None:
+        """The piece at the head of the lane, if it is one, starts (1) or no longer runs (-1)."""
+        stream = lane.handed[0].stream if lane.handed else None
+        if stream is not None:
+            self._running[stream] = self._running.get(stream, 0) + change
 
     def open(self, job: JobId) -> None:
         self._lanes[job] = Lane()
@@ -74,7 +94,7 @@ class Schedule(Generic[T]):
         self._busy.pop(job, None)
         if lane is None:
             return []
-        self.pieces_running -= lane.runs_piece
+        self._count(lane, -1)
         return [command.what for command in (*lane.handed, *lane.waiting)]
 
     def submit(self, job: JobId, what: T, stream: int | None) -> None:
@@ -86,11 +106,11 @@ class Schedule(Generic[T]):
         """Hand a launch over at once if nothing else is in its way: the same as `submit` and `hand_over`,
         without asking anybody's turn. False: it has not been submitted."""
         lane = self._lanes[job]
-        if self._busy or lane.handed or self.pieces_running >= self.parallel:
+        if self._busy or lane.handed or self._room(stream) < 1:
             return False
         self._age += 1
         lane.handed.append(Command(what, stream, self._age))
-        self.pieces_running += 1
+        self._count(lane, 1)
         return True
 
     def done(self, job: JobId) -> T | None:
@@ -98,9 +118,9 @@ class Schedule(Generic[T]):
         lane = self._lanes.get(job)
         if lane is None or not lane.handed:
             return None
-        self.pieces_running -= lane.runs_piece
+        self._count(lane, -1)
         what = lane.handed.popleft().what
-        self.pieces_running += lane.runs_piece
+        self._count(lane, 1)
         return what
 
     def running(self, job: JobId) -> T | None:
@@ -118,13 +138,15 @@ class Schedule(Generic[T]):
         for job, lane in busy:
             if not lane.handed and lane.next_stream is None:
                 yield self._hand(job, lane)
-        free = self.parallel - self.pieces_running
         candidates = [(job, lane) for job, lane in busy if not lane.handed and lane.next_stream is not None]
         candidates.sort(key=lambda item: (-(item[1].next_stream or 0), item[1].waiting[0].age))
-        for job, lane in candidates[: max(free, 0)]:
+        highest_left: int | None = None
+        for job, lane in candidates:
+            wanted = lane.next_stream or 0
+            if self._room(wanted) < 1:
+                highest_left = wanted  # those after it are no more urgent
+                break
             yield self._hand(job, lane)
-        left = candidates[max(free, 0) :]
-        highest_left = max((lane.next_stream or 0 for _, lane in left), default=None)
         for job, lane in busy:
             stream = lane.next_stream  # None, too, when all it had has just been handed over
             if stream is None or len(lane.handed) != 1 or not lane.runs_piece:
@@ -135,7 +157,7 @@ class Schedule(Generic[T]):
     def _hand_over_alone(self, job: JobId, lane: Lane[T]) -> Iterator[tuple[JobId, T]]:
         """The same when no other job has anything waiting."""
         if not lane.handed:
-            if lane.next_stream is not None and self.pieces_running >= self.parallel:
+            if lane.next_stream is not None and self._room(lane.next_stream) < 1:
                 return
             yield self._hand(job, lane)
         if len(lane.handed) == 1 and lane.runs_piece and lane.next_stream is not None:
@@ -145,7 +167,7 @@ class Schedule(Generic[T]):
         command = lane.waiting.popleft()
         if not lane.waiting:
             del self._busy[job]
-        self.pieces_running -= lane.runs_piece
         lane.handed.append(command)
-        self.pieces_running += lane.runs_piece
+        if len(lane.handed) == 1:
+            self._count(lane, 1)
         return job, command.what

@@ -31,7 +31,7 @@ class WarmProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                start_new_session=True,
+                process_group=0,  # no session of its own: see process.settle
                 env=_environment(),
             )
         ours.setblocking(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 
@@ -11,8 +12,9 @@ import torch
 from gpumux.device.contract import JobLost, ProgramLoaded, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cpu.numerics import CurrentNumerics
-from gpumux.model import JobId, JobSpec
+from gpumux.model import JobId, JobSpec, Priority
 from gpumux.program.ir import Numerics, Program, TensorRef
+from tests.device.cpu.test_crashes import children, zygote
 from tests.device.harness import Case, Driver
 from tests.program import samples
 
@@ -129,3 +131,18 @@ def test_numerics_are_set_and_set_back() -> None:
         assert now() == Numerics()
     finally:
         current.apply(before)
+
+
+def test_low_jobs_run_at_the_niceness_asked_for_and_high_ones_at_ours() -> None:
+    device = CpuDevice(threads=1, cores=1, low_nice=7)
+    device.open()
+    driver = Driver(CASE, device)
+    try:
+        for priority, nice in ((Priority.LOW, 7), (Priority.HIGH, 0)):
+            job = driver.open(priority=priority)
+            job.load(samples.counter(), [4])
+            pid = next(reversed(children(zygote(device))))
+            assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + nice
+    finally:
+        driver.finish()
+        device.close()

@@ -115,6 +115,29 @@ def test_a_dropped_job_gives_its_slot_and_its_commands_back() -> None:
     assert s.done(A) is None
 
 
+def test_with_preemption_a_high_launch_starts_beside_a_low_piece_and_a_low_one_waits() -> None:
+    s: Schedule[str] = Schedule(1, preempts=True)
+    for job in (A, B, C):
+        s.open(job)
+    s.submit(A, "a1", 0)
+    assert handed(s) == ["a1"]
+    assert s.claim(B, "b1", 1)
+    s.submit(C, "c1", 0)
+    s.submit(B, "b2", 1)
+    assert handed(s) == ["b2"], "handed ahead, past the low launch that waits"
+    s.done(A)
+    assert handed(s) == [], "the high piece holds the slot"
+    s.done(B)
+    s.done(B)
+    assert handed(s) == ["c1"]
+
+
+def test_without_preemption_a_high_launch_waits_for_a_low_piece() -> None:
+    s = schedule(1, A, B)
+    assert s.claim(A, "a1", 0)
+    assert not s.claim(B, "b1", 1)
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), st.sampled_from([A, B, C]), st.sampled_from([None, 0, 0, 1])),
     st.tuples(st.just("done"), st.sampled_from([A, B, C]), st.none()),
@@ -122,18 +145,15 @@ ACTIONS = st.one_of(
 )
 
 
-@given(parallel=st.integers(1, 3), actions=st.lists(ACTIONS, max_size=60))
+@given(parallel=st.integers(1, 3), preempts=st.booleans(), actions=st.lists(ACTIONS, max_size=60))
 def test_whatever_happens_the_bounds_and_orders_hold(
-    parallel: int, actions: list[tuple[str, JobId, int | None]]
+    parallel: int, preempts: bool, actions: list[tuple[str, JobId, int | None]]
 ) -> None:
-    s: Schedule[tuple[JobId, int, int | None]] = Schedule(parallel)
+    s: Schedule[tuple[JobId, int, int | None]] = Schedule(parallel, preempts=preempts)
     out: dict[JobId, list[tuple[JobId, int, int | None]]] = {job: [] for job in (A, B, C)}
     waiting: dict[JobId, list[tuple[JobId, int, int | None]]] = {job: [] for job in (A, B, C)}
     for job in out:
         s.open(job)
-
-    def runs(job: JobId) -> bool:
-        return bool(out[job]) and out[job][0][2] is not None
 
     for number, (action, job, stream) in enumerate(actions):
         if action == "submit":
@@ -149,11 +169,19 @@ def test_whatever_happens_the_bounds_and_orders_hold(
         for owner, what in s.hand_over():
             assert what == waiting[owner].pop(0), "a job's commands keep their order"
             out[owner].append(what)
-        assert s.pieces_running == sum(map(runs, out)) <= parallel
+        running = [queue[0][2] for queue in out.values() if queue and queue[0][2] is not None]
+
+        def in_the_way(stream: int, running: list[int | None] = running) -> int:
+            return sum(1 for other in running if other is not None and (not preempts or other >= stream))
+
+        assert s.pieces_running == len(running)
+        assert len(running) <= parallel or preempts
+        assert all(running.count(stream) <= parallel for stream in (0, 1))
         for queue in out.values():
             assert len(queue) <= 2
             assert len(queue) == 1 or all(stream is not None for _, _, stream in queue)
         idle_launches = [q[0][2] for j, q in waiting.items() if q and not out[j] and q[0][2] is not None]
-        if idle_launches:
-            assert sum(map(runs, out)) == parallel, "a launch waits although a slot is free"
+        for stream in idle_launches:
+            assert stream is not None
+            assert in_the_way(stream) >= parallel, "a launch waits although a slot is free"
         assert not [q for j, q in waiting.items() if q and not out[j] and q[0][2] is None]
