@@ -57,30 +57,32 @@ class Multiprocessors:
         return over
 
     def dispatch(self) -> None:
-        """Give what room there is to pending blocks, the most preferred first. All are settled."""
+        """Give what room there is to pending blocks, the most preferred first, and say what comes next. All are
+        settled."""
+        resident = []
         for stream in self.running:
-            if stream.pending:
+            if stream.pending and self._room:
                 size = stream.shape.size
-                blocks = min(stream.pending, self._room_for(stream) // size)
-                if blocks:
+                room = self._room if stream.work.cap == self._units else self._room_in_share(stream)
+                if room >= size:
+                    blocks = min(stream.pending, room // size)
                     stream.start_blocks(blocks)
                     self._room -= blocks * size
-        self._pace()
+            if stream.resident:
+                resident.append(stream)
+        self._occupied = bool(resident)
+        self._pace(resident)
         self._foresee()
 
-    def _room_for(self, stream: Stream) -> int:
+    def _room_in_share(self, stream: Stream) -> int:
         """Units it may take now. Launches confined to a share have that part of the multiprocessors in
         common, as partitions of one device do."""
         cap = stream.work.cap
-        if cap == self._units:
-            return self._room
         held = sum(s.resident * s.shape.size for s in self.running if s.resident and s.work.cap <= cap)
         return min(self._room, max(cap - held, 0))
 
-    def _pace(self) -> None:
+    def _pace(self, resident: list[Stream]) -> None:
         """Rates for the blocks that are resident now."""
-        resident = [stream for stream in self.running if stream.resident]
-        self._occupied = bool(resident)
         if len(resident) == 1:
             stream = resident[0]
             demand = stream.resident * stream.shape.demand
@@ -88,24 +90,24 @@ class Multiprocessors:
             return
         total = 0.0
         for stream in resident:
-            total += stream.resident * stream.shape.demand / stream.shape.sensitivity
-        if total <= self._bandwidth:
+            shape = stream.shape
+            stream.rate = 1.0 / shape.sensitivity
+            total += stream.resident * shape.demand * stream.rate
+        if total > self._bandwidth:
+            groups = [(s.resident * s.shape.demand * s.rate, s.shape.bound) for s in resident]
+            f = granted(groups, self._bandwidth)
             for stream in resident:
-                stream.rate = 1.0 / stream.shape.sensitivity
-            return
-        groups = [(s.resident * s.shape.demand / s.shape.sensitivity, s.shape.bound) for s in resident]
-        f = granted(groups, self._bandwidth)
-        for stream in resident:
-            stream.rate = rate(stream.shape.bound, f) / stream.shape.sensitivity
+                stream.rate *= rate(stream.shape.bound, f)
 
     def _foresee(self) -> None:
         """When the next blocks end whose room another stream could take, or that end a kernel."""
         self.next_at = inf
         may_cycle = True
         for stream in self.running:
-            at = stream.foresee(may_cycle)
-            if at < self.next_at:
-                self.next_at = at
+            if stream.resident:
+                at = stream.foresee(may_cycle)
+                if at < self.next_at:
+                    self.next_at = at
             # One that waits for room takes whatever those after it leave, unless its own blocks fill its share.
             if may_cycle and stream.pending:
                 size, cap = stream.shape.size, stream.work.cap

@@ -18,6 +18,10 @@ from gpumux.device.sim.path import Entry
 from gpumux.device.sim.work import Shape, Work
 
 EPS = 1e-9  # seconds; what is nearer than this happens at the same time
+# Blocks that start within this part of their block time become one cohort, which ends at their mean time. Without
+# it the blocks of two jobs that share the device spread out until each ends by itself: 5 times the events, and
+# times that differ by less than 1 %.
+GRAIN = 0.1
 
 
 class Stream:
@@ -67,53 +71,59 @@ class Stream:
 
     def start_blocks(self, blocks: int) -> None:
         """Start some of the pending ones, now (the stream is settled)."""
-        v_end = self.v0 + self.shape.block_s
-        if self.cohorts and v_end - self.cohorts[-1][0] < EPS:
-            self.cohorts[-1][1] += blocks
+        block_s = self.shape.block_s
+        v_end = self.v0 + block_s
+        cohorts = self.cohorts
+        if cohorts and v_end - cohorts[-1][0] < max(EPS, GRAIN * block_s):
+            last = cohorts[-1]
+            last[1] += blocks
+            last[0] += (v_end - last[0]) * blocks / last[1]
         else:
-            self.cohorts.append([v_end, blocks])
+            cohorts.append([v_end, blocks])
         self.pending -= blocks
         self.resident += blocks
 
     def settle(self, now: float) -> int:
         """Bring it up to `now`; how many blocks end at this instant."""
         passed = now - self.t0
-        v = self.v0 + passed * self.rate
+        self.t0 = now
+        self.v0 = v = self.v0 + passed * self.rate
         self.area += self.resident * passed * self.shape.size
-        self.t0, self.v0 = now, v
         if self.cycling:
             self._catch_up(v - EPS)
-        ended = 0
         cohorts = self.cohorts
-        while cohorts and cohorts[0][0] <= v + EPS:
+        v += EPS
+        if cohorts[0][0] > v:
+            return 0
+        ended = 0
+        while cohorts and cohorts[0][0] <= v:
             ended += int(cohorts.pop(0)[1])
         self.resident -= ended
         return ended
 
     def _catch_up(self, v: float) -> None:
         """Account for the waves that ended, and were followed, before its clock showed `v`."""
+        self.cycling = False
+        cohorts = self.cohorts
+        if cohorts[0][0] >= v:
+            return
         block_s = self.shape.block_s
-        for cohort in self.cohorts:
+        for cohort in cohorts:
             if cohort[0] < v:
                 waves = ceil((v - cohort[0]) / block_s)
                 cohort[0] += waves * block_s
                 self.pending -= waves * int(cohort[1])
-        if len(self.cohorts) > 1:
-            self.cohorts.sort()
-        self.cycling = False
+        if len(cohorts) > 1:
+            cohorts.sort()
 
     def foresee(self, may_cycle: bool) -> float:
-        """When its running kernel next changes anything for others, at the present rate. `may_cycle`: no
-        other stream could take the room its blocks leave."""
-        if not self.cohorts:
-            self.next_at = inf
-            return inf
+        """When its running kernel, which has blocks resident, next changes anything for others, at the present
+        rate. `may_cycle`: no other stream could take the room its blocks leave."""
         v_end = self.cohorts[0][0]
-        self.cycling = may_cycle and self.pending >= self.resident
-        if self.cycling:
+        if may_cycle and self.pending >= self.resident:
+            self.cycling = True
             v_end += self.pending // self.resident * self.shape.block_s
-        self.next_at = self.t0 + (v_end - self.v0) / self.rate
-        return self.next_at
+        return self.t0 + (v_end - self.v0) / self.rate
 
     # ---- alone on the device: the rest of the launch is one event
 

@@ -250,7 +250,7 @@ def test_shares_are_what_the_hardware_can_set_apart() -> None:
 def test_every_constant_has_its_source() -> None:
     for spec in PRESETS.values():
         rows = list(spec.constants())
-        assert len(rows) == 16
+        assert len(rows) == 15
         assert all(source for _, _, source in rows)
         with pytest.raises(ConfigError, match="no source for call_s"):
             replace(spec, sources={name: text for name, text in spec.sources.items() if name != "call_s"})
