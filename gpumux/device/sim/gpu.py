@@ -76,7 +76,9 @@ class Gpu:
         if not kernels:
             raise ConfigError("a launch without kernels", "launch at least one")
         spec = self.spec
-        self._run_to(now)
+        while self._next < now:  # what happens at `now` itself waits for all that is launched then
+            self._step(self._next)
+        self.now = max(self.now, now)
         priority = stream if self._priorities else 0
         began: list[float] = []
         if self._graphs:
@@ -95,9 +97,11 @@ class Gpu:
         return min(self._next, self._ended[0][0]) if self._ended else self._next
 
     def advance(self, until: float) -> list[Finished]:
-        """Let time pass to `until`: what the host has learned by then, in the order it ended. `now` then is
-        `until`; inf runs to the end of what was launched and lets no further time pass."""
+        """Let time pass to `until`: what the host has learned by then, in the order it ended. inf: until
+        nothing is left to happen."""
         self._run_to(until)
+        if until == inf and self._ended:
+            self.now = max(self.now, self._ended[-1][0])
         return self._learned()
 
     def advance_to_finish(self, until: float = inf) -> list[Finished]:

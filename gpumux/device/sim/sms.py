@@ -25,6 +25,7 @@ class Multiprocessors:
         """Its next kernel is ready: behind those of its priority, before those of lower ones."""
         stream.begin_kernel(now)
         self._insert(stream)
+        self._last = now
 
     def adopt(self, stream: Stream) -> None:
         """Take over a kernel that ran alone until now, with the blocks it has resident. Nothing else runs."""
@@ -35,6 +36,7 @@ class Multiprocessors:
     def remove(self, stream: Stream) -> None:
         """It has no blocks resident and none pending."""
         self.running.remove(stream)
+        self._occupied = bool(self.running)  # unless those wait for room too: `dispatch` looks
 
     def settle(self, now: float) -> list[Stream]:
         """Bring all up to `now`, let blocks that end at this instant end; the streams whose kernel is over,
@@ -53,7 +55,7 @@ class Multiprocessors:
             else:
                 stream.t0 = now
         for stream in over:
-            self.running.remove(stream)
+            self.remove(stream)
         return over
 
     def dispatch(self) -> None:

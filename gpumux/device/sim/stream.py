@@ -10,7 +10,7 @@ change nothing for anybody, so none of them is an event: `settle` catches up on 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
 from math import ceil, inf
 
@@ -141,20 +141,21 @@ class Stream:
         return work.busy[upto] - work.busy[start]
 
     def end_solo(self, now: float) -> float:
-        """Back to kernels and cohorts as they are at `now`, before any block that ends at `now` has ended:
+        """Back to kernels and cohorts as they are at `now`, before anything that starts or ends at `now` has:
         afterwards it either waits for its next kernel (`resident` is 0) or runs one. The seconds it had
         blocks resident."""
         work, at = self.work, now - self.solo_base
-        self.index = max(bisect_right(work.starts, at) - 1, self.solo_from)
-        start, end = work.starts[self.index], work.ends[self.index]
-        if at < start or at > end + EPS:
-            self.index += at > end
+        begun = bisect_left(work.starts, at - EPS) - 1
+        if begun < self.solo_from or at > work.ends[begun] + EPS:
+            self.index = max(begun + 1, self.solo_from)
             self.ready_at = self.solo_base + work.starts[self.index]
             return self.solo_seconds(self.index)
-        busy = self.solo_seconds(self.index)
-        self.begin_kernel(self.solo_base + start)
-        self._into_kernel(now, at - start)
-        return busy + at - start
+        self.index = begun
+        since = at - work.starts[begun]
+        busy = self.solo_seconds(begun)
+        self.begin_kernel(now - since)
+        self._into_kernel(now, since)
+        return busy + since
 
     def _into_kernel(self, now: float, since: float) -> None:
         """The kernel has run alone for `since` seconds: waves that ended, and the one that runs."""
