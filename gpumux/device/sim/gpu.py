@@ -76,7 +76,7 @@ class Gpu:
         if not kernels:
             raise ConfigError("a launch without kernels", "launch at least one")
         spec = self.spec
-        while self._next < now:  # what happens at `now` itself waits for all that is launched then
+        while self._next < now - EPS:  # what happens at `now` itself waits for all that is launched then
             self._step(self._next)
         self.now = max(self.now, now)
         priority = stream if self._priorities else 0
@@ -182,6 +182,8 @@ class Gpu:
         if self._solo is not None or (len(waiting) == 1 and not sms.running):
             return
         ready = [stream for stream in waiting if stream.ready_at <= now + EPS]
+        if len(ready) > 1:
+            ready.sort(key=_job)  # some order, but always the same
         for stream in ready:
             waiting.remove(stream)
             sms.begin(stream, now)
@@ -260,3 +262,7 @@ class Gpu:
         while self._ended and self._ended[0][0] <= self.now:
             learned.append(self._ended.popleft()[2])
         return learned
+
+
+def _job(stream: Stream) -> str:
+    return stream.job

@@ -182,7 +182,7 @@ class Reference:
     # ---- blocks
 
     def begin(self) -> None:
-        for job, (at, number) in list(self.ready.items()):
+        for job, (at, number) in sorted(self.ready.items()):
             if at <= self.now + SAME:
                 del self.ready[job]
                 call = self.streams[job][0]
