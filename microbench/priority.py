@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from gpumux import client
+from gpumux import client, config
 from microbench import common
 from microbench.daemon import GPUMUX, running_daemon
 from microbench.workloads import Workload, sized
 
-POLICIES = ("fifo", "streams", "paced")
+POLICIES = config.POLICIES
 HIGH_S, LOW_S = 0.010, 0.030  # seconds of a plain step
 INFLIGHT = 8  # steps the greedy job keeps submitted
 GREEDY = "greedy"
@@ -35,8 +35,8 @@ def high_workload() -> Workload:
     return sized("high", layers=18, width=128, adam=False, seconds=HIGH_S)()
 
 
-def low_workload() -> Workload:
-    return sized("low", layers=24, width=192, adam=False, seconds=LOW_S)()
+def low_workload(seconds: float) -> Workload:
+    return sized("low", layers=24, width=192, adam=False, seconds=seconds)()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,10 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--steps", type=int, default=50, help="high steps a turn")
     arguments.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="default: all")
     arguments.add_argument("--greedy", metavar="ENDPOINT", help=argparse.SUPPRESS)
+    arguments.add_argument("--greedy-seconds", type=float, default=LOW_S, help=argparse.SUPPRESS)
     args = arguments.parse_args(argv)
     torch.set_num_threads(1)
     if args.greedy:
-        be_greedy(args.greedy)
+        be_greedy(args.greedy, args.greedy_seconds)
         return 0
     facts = common.machine()
     every = os.sched_getaffinity(0)
@@ -77,8 +78,11 @@ def targets(measured: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {"slowdown, paced and fifo": {"value": paced, "target": fifo, "met": paced < fifo}}
 
 
-def measure(policy: str, core: int, repeats: int, steps: int) -> dict[str, Any]:
-    """Median high step seconds of each turn, alone and shared, and what the low job got done."""
+def measure(
+    policy: str, core: int, repeats: int, steps: int, *, low_s: float = LOW_S, max_slowdown: float = 1.10
+) -> dict[str, Any]:
+    """Median high step seconds of each turn, alone and shared, and what the low job got done. `low_s`: how long a plain
+    step of it takes; `max_slowdown`: what the high job is promised."""
     workload = high_workload()
     alone: list[float] = []
     shared: list[float] = []
@@ -93,8 +97,9 @@ def measure(policy: str, core: int, repeats: int, steps: int) -> dict[str, Any]:
             priority="high",
             name="high",
             endpoint=daemon.endpoint,
+            max_slowdown=max_slowdown,
         ) as job,
-        greedy_client(daemon.endpoint),
+        greedy_client(daemon.endpoint, low_s),
     ):
         for repeat in range(repeats + 1):
             pause(daemon.endpoint, True)
@@ -139,9 +144,9 @@ def low_steps(status: dict[str, Any]) -> int:
 
 
 @contextmanager
-def greedy_client(endpoint: str) -> Iterator[None]:
+def greedy_client(endpoint: str, low_s: float = LOW_S) -> Iterator[None]:
     """A low client in a process of its own, training for as long as the block lasts."""
-    command = [sys.executable, "-m", "microbench.priority", "--greedy", endpoint]
+    command = [sys.executable, "-m", "microbench.priority", "--greedy", endpoint, "--greedy-seconds", str(low_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -157,9 +162,9 @@ def greedy_client(endpoint: str) -> Iterator[None]:
         raise RuntimeError(f"the greedy client ended with {child.returncode}")
 
 
-def be_greedy(endpoint: str) -> None:
+def be_greedy(endpoint: str, seconds: float) -> None:
     """Train until stdin closes."""
-    workload = low_workload()
+    workload = low_workload(seconds)
     stop = threading.Event()
 
     def watch() -> None:

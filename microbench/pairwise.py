@@ -1,0 +1,120 @@
+"""How much of its throughput alone a high kernel keeps next to a low one, by how long and how memory-bound both are
+(DeepPool, figure 12).
+
+Both kernels run over and over, in streams of their priority behind short windows. A kernel fills the GPU with `--waves` waves of
+equal blocks, so its blocks last a wave: nothing else can start in their place until they end, which is what a short
+high kernel next to a long low one suffers from. Its intensity is the part of the memory bandwidth it uses alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumux.device.sim.kernel import Kernel
+from gpumux.device.sim.spec import GpuSpec, preset
+from gpumux.errors import ConfigError
+from gpumux.model import Priority
+from gpumux.simulate.run import simulate
+from gpumux.simulate.workload import Workload
+from microbench import charts, common
+
+DURATIONS_S = (10e-6, 50e-6, 200e-6, 1e-3, 5e-3)
+INTENSITIES = {"compute": 0.1, "memory": 0.9}  # parts of the bandwidth
+WAVES = 8
+STEP_S = 4e-3  # a step is as many kernels as fill this, at least one
+WARMUP, STEPS = 3, 12  # high steps of a pair
+CPU_S = 2.0  # of each pair
+SHAPE = 0.9  # the paper's: pairs are above it, except short high kernels next to long low ones
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One synthetic kernel."""
+
+    seconds: float
+    intensity: str
+
+    @property
+    def label(self) -> str:
+        short = f"{self.seconds * 1e6:.0f} us" if self.seconds < 1e-3 else f"{self.seconds * 1e3:.0f} ms"
+        return f"{short} {self.intensity}"
+
+    def kernel(self, spec: GpuSpec, waves: int) -> Kernel:
+        nbytes = int(self.seconds * INTENSITIES[self.intensity] * spec.bandwidth)
+        return Kernel(self.label, waves * spec.sms, self.seconds / waves, 1, nbytes)
+
+    def workload(self, spec: GpuSpec, waves: int, priority: Priority) -> Workload:
+        count = max(1, round(STEP_S / self.seconds))
+        return Workload(priority.name.lower(), priority, (self.kernel(spec, waves),) * count)
+
+
+KINDS = tuple(Kind(seconds, intensity) for intensity in INTENSITIES for seconds in DURATIONS_S)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = common.parser(__doc__)
+    arguments.add_argument("--device", choices=("sim", "cpu", "cuda"), default="sim", help="default: sim")
+    arguments.add_argument("--gpu-model", choices=("a100", "h200"), default="a100", help="what sim simulates")
+    arguments.add_argument("--policy", default="paced", help="default: paced, as in the paper")
+    arguments.add_argument("--waves", type=int, default=WAVES, help="waves of blocks a kernel has")
+    arguments.add_argument("--steps", type=int, default=STEPS, help="sim: high steps of a pair")
+    arguments.add_argument("--seconds", type=float, default=CPU_S, help="cpu: of a pair, alone and together")
+    arguments.add_argument("--png", type=Path, metavar="FILE.png", help="draw the heat map")
+    args = arguments.parse_args(argv)
+    try:
+        if args.device == "cuda":
+            raise ConfigError("there is no CUDA device yet", "use --device sim, or cpu")
+        if args.device == "cpu":
+            from microbench import pairwise_cpu  # torch, and a daemon
+
+            kinds, values = pairwise_cpu.KINDS, pairwise_cpu.measure(args.policy, args.seconds)
+        else:
+            kinds, values = KINDS, simulated(preset(args.gpu_model), args.policy, args.waves, args.steps)
+    except ConfigError as error:
+        print(f"{error.message}: {error.remedy}", file=sys.stderr)
+        return 78
+    labels = [kind.label for kind in kinds]
+    print(
+        common.table(
+            ["high, next to low:", *labels],
+            [[h, *(f"{v:.2f}" for v in line)] for h, line in zip(labels, values, strict=True)],
+        )
+    )
+    exceptions = below(kinds, values)
+    print(
+        f"below {SHAPE}: {len(exceptions)} of {len(kinds) ** 2} pairs, {sum(e['high_is_shorter'] for e in exceptions)} of them short next to long"
+    )
+    result = {"device": args.device, "policy": args.policy, "waves": args.waves, "kernels": [vars(k) for k in kinds]}
+    common.report("pairwise", args.out, {**result, "throughput": values, "below": exceptions})
+    if args.png:
+        title = f"high kernel's throughput over alone, {args.policy} on {args.device}"
+        charts.heat_map(args.png, title, labels, labels, values, ("high kernel", "low kernel"))
+    return 0
+
+
+def simulated(spec: GpuSpec, policy: str, waves: int, steps: int) -> list[list[float]]:
+    """[high][low]: the high job's throughput over alone."""
+    return [[pair(spec, policy, waves, steps, high, low) for low in KINDS] for high in KINDS]
+
+
+def pair(spec: GpuSpec, policy: str, waves: int, steps: int, high: Kind, low: Kind) -> float:
+    jobs = [high.workload(spec, waves, Priority.HIGH), low.workload(spec, waves, Priority.LOW)]
+    result = simulate(jobs, spec, policy, steps=steps, warmup_steps=WARMUP)
+    return result.job("high").relative_throughput
+
+
+def below(kinds: Sequence[Kind], values: Sequence[Sequence[float]]) -> list[dict[str, object]]:
+    """The pairs in which the high kernel keeps less than the paper's figure shows for most."""
+    return [
+        {"high": high.label, "low": low.label, "value": value, "high_is_shorter": high.seconds < low.seconds}
+        for high, line in zip(kinds, values, strict=True)
+        for low, value in zip(kinds, line, strict=True)
+        if value < SHAPE
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
