@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gpumux import config
 from gpumux.cli.text import emit, emit_json, table
+from gpumux.device.sim.cost import guesses_blocks
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.model import Priority
@@ -19,7 +20,7 @@ from gpumux.program.profile import StepProfile
 from gpumux.simulate import shipped
 from gpumux.simulate.result import Result
 from gpumux.simulate.run import Simulation
-from gpumux.simulate.workload import Workload, from_profile, guesses_blocks
+from gpumux.simulate.workload import Workload, from_profile
 
 EX_INTERRUPTED = 130
 DEFAULT_STEPS = 500

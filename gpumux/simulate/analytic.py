@@ -11,23 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 
+from gpumux.device.sim.cost import FLOOR_S, product, stream
+from gpumux.device.sim.spec import A100
 from gpumux.program.profile import OpProfile, Shapes, StepProfile, save
 
-SMS = 108  # NVIDIA A100 datasheet
-BANDWIDTH = 1.555e12  # bytes/s, A100 40 GB datasheet
-FLOPS = {4: 156e12, 2: 312e12}  # by bytes of an item: TF32 and float16, dense, A100 datasheet
-EFFICIENCY = 0.5  # of that peak inside a full wave; guess
-MEMORY_EFFICIENCY = 0.85  # of the bandwidth, for streaming kernels; guess
-FLOOR_S = 2e-6  # the shortest kernel; guess
+FLOPS = {4: A100.flops["tf32"], 2: A100.flops["float16"]}  # by bytes of an item
 FLOAT = 4  # bytes of a float32
-# Tile rows, tile columns, blocks an SM holds, rate beside the largest tile. Guesses after common GEMM kernels.
-TILES = ((128, 128, 1, 1.0), (128, 64, 2, 0.9), (64, 64, 4, 0.75))
-SPLIT_K = 256  # a block of a product with few tiles takes at least this much of the inner dimension; guess
-STREAM_ELEMENTS, STREAM_PER_SM = 1024, 8  # an elementwise block: 256 threads, 4 elements each; 2048 threads an SM
-FOREACH_ELEMENTS, FOREACH_PER_SM = 65536, 4  # torch's multi-tensor kernels: this many elements, 512 threads a block
 AMP = 2  # bytes of an item under mixed precision: products and activations in float16, parameters in float32
 ALLREDUCE_BUS = 200e9  # bytes/s over NVLink among 8 A100; guess after public NCCL test results
 ALLREDUCE_LATENCY_S = 25e-6  # guess
@@ -65,21 +57,14 @@ class Tape:
     def product(self, target: str, shapes: Shapes, m: int, n: int, k: int) -> None:
         """[m, k] x [k, n], with the tile that is quickest."""
         nbytes = self.item * (m * k + k * n + m * n)
-        rate = FLOPS[self.item] * EFFICIENCY / SMS
-        found: list[tuple[float, int, int]] = []
-        for rows, columns, per_sm, speed in TILES:
-            tiles = ceil(m / rows) * ceil(n / columns)
-            split = min(max(1, SMS * per_sm // tiles), max(1, k // SPLIT_K))
-            block_s = per_sm * 2 * rows * columns * (k / split) / (rate * speed)
-            found.append((ceil(tiles * split / (SMS * per_sm)) * block_s, tiles * split, per_sm))
-        seconds, blocks, per_sm = min(found)
-        self.add(target, shapes, max(seconds, nbytes / BANDWIDTH), nbytes, blocks, per_sm)
+        seconds, blocks, per_sm = product(m, n, k, nbytes, FLOPS[self.item], A100)
+        self.add(target, shapes, seconds, nbytes, blocks, per_sm)
 
     def stream(self, target: str, shapes: Shapes, elements: int, passes: float, item: int = 0) -> None:
         """Elementwise over `elements` of `item` bytes, read or written `passes` times."""
         nbytes = int((item or self.item) * elements * passes)
-        seconds = nbytes / (BANDWIDTH * MEMORY_EFFICIENCY)
-        self.add(target, shapes, seconds, nbytes, ceil(elements / STREAM_ELEMENTS), STREAM_PER_SM)
+        seconds, blocks, per_sm = stream(elements, nbytes, A100)
+        self.add(target, shapes, seconds, nbytes, blocks, per_sm)
 
     def all_reduce(self, nbytes: int, gpus: int) -> None:
         seconds = ALLREDUCE_LATENCY_S + 2 * (gpus - 1) / gpus * nbytes / ALLREDUCE_BUS
@@ -122,9 +107,8 @@ class Tape:
         count = sum(map(prod, self.parameters))
         for target, passes in (("mul_.Scalar", 2), ("add_.List", 3), ("add_.List", 3)):
             nbytes = FLOAT * count * passes
-            seconds = nbytes / (BANDWIDTH * MEMORY_EFFICIENCY)
-            blocks = ceil(count / FOREACH_ELEMENTS)
-            self.add(f"aten._foreach_{target}", ((count,),), seconds, nbytes, blocks, FOREACH_PER_SM)
+            seconds, blocks, per_sm = stream(count, nbytes, A100, foreach=True)
+            self.add(f"aten._foreach_{target}", ((count,),), seconds, nbytes, blocks, per_sm)
 
     def _bucket(self, gpus: int) -> None:
         nbytes, rest = sum(self.gradients), 0

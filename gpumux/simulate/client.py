@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from gpumux.core import events as ev
 from gpumux.device.sim.kernel import Kernel
+from gpumux.device.sim.pieces import Pieces
 from gpumux.model import JobId, Priority, ProgramId, StepId
-from gpumux.simulate.workload import Pieces, Workload
+from gpumux.simulate.workload import Workload
 
 PROGRAM = ProgramId(0)
 

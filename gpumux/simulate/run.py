@@ -24,12 +24,13 @@ from gpumux.core.config import CoreConfig
 from gpumux.core.machine import Core
 from gpumux.device.sim.gpu import Finished, Gpu
 from gpumux.device.sim.kernel import Kernel
+from gpumux.device.sim.pieces import TARGET_S, recut
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.model import DeviceInfo, Footprint, JobSpec, LaunchId, Peer, SessionId
 from gpumux.simulate.client import PROGRAM, Client
 from gpumux.simulate.result import JobResult, Result, Row, Solo, percentile
-from gpumux.simulate.workload import TARGET_S, Workload, cut_workload, recut
+from gpumux.simulate.workload import Workload, cut_workload
 
 HANDLE_S = 20e-6  # the daemon's own time for an event: twice what microbench/core_rate measures of the core alone
 CLIENT_S = 60e-6  # an answer's way to the client and the next step's way back; guess beside microbench/rtt
