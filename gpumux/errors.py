@@ -8,6 +8,7 @@
     |   +-- UnknownTensor       the step reaches a tensor that was not given
     |   +-- UnsupportedOperator an operator outside the allow-list
     |   +-- TooManyVariants     more shapes, flags or phases than the limit
+    |   +-- NotSplittable       the step can't be split into microbatches
     +-- StaleState              the local model was used while the daemon holds newer state
     +-- LocalWrite              the local model was written while the daemon holds its state
     +-- ProgramError            a Program is malformed or fails its checks
@@ -72,6 +73,10 @@ class UnsupportedOperator(CaptureError):
 
 class TooManyVariants(CaptureError):
     code = "too_many_variants"
+
+
+class NotSplittable(CaptureError):
+    code = "not_splittable"
 
 
 class StaleState(GpumuxError):

@@ -10,6 +10,7 @@ from typing import Any
 
 from gpumux.client.future import StepFuture
 from gpumux.client.localstate import dictionaries, install
+from gpumux.client.microbatch.split import TOLERANCE, check_microbatches
 from gpumux.client.pending import Pending
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session
@@ -58,9 +59,11 @@ class Job:
 
     # ---- capture ---------------------------------------------------------------------------------
 
-    def _capture(self, fn: Callable[..., Any], example: Any, phases: int) -> StepFunction:
+    def _capture(self, fn: Callable[..., Any], example: Any, phases: int, microbatches: int) -> StepFunction:
         args, kwargs = example_arguments(example)
-        function = StepFunction(fn, self._table, self._tracer, self._guard, self._intern, self._max_variants)
+        function = StepFunction(
+            fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches
+        )
         entry = (function, args, kwargs)
         self._functions.append(entry)
         try:
@@ -107,12 +110,14 @@ class Job:
             choice.made.number = self._remote.upload(choice.made.lowered)
         return choice.made.number
 
-    def add(self, fn: Callable[..., Any], *, example: Any) -> Callable[..., StepFuture]:
+    def add(self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1) -> Callable[..., StepFuture]:
         """Capture another step over the same state (evaluation, a GAN's second step, apply after
-        accumulate). Returns a callable that runs it in the job's order and gives a StepFuture."""
+        accumulate). Returns a callable that runs it in the job's order and gives a StepFuture.
+        `microbatches` as in submit(), for this function alone."""
+        check_microbatches(microbatches)
         with self._lock:
             self._check_open()
-            function = self._capture(fn, example, 1)
+            function = self._capture(fn, example, 1, microbatches)
 
         def call(*batch: Any, **named: Any) -> StepFuture:
             return self._run(function, batch, named)
@@ -247,10 +252,16 @@ class Job:
 
     def stats(self) -> dict[str, Any]:
         """What the daemon knows of the job: steps, queue and device seconds, memory, outstanding
-        launches. `exactness` is "bit-equal": README, "Equal results"."""
+        launches. `exactness` is "bit-equal" (README, "Equal results"), or "equivalent" where a function of
+        the job runs in microbatches; `tolerance` then says how far results may be from the whole batch's
+        (README, "Microbatches")."""
         self._check_open()
         reply, _ = self._remote.call(m.JobStats)
-        return {"exactness": "bit-equal", **reply.body}
+        counts = {f.name: f.microbatches for f, _, _ in self._functions if f.microbatches > 1}
+        exact: dict[str, Any] = {"exactness": "bit-equal"}
+        if counts:
+            exact = {"exactness": "equivalent", "tolerance": dict(TOLERANCE), "microbatches": counts}
+        return {**exact, **reply.body}
 
     @property
     def bytes_copied_in(self) -> int:

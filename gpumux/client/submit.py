@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gpumux.client.job import Job
+from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.session import Session
 from gpumux.client.stale import refuse_stale
 from gpumux.client.state import StateTable
@@ -21,7 +22,7 @@ def submit(
     step: Callable[..., Any], *, example: Any, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     optimizer: Any = None, priority: str = "low", name: str | None = None, endpoint: str | None = None,
     weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None, max_inflight: int = 2,
-    seed: int | None = None, max_variants: int = 4,
+    seed: int | None = None, max_variants: int = 4, microbatches: int = 1,
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and put its state there.
 
@@ -35,6 +36,9 @@ def submit(
     memory_limit: bytes this job may hold on the device. max_inflight: unanswered steps at most.
     seed: of the job's own random generator; default torch.initial_seed(), what torch.manual_seed set.
     max_variants: combinations of batch shapes and Python flags captured per function.
+    microbatches: run a step's batch as so many accumulated parts, for shorter pieces and less memory;
+        must divide the batch size. Equivalent, no longer bit-equal; the step must be one whose loss averages or
+        adds up over independent samples (NotSplittable says why it isn't). Dropout draws other masks.
 
     Raises CaptureError (and its kin, naming the line or tensor), ConfigError for a bad argument,
     AdmissionRefused, DaemonGone. Nothing local is changed by a failed submit.
@@ -48,6 +52,7 @@ def submit(
     spec = _spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)
     if max_variants < 1:
         raise ConfigError(f"max_variants is {max_variants}", "use 1 or more")
+    check_microbatches(microbatches)
     session = Session.connect(endpoint)
     job_id = uuid.uuid4().hex
     job: Job | None = None
@@ -61,7 +66,7 @@ def submit(
             )
         )  # fmt: skip
         job = Job(session, job_id, spec, table, max_variants)
-        job._capture(step, example, 4)
+        job._capture(step, example, 4, microbatches)
     except BaseException:
         if job is not None:
             job.close(drain=False)

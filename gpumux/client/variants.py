@@ -17,6 +17,7 @@ from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Number
 from gpumux.client.hyper import HyperReader
 from gpumux.client.lower import Lowered, lower
+from gpumux.client.microbatch.split import first_part, split
 from gpumux.client.repeat import first_difference
 from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
@@ -147,9 +148,10 @@ class Choice:
 class StepFunction:
     def __init__(
         self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, guard: StaleGuard,
-        intern: Callable[[Structure], Structure], max_variants: int,
+        intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1,
     ) -> None:  # fmt: skip
         self.fn = fn
+        self.microbatches = microbatches
         self.name = getattr(fn, "__qualname__", "step")
         self._table = table
         self._tracer = tracer
@@ -250,6 +252,7 @@ class StepFunction:
             try:
                 first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, settle)
                 second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints)
+                part = self._trace_part(prints, args, kwargs, state) if self.microbatches > 1 else None
             finally:
                 self._tracer.tidy()
         difference = first_difference(first, second)
@@ -258,7 +261,13 @@ class StepFunction:
                 f"{self.name} does not do the same thing twice: {difference}",
                 "a Python counter, random or numpy number must not decide what the step computes: pass it in as an argument tensor",
             )
-        return first
+        if part is None:
+            return first
+        return split(first, part, batch_key(args, kwargs)[1], self.microbatches, self._table)
+
+    def _trace_part(self, prints: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
+        part_args, part_kwargs = first_part(args, kwargs, self.microbatches)
+        return self._tracer.trace(self.fn, part_args, part_kwargs, state.structure, state.host, prints)
 
     def _lower(self, phase: Phase, state: State) -> Made:
         lowered = lower(phase.raw, self._table, state.keep)
