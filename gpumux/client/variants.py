@@ -24,7 +24,7 @@ from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
 from gpumux.client.trace import RawTrace, Settled, Tracer
 from gpumux.client.watch import Reading
-from gpumux.errors import CaptureError, NotRepeatable, TooManyVariants
+from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 
 MAX_PHASES = 8
 
@@ -267,7 +267,13 @@ class StepFunction:
 
     def _trace_part(self, prints: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
         part_args, part_kwargs = first_part(args, kwargs, self.microbatches)
-        return self._tracer.trace(self.fn, part_args, part_kwargs, state.structure, state.host, prints)
+        try:
+            return self._tracer.trace(self.fn, part_args, part_kwargs, state.structure, state.host, prints)
+        except CaptureError as error:
+            raise NotSplittable(
+                f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it: {error.message}",
+                "let its sizes follow the batch's (x.shape[0]), or submit it without microbatches",
+            ) from error
 
     def _lower(self, phase: Phase, state: State) -> Made:
         lowered = lower(phase.raw, self._table, state.keep)

@@ -28,7 +28,7 @@ from gpumux.program.ir import TensorRef
 class Kind(IntEnum):
     SAME = 0  # depends on nothing of the batch
     SIZE = 1  # depends on the batch's size
-    DATA = 2  # per sample, made of the batch and constants alone
+    DATA = 2  # per sample, made of the batch, constants and buffers alone
     SAMPLE = 3  # per sample
     SHARE = 4  # a part's share of a value reduced over the batch
     LATE = 5  # known when all parts have run
@@ -59,14 +59,15 @@ class Plan:
 
 
 def classify(
-    pairs: list[Pair], full: Record, part: Record, count: int, split: set[int], exits: list[int], results: list[int]
-) -> Plan:
-    """`split`: positions of the batch tensors that are cut in parts. `exits`, `results`: views of the whole
-    trace that outlive the step, that it returns. Raises NotSplittable."""
+    pairs: list[Pair], full: Record, part: Record, count: int, split: set[int], fixed: set[int], exits: list[int],
+    results: list[int],
+) -> Plan:  # fmt: skip
+    """`split`: positions of the batch tensors that are cut in parts. `fixed`: job buffers without parameters.
+    `exits`, `results`: views of the whole trace that outlive the step, that it returns. Raises NotSplittable."""
     forced: set[int] = set()
     border = len(pairs)
     while True:
-        walk = _Walk(pairs, full, part, count, split, forced, border)
+        walk = _Walk(pairs, full, part, count, split, fixed, forced, border)
         walk.run()
         if walk.force - forced:
             forced |= walk.force
@@ -96,8 +97,9 @@ def _writes(pair: Pair) -> frozenset[int]:
 
 class _Walk:
     def __init__(
-        self, pairs: list[Pair], full: Record, part: Record, count: int, split: set[int], forced: set[int], border: int
-    ) -> None:
+        self, pairs: list[Pair], full: Record, part: Record, count: int, split: set[int], fixed: set[int],
+        forced: set[int], border: int,
+    ) -> None:  # fmt: skip
         self.pairs = pairs
         self.full = full
         self.part = part
@@ -108,7 +110,8 @@ class _Walk:
         self.border = border  # from here on shares are used summed up
         kinds = [Kind.DATA if s.kind == "input" and s.key in split else Kind.SAME for s in full.storages]
         self.kinds = kinds
-        self.pure = [s.kind in ("input", "const") for s in full.storages]  # made of batch and constants alone
+        # Made of the batch, constants and buffers alone: what is reduced of it over the batch is cheap to know ahead.
+        self.pure = [s.kind in ("input", "const") or (s.kind == "state" and s.key in fixed) for s in full.storages]
         self.plan = Plan([], kinds, [])
         self._writers: dict[int, list[int]] = {}
         self._part_read: set[int] = set()
@@ -191,11 +194,8 @@ class _Walk:
             self._refuse_batch_norm(pair)
         if self._changes_state(pair):
             raise self.refuse(pair, "writes values of single samples into the job's state")
-        data = (
-            pair.full.random is None
-            and all(self.pure[self.full.views[a].storage] or self._kind(a) is Kind.SIZE for a, _ in pair.refs)
-            and Kind.SAMPLE not in kinds
-        )
+        pure = all(self.pure[self.full.views[a].storage] for a, _ in pair.refs)
+        data = pure and pair.full.random is None and Kind.SAMPLE not in kinds
         outs = self._outs(pair, Kind.SHARE, Kind.DATA if data else Kind.SAMPLE)
         unscaled = [kind is Kind.SHARE for _, _, kind in outs]
         if data and outs and all(unscaled) and not self._changed(pair) and j not in self.forced:
@@ -283,10 +283,14 @@ class _Walk:
         self.plan.losses[total] = j
 
     def _note_division(self, j: int, pair: Pair) -> None:
-        if pair.name in DIVISIONS and len(pair.full.args) > 1 and isinstance(pair.full.args[1], TensorRef):
-            divisor = self.full.views[pair.full.args[1].view]
-            if divisor.storage in self.plan.counts and not divisor.size:
-                self.plan.divided[j] = divisor.storage
+        """A sum over the part, by how many count in the batch: then a mean, like others it may be added to."""
+        if pair.name not in DIVISIONS or len(pair.refs) != 2:
+            return
+        (a, b), (divisor, _) = pair.refs
+        reduced = scaled(self.full.views[a], self.part.views[b], self.count) == UNSCALED
+        storage = self.full.views[divisor].storage
+        if reduced and storage in self.plan.counts and not self.full.views[divisor].size:
+            self.plan.divided[j] = storage
 
     # ---- helpers -------------------------------------------------------------------------------------
 

@@ -135,9 +135,9 @@ class Emitter:
         )
 
     def _once(
-        self, target: str, args: tuple[Any, ...], dtype: str, size: tuple[int, ...], where: str, **kwargs: Any
+        self, target: str, args: tuple[Any, ...], as_type: str, size: tuple[int, ...], where: str, **kwargs: Any
     ) -> int:
-        out = self.fresh(dtype, size)
+        out = self.fresh(as_type, size)
         self.extras.append(self.call(target, args, out, where, tuple(sorted(kwargs.items()))))
         return out
 

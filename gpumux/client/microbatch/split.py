@@ -69,7 +69,7 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
     returned = [
         (a.view, b.view) for a, b in zip(full.results, part.results, strict=True) if isinstance(a, TensorResult)
     ]
-    plan = classify(pairs, full.record, part.record, count, cut, _exits(full), [a for a, _ in returned])
+    plan = classify(pairs, full.record, part.record, count, cut, _fixed(table), _exits(full), [a for a, _ in returned])
 
     def emitter(shared: set[int] | None = None) -> Emitter:
         return Emitter(pairs, full.record, part.record, plan, count, cut, shared)
@@ -103,3 +103,9 @@ def _exits(full: RawTrace) -> list[int]:
         for _, tree in frozen:
             thaw(tree, leaf)
     return found
+
+
+def _fixed(table: StateTable) -> set[int]:
+    """Job buffers that hold no parameter."""
+    params = {place.buffer for p in table.params if (place := table.place(p)) is not None}
+    return set(range(len(table.buffers))) - params
