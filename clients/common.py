@@ -34,6 +34,10 @@ def parser(description: str, *, epochs: int, batch_size: int = 64) -> argparse.A
         "--seed", type=int, default=0, help="of weights, batches and the job's random draws (default: 0)"
     )
     flags.add_argument("--size", choices=("tiny", "small", "large"), default="small", help="of the model")
+    flags.add_argument(
+        "--microbatches", type=positive, default=1, metavar="K",
+        help="run each step's batch as K accumulated parts: shorter pieces, equivalent results (default: 1, bit-equal)",
+    )  # fmt: skip
     flags.add_argument("--plain", action="store_true", help="run the same loop here, without gpumux")
     flags.add_argument(
         "--threads", type=positive, default=1, help="torch threads with --plain; equal to the daemon's to compare"

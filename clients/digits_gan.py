@@ -73,6 +73,7 @@ def train(args: argparse.Namespace) -> None:
         name=result.client,
         seed=args.seed,
         endpoint=args.endpoint,
+        microbatches=args.microbatches,
     ) as job:
         generator_step = job.add(generate, example=())
         images = job.add(sample, example=(noise,))

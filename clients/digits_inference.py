@@ -59,6 +59,7 @@ def serve(args: argparse.Namespace) -> None:
         name=result.client,
         seed=args.seed,
         endpoint=args.endpoint,
+        microbatches=args.microbatches,
     ) as job:
         asked = [next(batches) for _ in range(requests)]
         gate(args)

@@ -85,6 +85,7 @@ def open_job(
     name: str,
     seed: int,
     endpoint: str | None,
+    microbatches: int = 1,
 ) -> Iterator[Job]:
     if plain:
         yield PlainJob(step, seed)
@@ -100,5 +101,6 @@ def open_job(
         name=name,
         seed=seed,
         endpoint=endpoint,
+        microbatches=microbatches,
     ) as job:
         yield job

@@ -41,6 +41,7 @@ def fit(
         name=name,
         seed=args.seed,
         endpoint=args.endpoint,
+        microbatches=args.microbatches,
     ) as job:
         test = (data.x_test, data.y_test)
         correct = job.add(count_correct, example=test)
