@@ -84,10 +84,11 @@ def classify(model: nn.Module, opt: Any, data: Any, each: Any = None, **options:
     ],
     ids=["sgd", "nesterov", "dampening", "adam", "amsgrad", "rmsprop"],
 )
-def test_optimizers(optimizer: Any, endpoint: str) -> None:
+@pytest.mark.parametrize("parts", [2, 8])
+def test_optimizers(optimizer: Any, parts: int, endpoint: str) -> None:
     def make() -> Work:
         model = mlp()
-        return classify(model, optimizer(model.parameters()), data_of((8, 12)))
+        return classify(model, optimizer(model.parameters()), data_of((8, 12)), microbatches=parts)
 
     check(make, endpoint)
 

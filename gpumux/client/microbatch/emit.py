@@ -7,9 +7,9 @@ from math import prod
 from typing import Any
 
 from gpumux.client.ledger import RawOp, RawStorage, Record
-from gpumux.client.microbatch.classify import Level, Plan
 from gpumux.client.microbatch.pairs import Pair
 from gpumux.client.microbatch.tables import MEAN, NLL_BACKWARD, NLL_FORWARD, SUM
+from gpumux.client.microbatch.values import Level, Plan
 from gpumux.program.builder import contiguous_strides
 from gpumux.program.ir import ITEM_BYTES, Out, Tag, TensorRef, View
 

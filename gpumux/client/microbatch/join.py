@@ -6,10 +6,10 @@ from dataclasses import replace
 from math import prod
 
 from gpumux.client.ledger import RawOp
-from gpumux.client.microbatch.classify import Level, Plan
 from gpumux.client.microbatch.emit import Emitter
 from gpumux.client.microbatch.pairs import REMEDY, Pair
 from gpumux.client.microbatch.proof import Proof
+from gpumux.client.microbatch.values import Level, Plan
 from gpumux.client.trace import RawTrace, TensorResult
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import ITEM_BYTES, TensorRef, extent

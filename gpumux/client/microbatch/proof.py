@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 
 from gpumux.client.ledger import RawOp
-from gpumux.client.microbatch.classify import Kind, Level, Plan
 from gpumux.client.microbatch.compare import Match, along, total
 from gpumux.client.microbatch.emit import Emitter
 from gpumux.client.microbatch.machine import Inconclusive, Machine
 from gpumux.client.microbatch.pairs import REMEDY, Pair, outs_of, scaled
 from gpumux.client.microbatch.tables import NOT_SUMS, UNDEFINED
+from gpumux.client.microbatch.values import Kind, Level, Plan
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import View
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from gpumux.client.microbatch.classify import Kind, classify
+from gpumux.client.microbatch.classify import classify
 from gpumux.client.microbatch.emit import Emitter
 from gpumux.client.microbatch.join import join
 from gpumux.client.microbatch.load import Loader
 from gpumux.client.microbatch.pairs import pair_up, scaled
 from gpumux.client.microbatch.proof import prove
+from gpumux.client.microbatch.values import Kind
 from gpumux.client.state import StateTable
 from gpumux.client.structure import thaw
 from gpumux.client.trace import DeviceExit, RawTrace, TensorResult
