@@ -297,7 +297,7 @@ class Evaluator:
         """Values of the wanted expressions, or None when a guard no longer holds. A formula that
         raises (a division by zero the traced path would have met too) counts as not holding."""
         try:
-            values: list[Any] = [env[name] for name in self._vars]
+            values: list[Any] = list(map(env.__getitem__, self._vars))
             if list(map(type, values)) != self._types:
                 return None  # an int learning rate became a float: operators take other arguments
             values += self._consts
@@ -309,4 +309,4 @@ class Evaluator:
             got = values[at]
             if got != value or type(got) is not type(value):
                 return None
-        return [values[i] for i in self._wanted]
+        return list(map(values.__getitem__, self._wanted))

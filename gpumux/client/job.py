@@ -143,9 +143,11 @@ class Job:
             except KeepMore as more:
                 self._state.keep = more.keep
                 choice = function.choose(batch, named, self._state)  # explains what is missing
-            number = self._upload(choice)
+            number = choice.made.number
+            if number is None:
+                number = self._upload(choice)
             program = self._remote.programs[number]
-            if len(self._pending) >= self._spec.max_inflight:
+            if len(self._pending.steps) >= self._spec.max_inflight:
                 self._wait(lambda: len(self._pending) < self._spec.max_inflight, None)
                 self._check_open()
             slot = program.free.pop()
@@ -154,7 +156,7 @@ class Job:
                 frames = program.fill(slot, choice.tensors)
                 self._pending.add(step, future, number, slot, choice)
                 scalars = choice.values[: choice.made.lowered.counts[0]]
-                self._session.post(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
+                self._session.post_step(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
             except BaseException:
                 self._pending.forget(step)
                 program.free.add(slot)

@@ -7,7 +7,7 @@ gradient at every step for nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -36,6 +36,10 @@ class Lowered:
     result_spec: pytree.TreeSpec
     flags: tuple[Change, ...]
     reads_dropped: frozenset[int]  # parameters whose dropped gradient this step would need
+    returns_leaf: bool = field(init=False)  # the result is one value, no container
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "returns_leaf", self.result_spec.is_leaf())
 
 
 def numerics_now() -> Numerics:

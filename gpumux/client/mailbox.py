@@ -53,7 +53,7 @@ class Mailbox:
     def deliver(self, ref: int, message: Any, frames: list[bytes]) -> None:
         """Sort in one message; `ref` 0 when it answers no request. One nobody wants is dropped."""
         if not ref:
-            self._hand_over(getattr(message, "job", ""), message, frames)
+            self.deliver_to(getattr(message, "job", ""), message, frames)
             return
         answer = self._answers.get(ref)
         if answer is not None:
@@ -61,9 +61,10 @@ class Mailbox:
             return
         job = self._posted.pop(ref, None)
         if job is not None and isinstance(message, Refusal):
-            self._hand_over(job, message, frames)
+            self.deliver_to(job, message, frames)
 
-    def _hand_over(self, job: str, message: Any, frames: list[bytes]) -> None:
+    def deliver_to(self, job: str, message: Any, frames: list[bytes]) -> None:
+        """Hand a message to its job's handler, if it has one still."""
         handler = self._handlers.get(job)
         if handler is not None:
             handler(message, frames)

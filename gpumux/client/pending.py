@@ -21,7 +21,7 @@ from gpumux.wire import messages as m
 
 
 class _Step:
-    __slots__ = ("future", "host", "program", "results", "slot", "spec")
+    __slots__ = ("future", "host", "leaf", "program", "results", "slot", "spec")
 
     def __init__(self, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
         lowered = choice.made.lowered
@@ -30,6 +30,7 @@ class _Step:
         self.slot = slot
         self.results = lowered.results
         self.spec = lowered.result_spec
+        self.leaf = lowered.returns_leaf
         self.host = choice.values[sum(lowered.counts) :]
 
     def value(self, tensors: list[torch.Tensor]) -> Any:
@@ -37,7 +38,7 @@ class _Step:
         leaves = []
         for kind, what in self.results:
             leaves.append(tensors[what] if kind == "tensor" else self.host[what] if kind == "host" else what)
-        return leaves[0] if self.spec.is_leaf() else pytree.tree_unflatten(leaves, self.spec)
+        return leaves[0] if self.leaf else pytree.tree_unflatten(leaves, self.spec)
 
 
 class Pending:
@@ -45,31 +46,31 @@ class Pending:
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
-        self._steps: dict[int, _Step] = {}
+        self.steps: dict[int, _Step] = {}  # by number
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self.steps)
 
     def add(self, step: int, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
-        self._steps[step] = _Step(future, program, slot, choice)
+        self.steps[step] = _Step(future, program, slot, choice)
 
     def forget(self, step: int) -> None:
         """The step was never sent."""
-        self._steps.pop(step, None)
+        self.steps.pop(step, None)
 
     def on_message(self, message: Any, frames: Sequence[Any]) -> None:
         """The session's handler for this job."""
-        if isinstance(message, m.StepDone):
-            step = self._steps.get(message.step)
+        if type(message) is m.StepDone:
+            step = self.steps.get(message.step)
             if step is None:
                 return
             program = self._remote.programs[step.program]
             tensors = program.take(step.slot, frames)
             step.future._finish(step.value(tensors), StepTimes(message.queue_s, message.device_s, message.total_s))
             program.free.add(step.slot)
-            del self._steps[message.step]
-        elif isinstance(message, m.StepFailed):
-            step = self._steps.pop(message.step, None)
+            del self.steps[message.step]
+        elif type(message) is m.StepFailed:
+            step = self.steps.pop(message.step, None)
             if step is not None:
                 self._remote.programs[step.program].free.add(step.slot)
                 step.future._fail(from_code(message.code, message.message, message.remedy))
@@ -81,5 +82,5 @@ class Pending:
 
     def fail(self, error: GpumuxError) -> None:
         """Answer everything that is left with an error."""
-        for number in list(self._steps):
-            self._steps.pop(number).future._fail(error)
+        for number in list(self.steps):
+            self.steps.pop(number).future._fail(error)

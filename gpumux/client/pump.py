@@ -111,7 +111,8 @@ class Pump:
                 happened = self._connection.poll(left)
                 self._leader = None
         finally:
-            self._step_down(me)
+            if self._sleepers or self._leader == me:
+                self._step_down(me)
 
     def _look(self, predicate: Callable[[], bool], happened: int, left: float) -> bool:
         """Receive what there is until the predicate holds, and say whether it does."""
@@ -130,7 +131,8 @@ class Pump:
                 self._check_connection()
             if predicate():
                 return True
-        self.raise_if_dead()
+        if self.dead is not None:
+            self.raise_if_dead()
         return False
 
     def _sleep(self, timeout: float) -> None:
@@ -197,7 +199,8 @@ class Pump:
             to(what)
         finally:
             self._draining = False
-            self._tell_others()
+            if self._sleepers or self._leader is not None:
+                self._tell_others()
 
     def _tell_others(self) -> None:
         if self._sleepers:

@@ -83,7 +83,7 @@ class RemoteProgram:
                 flat = torch.frombuffer(bytearray(frame), dtype=target.dtype) if len(frame) else target.reshape(-1)
                 out.append(flat.reshape(target.shape))
             return out
-        return [t.clone() for t in self.slots[slot].results]
+        return list(map(torch.Tensor.clone, self.slots[slot].results))
 
     def release(self) -> None:
         self.slots.clear()

@@ -20,7 +20,7 @@ from gpumux.client.endpoint import resolve_endpoint
 from gpumux.client.mailbox import Handler, Mailbox
 from gpumux.client.pump import Pump
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, from_code
-from gpumux.wire.codec import decode, encode
+from gpumux.wire.codec import decode, decode_step_done, encode, encode_alone
 from gpumux.wire.curve import ClientCurve, client_curve
 from gpumux.wire.dataplane import CopyMeter, Segment
 from gpumux.wire.descriptors import DescriptorInbox
@@ -126,19 +126,29 @@ class Session:
 
     def post(self, msg: Message, frames: Payload = ()) -> None:
         """Send without waiting. If `msg` is a request, a Refusal of it goes to its job's handler."""
+        if type(msg) is Step:
+            self.post_step(msg, frames)
+            return
         if hasattr(msg, "ref"):
             msg = _with_ref(msg, self._mailbox.posted(getattr(msg, "job", "")))
         self._send(msg, frames)
+
+    def post_step(self, step: Step, frames: Payload = ()) -> None:
+        """`post` of a step, by the step lane if it has no frames and there is a lane."""
+        if frames:
+            self._send(step, frames)
+            return
+        message = encode_alone(step)
+        if self._forked:
+            self._check_process()
+        self._pump.send_step(message)
 
     def _send(self, msg: Message, frames: Payload) -> None:
         parts = encode(msg, frames)
         if frames:
             self._check_sizes(msg, frames)
         self._check_process()
-        if type(msg) is Step and not frames:
-            self._pump.send_step(parts[0])
-        else:
-            self._pump.send(parts)
+        self._pump.send(parts)
 
     def _check_sizes(self, msg: Message, frames: Payload) -> None:
         most = self.welcome.max_message_bytes
@@ -173,7 +183,8 @@ class Session:
         The predicate is called under the session's lock, after messages were handed over: it must
         be quick. Raises the session's error when it dies before the predicate holds.
         """
-        self._check_process()
+        if self._forked:
+            self._check_process()
         return self._pump.wait(predicate, timeout)
 
     def _dispatch(self, parts: list[bytes]) -> None:
@@ -193,13 +204,13 @@ class Session:
     def _answered(self, packet: bytes) -> None:
         """A message of the step lane."""
         try:
-            message, _ = decode((packet,))
+            message = decode_step_done(packet)
             if type(message) not in FROM_DAEMON:
                 raise ProtocolError(f"the daemon sent a {type(message).__name__} on the step lane")
         except ProtocolError as error:
             self._pump.die(error)
             return
-        self._mailbox.deliver(0, message, _NO_FRAMES)
+        self._mailbox.deliver_to(message.job, message, _NO_FRAMES)  # type: ignore[union-attr]
 
     # ---- life and death --------------------------------------------------------------------------
 

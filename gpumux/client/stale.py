@@ -10,12 +10,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from gpumux.client.state import StateTable
 from gpumux.errors import LocalWrite, StaleState
+
+_VERSION, _STATE = attrgetter("_version"), attrgetter("state")  # of many tensors or optimizers, without a call each
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -97,21 +100,24 @@ class StaleGuard:
 
     def settle(self) -> None:
         """What is there now is what we expect to see next time."""
+        self._tensors = [t for _, t in self._table.tensors]
         self._states = [o.state for o in self._table.optimizers]
         self._inner = [t for state in self._states for entry in state.values() for t in _tensors(entry)]
         self._expected = self._now()
 
     def _now(self) -> list[Any]:
+        tensors = self._tensors
         return [
-            *[(t._version, t.data_ptr()) for _, t in self._table.tensors],
-            *[t._version for t in self._inner],
-            *[len(state) for state in self._states],
+            *map(_VERSION, tensors),
+            *map(torch.Tensor.data_ptr, tensors),
+            *map(_VERSION, self._inner),
+            *map(len, self._states),
         ]
 
     def check_writes(self) -> None:
         """Raises LocalWrite when local state was written or replaced since the last verb."""
-        replaced = any(o.state is not s for o, s in zip(self._table.optimizers, self._states, strict=True))
-        if replaced or self._now() != self._expected or self._table.replaced():
+        kept = all(map(is_, map(_STATE, self._table.optimizers), self._states))
+        if not kept or self._now() != self._expected or self._table.replaced():
             raise LocalWrite(
                 f"the local model or optimizer was changed while job {self._name!r} holds its state in the daemon",
                 "call job.load_state() to push the local state, or job.sync() before changing it",

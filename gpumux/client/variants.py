@@ -27,6 +27,7 @@ from gpumux.client.watch import Reading
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 
 MAX_PHASES = 8
+_PLAIN = frozenset({torch.Tensor})
 
 
 def layable(tensor: torch.Tensor, position: int) -> torch.Tensor:
@@ -56,11 +57,15 @@ def _unlayable(position: int, why: str) -> CaptureError:
 def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
     """(hashable description, tensors in order) of a batch. Raises CaptureError for what is neither a
     tensor nor a plain constant."""
-    if not kwargs and all(type(a) is torch.Tensor for a in args):
-        tensors = [layable(a, i) for i, a in enumerate(args)]
-        return tuple([(t.dtype, t.shape, t.stride(), t.requires_grad) for t in tensors]), tensors
+    if not kwargs and _PLAIN.issuperset(map(type, args)):
+        key: list[Any] = []
+        for i, t in enumerate(args):
+            if not t.is_contiguous():
+                layable(t, i)
+            key.append((t.dtype, t.shape, t.stride(), t.requires_grad))
+        return tuple(key), list(args)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = []
+    tensors: list[torch.Tensor] = []
     parts: list[Any] = [str(spec)]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -107,7 +112,7 @@ class Case:
         if self.key != key:
             return False
         try:
-            return self.prints.same(self.reading, self.prints.read())
+            return self.prints.unchanged(self.reading)
         except NotRepeatable:
             return False  # a name it watched has gone
 

@@ -11,14 +11,17 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import numpy
 import torch
 
+from gpumux.errors import NotRepeatable
+
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
 Reading = tuple[Any, ...]
+_WANTS_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(slots=True)
@@ -69,8 +72,11 @@ def _idle(value: Any) -> bool:
 _ABSENT = object()
 
 
-class Gone(Exception):
+class Gone(NotRepeatable):
     """A watched name does not exist any more."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} existed when the step was captured and is gone", "submit the step again")
 
 
 def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) -> Watch:
@@ -196,7 +202,7 @@ def gradients_wanted(params: Sequence[torch.Tensor]) -> Watch:
                 p.requires_grad_(value)
 
     return Watch(
-        "requires_grad", lambda: tuple([p.requires_grad for p in params]), lambda i: "requires_grad", restore, flag=True
+        "requires_grad", lambda: tuple(map(_WANTS_GRAD, params)), lambda i: "requires_grad", restore, flag=True
     )  # fmt: skip
 
 
@@ -235,17 +241,24 @@ def _kind(value: Any) -> Any:
 
 
 def modes() -> Watch:
-    """Torch's own settings that decide which operators run. The one that torch makes anew for every
-    answer is interned, so that unchanged readings are identical."""
-    cuda = torch.backends.cuda
+    """Torch's own settings that decide which operators run, asked below torch's Python functions: they
+    are read at every call. The one that torch makes anew for every answer is interned, so that
+    unchanged readings are identical."""
+    c, mha = torch._C, torch.backends.mha
+    grad, inference, autocast, dtype = (
+        torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype
+    )  # fmt: skip
+    precision, deterministic, default = (
+        c._get_float32_matmul_precision, c._get_deterministic_algorithms, torch.get_default_dtype
+    )  # fmt: skip
+    mkldnn, flash, efficient, plain = (
+        c._get_mkldnn_enabled, c._get_flash_sdp_enabled, c._get_mem_efficient_sdp_enabled, c._get_math_sdp_enabled
+    )  # fmt: skip
 
     def read() -> Reading:
         return (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"), sys.intern(torch.get_float32_matmul_precision()),
-            torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), torch.backends.mkldnn.enabled,
-            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
-            torch.backends.mha.get_fastpath_enabled(),
+            grad(), inference(), autocast("cpu"), dtype("cpu"), sys.intern(precision()), deterministic(), default(),
+            mkldnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled,
         )  # fmt: skip
 
     return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", lambda old: None)

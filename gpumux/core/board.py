@@ -92,14 +92,12 @@ class Board:
         """The class's ready jobs by turn, at most so many of them."""
         return self.ready[priority].candidates(most)
 
-    def any_ready(self) -> bool:
-        """Whether any job of any class could be launched, if there were room."""
-        low, high = self.ready
-        return low.size > 0 or high.size > 0
-
     def fits(self, job: Job, limit: Limit) -> bool:
         """The next piece of this ready job has room in its class's window under `limit`."""
-        return self.windows[job.priority].fits(job.next_seconds(), limit)
+        window = self.windows[job.priority]
+        if not window.launches:
+            return limit.launches > 0  # whatever it is predicted to take
+        return window.fits(job.next_seconds(), limit)
 
     def active(self, priority: Priority) -> int:
         """Jobs of the class with queued or outstanding work that are not paused or closing."""
@@ -110,7 +108,7 @@ class Board:
     def update(self, job: Job) -> None:
         """Put the job where its state says it belongs. After every change to it."""
         blocked = job.blocked()
-        active = blocked != "closing" and blocked != "paused" and job.busy()
+        active = not blocked or (blocked != "closing" and blocked != "paused" and job.busy())
         if active is not job.active:
             job.active = active
             self.active_jobs[job.priority] += 1 if active else -1

@@ -58,6 +58,7 @@ class LaunchPiece(NamedTuple):
     piece: int
     stream: int  # priority, larger first
     share: float = 1.0  # part of the multiprocessors it may use
+    submitted: float | None = None  # with the step's last piece: when the step was, so that the device can answer it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,13 @@ class FinishTransfer:
 
 
 class FinishStep(NamedTuple):
-    """The step is answered, successfully. Exactly one FinishStep or FailStep per submitted step."""
+    """The step is answered, successfully. Exactly one FinishStep or FailStep per submitted step.
+    `answered`: the device has told the client already."""
 
     job: JobId
     step: StepId
     times: StepTimes
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

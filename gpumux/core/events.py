@@ -95,9 +95,12 @@ class TransferRequested:
 
 
 class PieceDone(NamedTuple):
+    """`answered`: the step ended with it, and the device has told the client."""
+
     launch: LaunchId
     started: float
     ended: float
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,19 +134,24 @@ class FairQueue(ReadyQueue):
     def enter(self, job: Job) -> None:
         if job.served < self.virtual:
             job.served = self.virtual
-        super().enter(job)
+        self.size += 1
+        self._push(job)
 
     def charge(self, job: Job, predicted: float) -> None:
         if job.served > self.virtual:
             self.virtual = job.served
-        job.pending += max(predicted, MIN_COST_S) / job.weight
+        job.pending += (predicted if predicted > MIN_COST_S else MIN_COST_S) / job.weight
 
     def settle(self, job: Job, predicted: float, measured: float) -> None:
-        charged = max(predicted, MIN_COST_S) / job.weight
-        # Sums of floats drift; nothing outstanding means nothing pending, exactly.
-        job.pending = max(0.0, job.pending - charged) if job.outstanding else 0.0
-        job.served += max(measured, MIN_COST_S) / job.weight
-        job.served = max(job.served, self.virtual - MAX_LAG_S - job.pending)
+        if job.outstanding:
+            charged = max(predicted, MIN_COST_S) / job.weight
+            job.pending = max(0.0, job.pending - charged)
+        else:
+            job.pending = 0.0  # sums of floats drift; nothing outstanding means nothing pending, exactly
+        job.served += (measured if measured > MIN_COST_S else MIN_COST_S) / job.weight
+        least = self.virtual - MAX_LAG_S - job.pending
+        if job.served < least:
+            job.served = least
         if job.entry is not None and job.entry[0] > job.served + job.pending:
             self._push(job)
 

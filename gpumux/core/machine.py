@@ -65,7 +65,8 @@ class Core:
             guard = policy.guard
             if guard is not None:
                 guard.answers.clear()
-            while state.board.any_ready() and (choice := policy.choose(state.board, now)) is not None:
+            low, high = state.board.ready
+            while (low.size or high.size) and (choice := policy.choose(state.board, now)) is not None:
                 self._launch(policy, *choice)
             if guard is not None:
                 self._settle(guard)
@@ -102,9 +103,14 @@ class Core:
         step.launched += 1
         if policy.guard is not None:
             policy.guard.launched(made, state.board, state.now)
-        state.tell(job.id, step.id, "launched", piece, len(step.pieces), launch, stream, step.cut)
-        state.out.append(LaunchPiece(launch, job.id, step.id, step.program.id, step.cut, piece, stream, share))
-        if step.launched == len(step.pieces):
+        told = (piece, len(step.pieces), launch, stream, step.cut)
+        state.log.add((state.now, job.id, step.id, "launched", told, state.cause))
+        last = step.launched == len(step.pieces)
+        submitted = step.submitted if last else None
+        state.out.append(
+            LaunchPiece(launch, job.id, step.id, step.program.id, step.cut, piece, stream, share, submitted)
+        )
+        if last:
             job.queue.popleft()
             job.running[step.id] = step
             state.board.update(job)

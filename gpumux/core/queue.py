@@ -123,10 +123,9 @@ class Job:
         if not self.queue:
             return "empty"
         head = self.queue[0]
-        if type(head) is Transfer:
-            return "transfer"
-        assert isinstance(head, Step)
-        return "" if head.program.cut >= 0 else "program"
+        if type(head) is Step:
+            return "" if head.program.cut >= 0 else "program"
+        return "transfer"
 
     def head_step(self) -> Step:
         """The step whose piece is next. Only for a job that is not blocked."""

@@ -83,7 +83,7 @@ def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
     elif job.inflight >= job.spec.max_inflight:
         fault = faults.too_many_steps(job.id, job.spec.max_inflight)
     else:
-        core.tell(job.id, event.step, "queued", job.inflight, event.program)
+        core.log.add((core.now, job.id, event.step, "queued", (job.inflight, event.program), event))
         step = Step(event.step, program, core.now, next(core.arrivals))
         if job.paused:
             step.noted = "paused"
@@ -98,7 +98,9 @@ def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
 
 
 def piece_done(core: CoreState, event: ev.PieceDone) -> None:
-    seconds = max(0.0, event.ended - event.started)
+    seconds = event.ended - event.started
+    if seconds < 0.0:
+        seconds = 0.0
     launch = core.board.vacate(event.launch, seconds)
     if launch is None:
         return core.ignore()
@@ -112,19 +114,21 @@ def piece_done(core: CoreState, event: ev.PieceDone) -> None:
         step.started = event.started
     step.done += 1
     step.device_s += seconds
-    core.tell(job.id, step.id, "done", launch.piece, seconds * 1e3)
+    core.log.add((core.now, job.id, step.id, "done", (launch.piece, seconds * 1e3), event))
     if step.done == len(step.pieces):
-        _finish(core, job, step)
+        _finish(core, job, step, event)
     return core.refresh(job)
 
 
-def _finish(core: CoreState, job: Job, step: Step) -> None:
+def _finish(core: CoreState, job: Job, step: Step, event: ev.PieceDone) -> None:
     del job.running[step.id]
     job.inflight -= 1
     job.steps_done += 1
-    times = StepTimes(max(0.0, step.started - step.submitted), step.device_s, max(0.0, core.now - step.submitted))
-    core.tell(job.id, step.id, "finished", times.queue_s * 1e3, times.device_s * 1e3, times.total_s * 1e3)
-    core.out.append(FinishStep(job.id, step.id, times))
+    until = event.ended if event.answered else core.now  # what the client was, or will be, told
+    times = StepTimes(max(0.0, step.started - step.submitted), step.device_s, max(0.0, until - step.submitted))
+    told = (times.queue_s * 1e3, times.device_s * 1e3, times.total_s * 1e3)
+    core.log.add((core.now, job.id, step.id, "finished", told, event))
+    core.out.append(FinishStep(job.id, step.id, times, event.answered))
 
 
 def piece_failed(core: CoreState, event: ev.PieceFailed) -> None:

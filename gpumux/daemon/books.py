@@ -85,6 +85,7 @@ class JobRecord:
     last_transfer: int = -1
     unloading: bool = False  # the device was told to let go of it
     over: bool = False  # CloseJob was executed: the client has been told
+    device_answers: bool = False  # the device has the session's lane, to answer steps itself
 
     def close_segments(self) -> None:
         """Let go of all shared memory of this job. Idempotent."""

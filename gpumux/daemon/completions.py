@@ -20,14 +20,14 @@ _SCALARS: dict[str, type] = {"float": float, "int": int}
 
 
 class Completions:
-    """Handles every event a device may report."""
+    """`handlers` by class of event: one for each a device may report."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._books = desk.books
         feed = desk.feed
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            dev.LaunchDone: lambda e: feed(ev.PieceDone(e.launch, e.started, e.ended)),
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            dev.LaunchDone: lambda e: feed(ev.PieceDone(e.launch, e.started, e.ended, e.answered)),
             dev.LaunchFailed: lambda e: feed(ev.PieceFailed(e.launch, e.fault)),
             dev.Recut: lambda e: feed(ev.ProgramReady(e.job, e.program, e.cut, e.pieces, e.bounds)),
             dev.TransferDone: lambda e: feed(ev.TransferEnded(e.job, e.transfer, e.fault)),
@@ -38,9 +38,6 @@ class Completions:
             dev.ProgramRefused: self._refused,
             dev.ProgramProfiled: self._profiled,
         }
-
-    def handle(self, event: dev.DeviceEvent) -> None:
-        self._handlers[type(event)](event)
 
     def _program(self, event: Any) -> tuple[JobRecord, ProgramRecord] | None:
         """The records an event is about, or None when the job ended while the device was at it."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpumux.config import Config
 from gpumux.core.events import Event
 from gpumux.core.machine import Core
-from gpumux.daemon.books import Books, SessionRecord
+from gpumux.daemon.books import Books, JobRecord, SessionRecord
 from gpumux.daemon.checking import CheckQueue
 from gpumux.daemon.segments import Segments, SharedSegment
 from gpumux.device.contract import Device
@@ -50,6 +50,7 @@ class Desk:
         self.unexpected = 0  # well-formed messages that made no sense and could not be answered
         self.events: deque[Event] = deque()
         self.feed = self.events.append
+        self.catch_up: Callable[[JobRecord], None] = _nothing_new  # hear what the device has answered; set by the loop
 
     def reply(self, session: SessionRecord, message: Message, frames: Sequence[bytes] = ()) -> None:
         """Send to a client. One that takes nothing loses the reply, which is counted, and its session."""
@@ -74,3 +75,7 @@ class Desk:
 
 def as_fault(error: GpumuxError) -> Fault:
     return Fault(error.code, error.message, error.remedy)
+
+
+def _nothing_new(job: JobRecord) -> None:
+    """Of a device that leaves all answers to us."""

@@ -12,10 +12,11 @@ from gpumux.daemon.books import JobRecord, ProgramRecord, StepRecord
 from gpumux.daemon.desk import Desk, as_fault, log
 from gpumux.daemon.requests import move, start_load
 from gpumux.daemon.segments import SharedSegment
-from gpumux.device.contract import Launch, Segment
+from gpumux.device.contract import AnswerForm, Answering, Launch, Segment
 from gpumux.errors import DaemonGone, GpumuxError, JobClosed
 from gpumux.model import Fault
 from gpumux.wire import messages as msg
+from gpumux.wire.codec import step_done_form
 
 # Ends that say nothing about the job itself: its client left, somebody closed it, the daemon leaves.
 _NOT_ITS_FAULT = (JobClosed.code, DaemonGone.code)
@@ -23,7 +24,7 @@ _CLOSED = Fault(JobClosed.code, "the job was closed", "open a new one")
 
 
 class Executor:
-    """Carries out each command once. Time-critical ones come first in the table.
+    """`handlers` carry out each command once.
 
     The core may still answer for a job that ended in the same breath: its client has heard by then, from
     CloseJob or ForgetJob, which answer whatever is left. Such a command finds no record and does nothing.
@@ -33,8 +34,9 @@ class Executor:
         self._desk = desk
         self._books = desk.books
         self._device = desk.device
+        self._answering = desk.device if isinstance(desk.device, Answering) else None
         self.wake_at: float | None = None
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self.handlers: dict[type, Callable[[Any], None]] = {  # by class of command
             cmd.LaunchPiece: self._launch,
             cmd.FinishStep: self._finish_step,
             cmd.FailStep: self._fail_step,
@@ -51,30 +53,41 @@ class Executor:
             cmd.ForgetJob: self._forget_job,
         }
 
-    def execute(self, command: cmd.Command) -> None:
-        self._handlers[type(command)](command)
-
     # ---- steps
 
     def _launch(self, c: cmd.LaunchPiece) -> None:
         job = self._books.jobs[c.job]
         step = job.steps[c.step]
+        submitted = c.submitted if job.device_answers or self._give_lane(job) else None
         self._device.launch(
-            Launch(c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share)
-        )
+            Launch(
+                c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share, submitted
+            )
+        )  # fmt: skip
         self._desk.metrics.launched(job.spec.priority)
+
+    def _give_lane(self, job: JobRecord) -> bool:
+        """Let the device answer the job's steps, if it can and the client hears answers on a lane."""
+        lane = self._desk.router.answering_lane(job.session.id) if self._answering is not None else None
+        if self._answering is None or lane is None:
+            return False
+        self._answering.answer_on(job.id, lane, AnswerForm(*step_done_form(job.id)))
+        job.device_answers = True
+        return True
 
     def _finish_step(self, c: cmd.FinishStep) -> None:
         job = self._books.jobs[c.job]
         step = self._take_step(job, c.step)
         times = c.times
+        self._desk.metrics.step_done(job.spec.priority, times)
+        if c.answered:
+            return
         frames = _results(step) if job.session.inline else ()
         self._desk.reply(
             job.session,
             msg.StepDone(c.job, c.step, times.queue_s, times.device_s, times.total_s, len(frames)),
             frames,
         )
-        self._desk.metrics.step_done(job.spec.priority, times)
 
     def _fail_step(self, c: cmd.FailStep) -> None:
         job = self._books.jobs.get(c.job)

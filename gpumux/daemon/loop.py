@@ -17,6 +17,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -25,7 +26,7 @@ from gpumux.core import events as ev
 from gpumux.core.config import CoreConfig
 from gpumux.core.machine import Core
 from gpumux.daemon import report
-from gpumux.daemon.books import SessionRecord
+from gpumux.daemon.books import JobRecord, SessionRecord
 from gpumux.daemon.completions import Completions
 from gpumux.daemon.desk import Desk, log
 from gpumux.daemon.execute import Executor
@@ -33,7 +34,7 @@ from gpumux.daemon.offload import Offload
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
 from gpumux.daemon.waiter import Waiter
-from gpumux.device.contract import Device
+from gpumux.device.contract import Answering, Device
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
 from gpumux.wire import router as wire
@@ -95,6 +96,8 @@ class Loop:
         self._requests = Requests(self.desk, self.status)
         self._completions = Completions(self.desk)
         self._executor = Executor(self.desk)
+        if isinstance(device, Answering):
+            self.desk.catch_up = partial(self._catch_up, device)
         self._waiter = Waiter(router.sockets.lane_epoll)
         self._waiter.follow("clients", router.sockets.descriptors())
         self._waiter.follow("wakeup", [self._wakeup.fd])
@@ -131,7 +134,7 @@ class Loop:
 
     def run(self) -> None:
         """Serve until `stop`. Jobs that don't let go of the device in `drain_s` are left behind."""
-        while not (self.core.drained or self._turned >= self._leave_by):
+        while self._leave_by == inf or not (self.core.drained or self._turned >= self._leave_by):
             self.turn(*self._wait())
 
     def turn(self, ready: Collection[str] = ALL, lanes: Sequence[tuple[int, int]] = ()) -> None:
@@ -140,7 +143,7 @@ class Loop:
         now = self._clock()
         if "device" in ready:
             for event in self._device.poll():
-                self._completions.handle(event)
+                self._completions.handlers[type(event)](event)
                 self._settle(now)
         if lanes:
             for arrival in self._router.receive_lanes(lanes, now):
@@ -160,7 +163,7 @@ class Loop:
                 self._settle(now)
             self._router_due = self._router.next_deadline(now)
         self._turned = self._clock()
-        self._metrics.tally.busy_s += max(0.0, self._turned - now)
+        self._metrics.tally.busy_s += self._turned - now
 
     def _seldom(self, now: float) -> None:
         """What most turns have nothing of."""
@@ -194,37 +197,44 @@ class Loop:
             ready.add("device")
         if "wakeup" in ready:
             self._wakeup.clear()
-        self._collect_garbage(bool(ready or lanes))
+        if not (ready or lanes):
+            self._when_idle()
+        else:
+            self._next_gc = self._turned + IDLE_GC_S
+            if self._turned >= self._young_gc:
+                self._young_gc = self._turned + BUSY_GC_S
+                gc.collect(0)
         return ready, lanes
 
-    def _collect_garbage(self, busy: bool) -> None:
+    def _when_idle(self) -> None:
         """The collector is off (daemon/serve.py): a full one takes longer than many steps. It runs
-        when nobody waits for the loop, and on young objects alone when that never happens."""
-        if not busy and self._clock() < self._next_gc:
-            return
+        when nobody waits for the loop, and on young objects alone when that never happens (`_wait`)."""
         now = self._clock()
-        if busy:
-            self._next_gc = now + IDLE_GC_S
-            if now >= self._young_gc:
-                self._young_gc = now + BUSY_GC_S
-                gc.collect(0)
-        else:
+        if now >= self._next_gc:
             gc.collect()
             self._next_gc, self._young_gc = inf, now + BUSY_GC_S
 
     def _settle(self, now: float) -> None:
         """Let the core see every event that waits, and do what it says, until nothing is left."""
-        events, execute = self.desk.events, self._executor.execute
+        events, handlers = self.desk.events, self._executor.handlers
         handle = self.core.handle
         while events:
             for command in handle(events.popleft(), now):
-                execute(command)
+                handlers[type(command)](command)
+
+    def _catch_up(self, device: Answering, job: JobRecord) -> None:
+        """Handle what the device has done before the client's message that is being handled."""
+        if job.device_answers:
+            now = self._clock()
+            for event in device.catch_up(job.id):
+                self._completions.handlers[type(event)](event)
+                self._settle(now)
 
     # ---- sessions
 
     def _arrived(self, arrival: wire.Arrival, now: float) -> None:
         if type(arrival) is wire.Incoming:
-            self._metrics.received(arrival.message)
+            self._metrics.tally.received[type(arrival.message)] += 1
             session = self.desk.books.sessions.get(arrival.session)
             if session is not None:
                 self._requests.handle(session, arrival.message, arrival.frames)

@@ -182,7 +182,7 @@ class Requests:
 
     # ---- steps
 
-    def _step(self, session: SessionRecord, m: msg.Step, frames: Sequence[bytes]) -> None:
+    def _step(self, session: SessionRecord, m: msg.Step, frames: Sequence[bytes], caught_up: bool = False) -> None:
         job = self._books.jobs.get(JobId(m.job))
         if job is None or job.session is not session:
             job = self._own(session, m.job)
@@ -191,6 +191,10 @@ class Requests:
             raise ProgramError(f"program {m.program} is not loaded", "wait for ProgramLoaded")
         if m.slot >= program.slots:
             raise ProtocolError(f"slot {m.slot} of {program.slots}", "use the slots ProgramLoaded gave")
+        if not caught_up and (m.slot in program.busy or len(job.steps) >= job.spec.max_inflight):
+            # The device may have answered a step that we have not heard of: its client is quicker than we are.
+            self._desk.catch_up(job)
+            return self._step(session, m, frames, caught_up=True)
         if m.slot in program.busy:
             raise ProtocolError(f"slot {m.slot} holds an unanswered step", "wait for its answer")
         if m.step <= job.last_step:
@@ -206,7 +210,7 @@ class Requests:
         job.steps[step] = StepRecord(program, m.slot, tuple(m.scalars))
         program.busy[m.slot] = step
         program.steps += 1
-        self._desk.feed(ev.StepSubmitted(job.id, step, program.id))
+        return self._desk.feed(ev.StepSubmitted(job.id, step, program.id))
 
     def _fill_slot(self, program: ProgramRecord, slot: int, frames: Sequence[bytes]) -> None:
         outline = program.outline

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 
@@ -28,6 +28,17 @@ class Segment:
 
     fd: int
     nbytes: int
+
+
+class AnswerForm(NamedTuple):
+    """The answer to any step of one job, with holes: the step's number goes to `step_at` (8 bytes, unsigned), seconds
+    to the other three (8 bytes each, IEEE double), all big-endian."""
+
+    packet: bytes
+    step_at: int
+    queue_at: int
+    device_at: int
+    total_at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,7 @@ class Launch(NamedTuple):
     scalars: tuple[float | int, ...]
     stream: int  # priority of the stream, larger runs first
     share: float = 1.0  # part of the multiprocessors it may use, one of DeviceInfo.shares
+    submitted: float | None = None  # see Answering; only with the piece that ends its step
 
 
 # ---- events, from poll() -------------------------------------------------------------------------
@@ -93,9 +105,12 @@ class Recut:
 
 
 class LaunchDone(NamedTuple):
+    """`answered`: it ended its step, and the device has sent the step's answer itself (Answering)."""
+
     launch: LaunchId
     started: float
     ended: float
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +232,23 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Unload everything and give the device back. Idempotent."""
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """What a device may be able to do besides: answer steps itself, so that a client hears of its result
+    before the caller does. A device without these methods leaves every answer to its caller.
+
+    A launch with `submitted` ends its step. If the device holds the job's lane it may then send the filled form,
+    as one packet, before it reports LaunchDone with `answered`: queue seconds from `submitted` to the start of the
+    step's first piece, device seconds of all its pieces, total seconds from `submitted` to the end of the last. It
+    never waits for room: what it can't send at once, and from then on every answer of that job, it leaves to the
+    caller, whose LaunchDone then says so. So each step is answered once, and the answers of a job keep their order.
+    """
+
+    def answer_on(self, job: JobId, lane: int, form: AnswerForm) -> None:
+        """Answer the job's steps on `lane`, a SOCK_SEQPACKET socket. The caller keeps the descriptor."""
+
+    def catch_up(self, job: JobId) -> list[DeviceEvent]:
+        """Like poll, but LaunchDone of every step of the job that was answered is among the events of this
+        call or an earlier one, even if nothing has said so yet: a client may be quicker than poll."""

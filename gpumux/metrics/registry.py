@@ -56,19 +56,13 @@ class Metrics:
         self._codes = codes()
         self.tally = Tally(((int(p), name) for p, name in PRIORITIES.items()), message_types, BUCKETS)
         registry.register(self.tally)
+        self.step_done, self.launched = self.tally.step_done, self.tally.launched
         for direction in ("push", "pull"):
             self.transfers.labels(direction)
             self.transfer_bytes.labels(direction)
 
-    def step_done(self, priority: int, times: model.StepTimes) -> None:
-        """A step was answered with results."""
-        self.tally.step_done(priority, times)
-
     def step_failed(self, code: str) -> None:
         self.step_failures.labels(self._reason(code)).inc()
-
-    def launched(self, priority: int) -> None:
-        self.tally.launched(priority)
 
     def rejected(self, code: str) -> None:
         self.rejections.labels(self._reason(code)).inc()
@@ -78,10 +72,6 @@ class Metrics:
 
     def job_failed(self, code: str) -> None:
         self.job_failures.labels(self._reason(code)).inc()
-
-    def received(self, message: object) -> None:
-        """A valid message arrived."""
-        self.tally.received(type(message))
 
     def transferred(self, push: bool, nbytes: int) -> None:
         direction = "push" if push else "pull"

@@ -21,29 +21,25 @@ class Spread:
     """A histogram: how many observations fell into each bucket, and their sum. `bounds` are the
     buckets' upper ends, which belong to them."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulative counts by upper end, as text, and the sum."""
-        ends = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
-        return list(zip(ends, accumulate(self._counts), strict=True)), self._sum
+        ends = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(ends, accumulate(self.counts), strict=True)), self.sum
 
 
 class _Steps:
-    __slots__ = ("device", "done", "launches", "queue", "total")
+    __slots__ = ("done", "launches", "spreads")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.done = self.launches = 0
-        self.queue, self.device, self.total = Spread(bounds), Spread(bounds), Spread(bounds)
+        self.spreads = tuple(Spread(bounds) for _ in model.StepTimes._fields)
 
 
 class Tally(Collector):
@@ -54,21 +50,20 @@ class Tally(Collector):
     ) -> None:
         self._names = dict(priorities)
         self._steps = {number: _Steps(bounds) for number in self._names}
-        self._messages = dict.fromkeys(message_types, 0)
+        self.received = dict.fromkeys(message_types, 0)  # valid messages from clients, by type
         self.busy_s = 0.0
 
     def step_done(self, priority: int, times: model.StepTimes) -> None:
+        """A step was answered with results."""
         steps = self._steps[priority]
         steps.done += 1
-        steps.queue.observe(times.queue_s)
-        steps.device.observe(times.device_s)
-        steps.total.observe(times.total_s)
+        for spread, seconds in zip(steps.spreads, times, strict=True):
+            spread.counts[bisect_left(spread.bounds, seconds)] += 1
+            spread.sum += seconds
 
     def launched(self, priority: int) -> None:
+        """A piece was handed to the device."""
         self._steps[priority].launches += 1
-
-    def received(self, kind: type) -> None:
-        self._messages[kind] += 1
 
     def collect(self) -> Iterable[Metric]:
         by_priority = ["priority"]
@@ -85,10 +80,10 @@ class Tally(Collector):
             label = [self._names[number]]
             done.add_metric(label, steps.done)
             out.add_metric(label, steps.launches)
-            for family, spread in ((queue, steps.queue), (device, steps.device), (total, steps.total)):
+            for family, spread in zip((queue, device, total), steps.spreads, strict=True):
                 family.add_metric(label, *spread.buckets())
         messages = CounterMetricFamily("gpumux_messages_received", "Valid messages from clients.", labels=["type"])
-        for kind, count in self._messages.items():
+        for kind, count in self.received.items():
             messages.add_metric([kind.__name__], count)
         busy = CounterMetricFamily("gpumux_loop_busy_seconds", "Time the dispatch loop worked rather than waited.")
         busy.add_metric([], self.busy_s)

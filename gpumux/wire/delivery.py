@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from gpumux.wire.lane import FROM_DAEMON
+from gpumux.wire.lane import FROM_DAEMON, PACKET
 from gpumux.wire.limits import Limits
 from gpumux.wire.listening import FULL
 from gpumux.wire.messages import Message
@@ -27,7 +27,8 @@ class Delivery:
 
     def send(self, record: SessionRecord, msg: Message, parts: Sequence[bytes | memoryview]) -> str:
         """`parts` are the frames of `msg`. What failed, "" when nothing did."""
-        by_lane = record.steps_on_lane and type(msg) in FROM_DAEMON and len(parts) == 1
+        # A device may write to the lane, too (Router.answering_lane), so no message may take two packets.
+        by_lane = record.steps_on_lane and type(msg) in FROM_DAEMON and len(parts) == 1 and len(parts[0]) <= PACKET
         if not record.held:
             return self._hand_over(record, parts, by_lane)
         record.held.append((parts, by_lane))

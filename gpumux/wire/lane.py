@@ -102,6 +102,13 @@ class Lane:
         self._parts.clear()
         return message
 
+    def shut_down(self) -> None:
+        """End the lane for everybody who holds a copy of this end. Idempotent."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end is gone already
+
     def close(self) -> None:
         """Idempotent."""
         self._sock.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 
 from gpumux.errors import ProtocolError
-from gpumux.wire.codec import decode
+from gpumux.wire.codec import decode_step
 from gpumux.wire.lane import FROM_CLIENT, Lane, pair
 from gpumux.wire.messages import Message
 from gpumux.wire.sessions import SessionRecord
@@ -18,7 +18,7 @@ OUT = int(select.EPOLLOUT)  # in a pair of `poll`: the lane can take more
 
 def decode_lane(packet: bytes, max_bytes: int) -> Message:
     """The message a client sent on its lane. Raises ProtocolError for all that has no place there."""
-    message, _ = decode((packet,), max_bytes)
+    message = decode_step(packet, max_bytes)
     if type(message) not in FROM_CLIENT:
         raise ProtocolError(f"a {type(message).__name__} on the step lane", "send it by ZeroMQ")
     return message
@@ -30,7 +30,7 @@ class Lanes:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.epoll = select.epoll()
-        self._records: dict[int, SessionRecord] = {}
+        self.records: dict[int, SessionRecord] = {}  # by descriptor of the daemon's end
 
     def fileno(self) -> int:
         return self.epoll.fileno()
@@ -40,17 +40,13 @@ class Lanes:
         Raises OSError when there are no descriptors left."""
         ours, theirs = pair()
         record.lane = Lane(ours, self._max_bytes)
-        self._records[ours.fileno()] = record
+        self.records[ours.fileno()] = record
         self.epoll.register(ours, _IN)
         return theirs.detach()
 
     def poll(self) -> list[tuple[int, int]]:
         """(descriptor, events) of what is ready, lanes in turn."""
         return self.epoll.poll(0, LANES_A_PASS)
-
-    def find(self, fd: int) -> SessionRecord | None:
-        """Whose lane this is; None when it is none any more."""
-        return self._records.get(fd)
 
     def watch(self, lane: Lane, *, writable: bool) -> None:
         """Whether `ready` should say when a lane that was full can take more."""
@@ -60,11 +56,12 @@ class Lanes:
         """Idempotent."""
         lane, record.lane = record.lane, None
         if lane is not None:
-            del self._records[lane.fileno()]
+            del self.records[lane.fileno()]
             self.epoll.unregister(lane.fileno())
+            lane.shut_down()  # for who holds it besides us, too
             lane.close()
 
     def close(self) -> None:
-        for record in list(self._records.values()):
+        for record in list(self.records.values()):
             self.close_lane(record)
         self.epoll.close()

@@ -49,3 +49,30 @@ class Meter:
 
     def is_full(self, now: float) -> bool:
         return self._tokens + (now - self._at) * self._rate >= self._burst
+
+
+class Allowance:
+    """What a session may still send: the meters of its messages and of their bytes in one, since every
+    message pays both."""
+
+    __slots__ = ("_at", "_bytes", "_limits", "_messages")
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._messages = limits.burst_messages
+        self._bytes = limits.burst_bytes
+        self._at = now
+
+    def spend(self, size: int, now: float) -> bool:
+        """Take one message of `size` bytes; False when it is too much."""
+        limits, passed = self._limits, now - self._at
+        self._at = now
+        messages = self._messages + passed * limits.messages_per_s
+        if messages > limits.burst_messages:
+            messages = limits.burst_messages
+        held = self._bytes + passed * limits.bytes_per_s
+        if held > limits.burst_bytes:
+            held = limits.burst_bytes
+        enough = messages >= 1.0 and held >= size
+        self._messages, self._bytes = (messages - 1.0, held - size) if enough else (messages, held)
+        return enough

@@ -1,4 +1,5 @@
-"""Every message of protocol 1: dataclasses in an explicit registry (docs/protocol.md).
+"""Every message of protocol 1: dataclasses in an explicit registry (docs/protocol.md). Step and StepDone,
+which every step pays for, are named tuples: they are made at a third of the cost.
 
 A message is one ZeroMQ frame of msgpack: [tag, field, field, ...] in declaration order; large
 payloads (Programs, inline tensors) follow as further frames, counted by `frames` where a message
@@ -23,7 +24,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 PROTOCOL_VERSION = 1
 
@@ -110,8 +111,7 @@ class ProgramLoaded:
     warnings: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Run `program` on the batch in `slot`. On TCP `frames` inline inputs follow."""
 
     job: str
@@ -122,8 +122,7 @@ class Step:
     frames: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(NamedTuple):
     job: str
     step: int
     queue_s: float

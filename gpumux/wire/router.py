@@ -135,9 +135,7 @@ class Router:
 
     def next_deadline(self, now: float) -> float:
         """When `expire` wants to be called, at the latest; `now` when events wait already."""
-        if self._arrivals:
-            return now
-        return min(self._next_check, self.side.next_deadline())
+        return now if self._arrivals else min(self._next_check, self.side.next_deadline())
 
     def send(self, session: SessionId, msg: Message, frames: Sequence[bytes | memoryview] = ()) -> bool:
         """Queue `msg` for the client; never waits. False when the session is, or thereby becomes,
@@ -151,6 +149,11 @@ class Router:
             self.counters["unreachable"] += 1
             self._end(session, failure)
         return not failure
+
+    def answering_lane(self, session: SessionId) -> int | None:
+        """The session's step lane, if its steps are answered there, for who may answer in our place."""
+        record = self._sessions.get(session)
+        return record.lane.fileno() if record is not None and record.lane and record.steps_on_lane else None
 
     def send_segment(self, session: SessionId, segment: int, fd: int, nbytes: int) -> bool:
         """Pass a descriptor over the side channel under the id `segment`, to be announced by a
@@ -219,19 +222,17 @@ class Router:
             self.counters["malformed"] += 1
             self._refuse_session(session.id, error)
             return
-        if isinstance(message, Heartbeat):
-            return
         if isinstance(message, Hello):
             self.send(session.id, session.welcome)  # asked again: the same answer
         elif isinstance(message, Goodbye):
             self._end(session.id, GOODBYE)
-        else:
+        elif not isinstance(message, Heartbeat):
             self._arrivals.append(Incoming(session.id, session.peer, message, frames))
 
     def _allow(self, session: SessionRecord, size: int, now: float) -> bool:
         """A message of `size` bytes came. A session that sends too much is over."""
         session.heard = now
-        if session.messages.spend(1, now) and session.traffic.spend(size, now):
+        if session.allowance.spend(size, now):
             return True
         self.counters["flood"] += 1
         error = ProtocolError("too many messages or bytes in a short time", "wait for answers before sending more")
@@ -239,10 +240,11 @@ class Router:
         return False
 
     def _hear_lanes(self, ready: Sequence[tuple[int, int]], now: float) -> None:
+        records = self._lanes.records
         for fd, events in ready:
-            record = self._lanes.find(fd)
+            record = records.get(fd)
             if record is None:
-                continue
+                continue  # it has just been closed
             if events & OUT and (failure := self._delivery.flush(record)):
                 self._end(record.id, failure)
             elif events != OUT:
@@ -305,8 +307,7 @@ class Router:
     def _open_session(self, route: Route, name: str, peer: Peer, hello: Hello, over_ipc: bool, now: float) -> None:
         check_hello(hello, peer, over_ipc, [record.peer for record in self._sessions.values()], self.limits)
         session = SessionId(secrets.token_hex(8))
-        nonce = self.side.expect(session, peer.uid) if over_ipc else b""
-        path = str(self.side.path) if over_ipc else ""
+        nonce, path = (self.side.expect(session, peer.uid), str(self.side.path)) if over_ipc else (b"", "")
         welcome = make_welcome(session, path, nonce, self.limits, self.device)
         record = self._sessions[session] = SessionRecord.begin(session, peer, name, route, welcome, self.limits, now)
         self._routes[route] = record

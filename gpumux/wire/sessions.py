@@ -11,7 +11,7 @@ import gpumux
 from gpumux.errors import AdmissionRefused, ProtocolError
 from gpumux.model import Peer, SessionId
 from gpumux.wire.lane import Lane
-from gpumux.wire.limits import Limits, Meter
+from gpumux.wire.limits import Allowance, Limits
 from gpumux.wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 
 ROLES = ("client", "control")
@@ -56,8 +56,7 @@ class SessionRecord:
     name: str  # the peer_name of every frame that may speak for it
     route: tuple[int, bytes]  # which listening socket, routing id
     welcome: Welcome
-    messages: Meter
-    traffic: Meter  # in bytes
+    allowance: Allowance
     heard: float
     sent: float
     lane: Lane | None = None
@@ -75,9 +74,7 @@ class SessionRecord:
         limits: Limits,
         now: float,
     ) -> SessionRecord:
-        messages = Meter(limits.messages_per_s, limits.burst_messages, now)
-        traffic = Meter(limits.bytes_per_s, limits.burst_bytes, now)
-        return cls(session, peer, name, route, welcome, messages, traffic, heard=now, sent=now)
+        return cls(session, peer, name, route, welcome, Allowance(limits, now), heard=now, sent=now)
 
 
 def check_hello(hello: Hello, peer: Peer, over_ipc: bool, others: Sequence[Peer], limits: Limits) -> None:

@@ -195,6 +195,39 @@ class FakeDevice:
         self.events.clear()
 
 
+class AnsweringDevice(FakeDevice):
+    """A device that answers steps itself, where it has the lane and is not told to `decline`. `answered` are those;
+    `quick` keeps LaunchDone back until somebody catches up."""
+
+    def __init__(self):
+        super().__init__()
+        self.lanes: dict[JobId, tuple[int, dev.AnswerForm]] = {}
+        self.answered: list = []
+        self.late: list = []
+        self.quick = self.decline = False
+
+    def answer_on(self, job, lane, form):
+        assert job not in self.lanes, "one lane a job"
+        self.lanes[job] = lane, form
+
+    def catch_up(self, job):
+        assert job in self.lanes
+        self.events += self.late
+        self.late = []
+        return self.poll()
+
+    def finish(self, now=0.0):
+        launch = self.work[0]
+        if not isinstance(launch, dev.Launch) or launch.submitted is None or self.decline:
+            return super().finish(now)
+        assert launch.job in self.lanes
+        self.work.popleft()
+        self._run(launch)
+        self.answered.append(launch.step)
+        done = dev.LaunchDone(launch.launch, now, now + 0.001, True)
+        return (self.late if self.quick else self.events).append(done)
+
+
 class FakeSockets:
     """Nothing to wait on."""
 
@@ -223,6 +256,10 @@ class FakeRouter:
         self.sockets = FakeSockets()
 
     has_news = False
+    lane: int | None = None  # of every session
+
+    def answering_lane(self, session):
+        return self.lane if session in self.open else None
 
     def receive_lanes(self, ready, now):
         return []
@@ -253,9 +290,9 @@ class FakeRouter:
 class Daemon:
     """A loop over the fakes, and clients' words to it."""
 
-    def __init__(self, config: Config | None = None, shared_limit: int = 1 << 30):
+    def __init__(self, config: Config | None = None, shared_limit: int = 1 << 30, device: FakeDevice | None = None):
         self.now = 100.0
-        self.device, self.router = FakeDevice(), FakeRouter()
+        self.device, self.router = device or FakeDevice(), FakeRouter()
         self.metrics = Metrics(msg.FROM_CLIENT)
         identity = Identity(config or Config(), ["ipc:///fake"], INFO, 0.0)
         self.loop = Loop(identity, self.router, self.device, self.metrics, shared_limit, clock=lambda: self.now)

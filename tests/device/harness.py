@@ -118,16 +118,23 @@ class LoadedJob:
         return self.data[program].memory[start : start + nbytes]
 
     def launch(
-        self, program: ProgramId, scalars: Sequence[float | int] = (), slot: int = 0, stream: int = 0
+        self,
+        program: ProgramId,
+        scalars: Sequence[float | int] = (),
+        slot: int = 0,
+        stream: int = 0,
+        submitted: float | None = None,
     ) -> list[LaunchId]:
-        """Ask for every piece of one step."""
+        """Ask for every piece of one step; with `submitted` the device may answer it."""
         step = StepId(self.steps)
         self.steps += 1
         launches = []
         for piece in range(len(self.pieces[program])):
             number = LaunchId(next(_numbers))
             cut = self.cut[program]
-            self.driver.device.launch(Launch(number, self.job, step, program, cut, piece, slot, tuple(scalars), stream))
+            last = piece == len(self.pieces[program]) - 1
+            launch = Launch(number, self.job, step, program, cut, piece, slot, tuple(scalars), stream)
+            self.driver.device.launch(launch._replace(submitted=submitted if last else None))
             launches.append(number)
         return launches
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from time import monotonic
 
 import pytest
 
 from gpumux.device.contract import (
+    AnswerForm,
+    Answering,
     Device,
     JobLost,
     JobUnloaded,
@@ -406,3 +411,103 @@ def test_devices_keep_the_protocol(case: Case) -> None:
     for name in ("open", "filenos", "poll", "check", "open_job", "load_program", "launch", "transfer", "unload",
                  "memory", "close"):  # fmt: skip
         assert callable(getattr(device, name))
+
+
+# ---- devices that answer steps themselves
+
+FORM = AnswerForm(b"head" + bytes(32) + b"tail", 4, 12, 20, 28)
+
+
+@pytest.fixture
+def lane(driver: Driver) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The end the device answers on, and the client's. Only for devices that answer."""
+    if not isinstance(driver.device, Answering):
+        pytest.skip("this device leaves all answers to its caller")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.settimeout(30.0)
+        yield ours, theirs
+
+
+def answering(driver: Driver) -> Answering:
+    assert isinstance(driver.device, Answering)
+    return driver.device
+
+
+def test_an_answer_is_the_filled_form_and_agrees_with_what_is_reported(driver: Driver, lane) -> None:
+    ours, theirs = lane
+    job = driver.open()
+    program = job.load(samples.add_one())
+    answering(driver).answer_on(job.job, ours.fileno(), FORM)
+    ours.close()  # the caller's own descriptor
+    for step in range(12):  # through all cuts
+        submitted = monotonic()
+        done = [driver.done(launch) for launch in job.launch(program, submitted=submitted)]
+        assert [event.answered for event in done] == [False] * (len(done) - 1) + [True]
+        packet = theirs.recv(100)
+        assert (packet[:4], packet[36:]) == (b"head", b"tail")
+        number, queue_s, device_s, total_s = struct.unpack(">Qddd", packet[4:36])
+        assert number == step
+        assert queue_s == max(0.0, done[0].started - submitted)
+        assert device_s == pytest.approx(sum(event.ended - event.started for event in done))
+        assert total_s == done[-1].ended - submitted
+
+
+def test_only_a_launch_that_says_so_is_answered(driver: Driver, lane) -> None:
+    ours, theirs = lane
+    job, other = driver.open(), driver.open()
+    programs = job.load(samples.add_one()), other.load(samples.add_one())
+    answering(driver).answer_on(job.job, ours.fileno(), FORM)
+    assert not job.step(programs[0])[-1].answered
+    (launch,) = other.launch(programs[1], submitted=monotonic())  # of a job without a lane
+    assert not driver.done(launch).answered
+    theirs.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(100)
+
+
+def test_a_full_lane_is_left_to_the_caller_for_good(driver: Driver, lane) -> None:
+    ours, theirs = lane
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel makes it the least there is
+    job = driver.open()
+    program = job.load(samples.add_one())
+    answering(driver).answer_on(job.job, ours.fileno(), FORM)
+    answered = [driver.done(job.launch(program, submitted=monotonic())[-1]).answered for _ in range(60)]
+    sent = answered.index(False)
+    assert sent > 0
+    assert not any(answered[sent:])
+    assert [int.from_bytes(theirs.recv(100)[4:12], "big") for _ in range(sent)] == list(range(sent))
+    assert not driver.done(job.launch(program, submitted=monotonic())[-1]).answered  # room, but out of order
+
+
+def test_a_client_that_is_gone_does_not_hurt_the_job(driver: Driver, lane) -> None:
+    ours, theirs = lane
+    job = driver.open()
+    program = job.load(samples.add_one())
+    answering(driver).answer_on(job.job, ours.fileno(), FORM)
+    theirs.close()
+    assert not driver.done(job.launch(program, submitted=monotonic())[-1]).answered
+    assert not driver.done(job.launch(program)[-1]).answered
+
+
+def test_catching_up_knows_every_step_that_was_answered(driver: Driver, lane) -> None:
+    ours, theirs = lane
+    job = driver.open()
+    program = job.load(samples.add_one())
+    answering(driver).answer_on(job.job, ours.fileno(), FORM)
+    launches = []
+    for _ in range(200):
+        (launch,) = job.launch(program, submitted=monotonic())
+        theirs.recv(100)
+        heard = answering(driver).catch_up(job.job)
+        driver.unread += heard
+        assert [e.answered for e in driver.unread if isinstance(e, LaunchDone) and e.launch == launch] == [True]
+        assert not [e for e in heard if isinstance(e, Recut) and len(e.pieces) != 1]
+        for event in heard:
+            if isinstance(event, Recut):
+                job.pieces[program], job.cut[program] = event.pieces, event.cut
+        launches.append(launch)
+    job.step(program)  # whatever was still to be said has been said
+    done = [e.launch for e in driver.unread if isinstance(e, LaunchDone)]
+    assert done == launches
+    assert answering(driver).catch_up(JobId("f" * 32)) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 import typing
-from dataclasses import fields
 from typing import Any
 
 from hypothesis import strategies as st
@@ -63,7 +62,7 @@ def _field(name: str, hint: Any) -> st.SearchStrategy[Any]:
 
 def message_of(cls: type[Any]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls, vars(messages))
-    return st.builds(cls, **{f.name: _field(f.name, hints[f.name]) for f in fields(cls)})
+    return st.builds(cls, **{name: _field(name, hints[name]) for name in cls.__match_args__})
 
 
 def any_message() -> st.SearchStrategy[Any]:

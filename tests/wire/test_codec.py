@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import struct
 from typing import Any, get_type_hints
 
 import msgpack
@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from gpumux.errors import ProtocolError, VersionMismatch
 from gpumux.wire import messages as m
-from gpumux.wire.codec import MAX_FRAMES, decode, encode
+from gpumux.wire.codec import (
+    MAX_FRAMES,
+    decode,
+    decode_step,
+    decode_step_done,
+    encode,
+    encode_alone,
+    step_done_form,
+)
 from gpumux.wire.fields import MAX_DEPTH, MAX_LIST, MAX_PROSE, checker_for, fits_step, fits_step_done
 from tests.wire.samples import JOB, any_message, message_of, payload_for
 
@@ -97,7 +105,7 @@ def test_malformed_frames(frames: list[bytes]):
     ],
 )
 def test_a_field_that_does_not_fit_is_named(field: str, value: Any):
-    values = {f.name: getattr(STEP, f.name) for f in dataclasses.fields(STEP)} | {field: value}
+    values = STEP._asdict() | {field: value}
     with pytest.raises(ProtocolError):
         decode(raw(STEP_TAG, *values.values()))
     with pytest.raises(ProtocolError, match=rf"Step\.{field}"):
@@ -205,10 +213,46 @@ ODD = st.one_of(
 def test_checking_all_fields_at_once_is_as_strict_as_one_by_one(cls: type[Any], at_once: Any, data: st.DataObject):
     hints = get_type_hints(cls, vars(m))
     good = data.draw(message_of(cls))
-    values = [getattr(good, f.name) for f in dataclasses.fields(cls)]
+    values = list(good)
     for _ in range(data.draw(st.integers(0, 2))):
         values[data.draw(st.integers(0, len(values) - 1))] = data.draw(ODD)
-    one_by_one = [
-        checker_for(f.name, hints[f.name])(value) for f, value in zip(dataclasses.fields(cls), values, strict=True)
-    ]
+    one_by_one = [checker_for(name, hints[name])(value) for name, value in zip(cls.__match_args__, values, strict=True)]
     assert at_once(values) is all(one_by_one)
+
+
+@given(st.builds(m.StepDone, st.just(JOB), st.integers(0, 2**63 - 1), *[st.floats(0, 1e9)] * 3, st.just(0)))
+@settings(deadline=None, max_examples=200)
+def test_a_filled_form_is_a_step_done(done: m.StepDone):
+    packet, *places = step_done_form(JOB)
+    filled = bytearray(packet)
+    for at, kind, value in zip(places, (">Q", ">d", ">d", ">d"), done[1:5], strict=True):
+        struct.pack_into(kind, filled, at, value)
+    assert decode([bytes(filled)]) == (done, [])
+    assert decode_step_done(bytes(filled)) == done
+
+
+@given(st.one_of(message_of(m.Step), message_of(m.StepDone)))
+@settings(deadline=None, max_examples=200)
+def test_a_message_alone_is_encoded_as_ever(message: Any):
+    message = message._replace(frames=0)
+    assert [encode_alone(message)] == encode(message)
+
+
+def _either_way(read: Any, packet: bytes) -> Any:
+    try:
+        return read(packet)
+    except ProtocolError as error:
+        return str(error)
+
+
+@given(
+    st.one_of(any_message().map(lambda message: encode(message, payload_for(message))[0]), st.binary(max_size=80)),
+    st.data(),
+)
+@settings(deadline=None, max_examples=200)
+def test_decoding_what_is_probably_a_step_is_as_strict_as_ever(packet: bytes, data: st.DataObject):
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = data.draw(st.integers(0, max(0, len(packet) - 1)))
+        packet = packet[:at] + data.draw(st.binary(max_size=2)) + packet[at + data.draw(st.integers(0, 2)) :]
+    for read in (decode_step, decode_step_done):
+        assert _either_way(read, packet) == _either_way(lambda p: decode([p])[0], packet)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -37,7 +36,7 @@ def test_fields_types_and_senders(tag: int):
     row = ROWS[tag]
     written = re.sub(r"\([^()]*\)", "", row[4].partition(". One frame")[0])
     stated = [part.strip() for part in written.split(", ") if part.strip()]
-    assert stated == [f"{f.name}: {WORDS.get(hints[f.name], 'map')}" for f in fields(cls)]
+    assert stated == [f"{name}: {WORDS.get(hints[name], 'map')}" for name in cls.__match_args__]
     assert ("C" in row[3]) == (cls in m.FROM_CLIENT)
 
 

@@ -35,9 +35,13 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
     """The events a message of an executor amounts to. Commands answered leave the schedule."""
     job = executor.job
     if tag == DONE:
+        launch, started, ended, answered = _DONE.unpack(body)
+        if launch == executor.told:
+            if not answered:  # it had to give up after it had said that it would
+                executor.failure = Fault("job_failed", "an answer was lost: the client does not read", "read answers")
+            return []
         schedule.done(job)
-        launch, started, ended = _DONE.unpack(body)
-        return [LaunchDone(LaunchId(launch), started, ended)]
+        return [LaunchDone(LaunchId(launch), started, ended, answered)]
     said = unpack(body)
     if tag == RECUT:
         program, cut, pieces, bounds, through_python = said
@@ -65,6 +69,17 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
         text, code, message, remedy = said
         return [ProgramProfiled(job, command.program, text, Fault(code, message, remedy) if code else None)]
     raise AssertionError(f"message {tag} to {command}")
+
+
+def unheard(executor: Executor, schedule: Schedule[Command]) -> list[DeviceEvent]:
+    """The end of a launch whose step was answered, if the executor has not come to tell yet."""
+    running = schedule.running(executor.job)
+    done = executor.answered(running) if isinstance(running, Launch) and not executor.unloading else None
+    if done is None:
+        return []
+    executor.told = done.launch
+    schedule.done(executor.job)
+    return [done]
 
 
 def obituary(executor: Executor, unfinished: Sequence[Command]) -> list[DeviceEvent]:

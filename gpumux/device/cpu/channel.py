@@ -7,7 +7,7 @@ their own, so that the hot path is a plain recv. Bodies longer than a packet go 
     daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
     zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
-                         TRANSFER [..] +fd · PROFILE [program]
+                         TRANSFER [..] +fd · PROFILE [program] · LANE [answer form] +fd
     executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED
     checker -> daemon    CHECKED · REFUSED
 """
@@ -25,11 +25,17 @@ import msgpack
 PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
 MAX_FDS = 4
 
-(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER, PROFILE) = range(11)
+(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER, PROFILE, LANE) = range(12)
 (DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED) = range(16, 24)
 
-LAUNCH_HEAD = struct.Struct("<BqqqIII")  # tag, launch, step, program, cut, piece, slot
-DONE_BODY = struct.Struct("<Bqdd")  # tag, launch, started, ended
+LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
+DONE_BODY = struct.Struct("<Bqdd?")  # tag, launch, started, ended, answered
+
+
+# On an executor's page, after the operator it runs (4 bytes): the launch whose step it answered last,
+# written after its times, so that who finds the launch there finds them, too.
+PAGE_TIMES, PAGE_TIMES_AT = struct.Struct("<dd"), 8  # started, ended
+PAGE_LAUNCH, PAGE_LAUNCH_AT = struct.Struct("<q"), 24
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -87,7 +93,12 @@ class Channel:
         """The next message: tag, body (valid until the next call), descriptors (the caller's to
         close). Raises EOFError when the peer is gone, BlockingIOError when there is nothing."""
         while True:
-            count = self._fill()
+            try:
+                count = self.sock.recv_into(self._buffer)
+            except (ConnectionResetError, BrokenPipeError) as error:
+                raise EOFError from error
+            if count == 0:
+                raise EOFError
             tag = self._buffer[0]
             if tag == MORE:
                 self._parts.append(bytes(self._view[1:count]))
@@ -99,15 +110,6 @@ class Channel:
             whole = b"".join([*self._parts, self._view[1:count]])
             self._parts.clear()
             return tag, memoryview(whole), []
-
-    def _fill(self) -> int:
-        try:
-            count = self.sock.recv_into(self._buffer)
-        except (ConnectionResetError, BrokenPipeError) as error:
-            raise EOFError from error
-        if count == 0:
-            raise EOFError
-        return count
 
     def _receive_described(self) -> tuple[int, memoryview, list[int]]:
         data, fds, _flags, _address = socket.recv_fds(self.sock, PACKET, MAX_FDS)

@@ -12,26 +12,17 @@ from __future__ import annotations
 
 import os
 import select
-import struct
 from collections.abc import Sequence
 from math import inf
 
 from gpumux import hostmemory
-from gpumux.device.contract import (
-    DeviceEvent,
-    JobLost,
-    JobUnloaded,
-    Launch,
-    LaunchFailed,
-    MemoryFigures,
-    ProgramProfiled,
-    ProgramRefused,
-    Segment,
-    TransferDone,
-)  # fmt: skip
-from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, obituary, of_job
+from gpumux.device import contract as dev
+from gpumux.device.contract import DeviceEvent, Launch, Segment
+from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, obituary, of_job, unheard
+from gpumux.device.cpu.channel import DONE
 from gpumux.device.cpu.checks import Checks
 from gpumux.device.cpu.jobs import (
+    Answers,
     Command,
     Descriptors,
     Executor,
@@ -47,7 +38,7 @@ from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.errors import ConfigError
-from gpumux.model import DeviceInfo, Fault, JobId, JobSpec, Priority, ProgramId, TransferId
+from gpumux.model import DeviceInfo, JobId, JobSpec, Priority, ProgramId, TransferId
 from gpumux.program.limits import DEFAULT, Limits
 
 PIECE_S = 0.002
@@ -122,9 +113,9 @@ class CpuDevice:
                 os.eventfd_read(self._bell)
             else:
                 self._keeper.hear()
+                self._keeper.watch()
         if self._schedule.waiting:
             self._hand_over()
-        self._keeper.watch()
         events, self._events = self._events, []
         return events
 
@@ -134,13 +125,13 @@ class CpuDevice:
             self._checks.start(self._warm)
             self._keeper.watch()
         else:
-            self._tell(ProgramRefused(job, program, NO_WARM))
+            self._tell(dev.ProgramRefused(job, program, NO_WARM))
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
         if job in self._jobs:
             return
         if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 64:
-            self._tell(JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
+            self._tell(dev.JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
             return
         nice = self._low_nice if spec.priority is Priority.LOW else 0
         settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
@@ -163,40 +154,51 @@ class CpuDevice:
     ) -> None:
         executor = self._live(job)
         if executor is None:
-            self._tell(ProgramRefused(job, program, UNKNOWN))
-            return
+            return self._tell(dev.ProgramRefused(job, program, UNKNOWN))
         footprint = self._checks.footprint(job, program, encoded)
         wanted = sum(new_buffers) + data.nbytes
         fault = executor.refuses(program, wanted, footprint, self.memory().free_bytes)
         if fault is not None or footprint is None:
-            self._tell(ProgramRefused(job, program, fault or UNKNOWN))
-            return
+            return self._tell(dev.ProgramRefused(job, program, fault or UNKNOWN))
         executor.charged += wanted
         executor.transients[program] = footprint.transient_bytes
-        self._submit(job, load_command(program, encoded, new_buffers, binding, data, slots), None)
+        return self._submit(job, load_command(program, encoded, new_buffers, binding, data, slots), None)
 
     def launch(self, launch: Launch) -> None:
         executor = self._jobs.get(launch.job)
         if executor is None:
-            self._tell(LaunchFailed(launch.launch, UNKNOWN), JobLost(launch.job, UNKNOWN))
+            self._tell(dev.LaunchFailed(launch.launch, UNKNOWN), dev.JobLost(launch.job, UNKNOWN))
         elif not executor.unloading:
             if self._schedule.claim(launch.job, launch, launch.stream):
                 self._send(executor, launch)
             else:
                 self._submit(launch.job, launch, launch.stream)
 
+    def answer_on(self, job: JobId, lane: int, form: dev.AnswerForm) -> None:
+        executor = self._live(job)
+        if executor is not None:
+            self._send(executor, Answers(Descriptors((os.dup(lane),)), form))
+
+    def catch_up(self, job: JobId) -> list[DeviceEvent]:
+        executor = self._live(job)
+        if executor is not None:
+            while not executor.ended and self._hear(executor):
+                pass  # what it said before it answered comes first
+            self._events += unheard(executor, self._schedule)
+        return self.poll()
+
     def transfer(
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
     ) -> None:
         if self._live(job) is None:
-            self._tell(TransferDone(job, transfer, UNKNOWN))
+            self._tell(dev.TransferDone(job, transfer, UNKNOWN))
             return
         held = Descriptors((os.dup(segment.fd),))
         self._submit(job, Move(transfer, tuple(buffers), held, segment.nbytes, into_device), None)
 
     def profile(self, job: JobId, program: ProgramId) -> None:
         if self._live(job) is None:
-            self._tell(ProgramProfiled(job, program, b"", UNKNOWN))
+            self._tell(dev.ProgramProfiled(job, program, b"", UNKNOWN))
             return
         self._submit(job, Profile(program), None)
 
@@ -205,7 +207,7 @@ class CpuDevice:
             self._keeper.kill(token)
         executor = self._jobs.get(job)
         if executor is None:
-            self._tell(JobUnloaded(job))
+            self._tell(dev.JobUnloaded(job))
             return
         if executor.unloading:
             return
@@ -216,9 +218,9 @@ class CpuDevice:
         self._events = [event for event in self._events if not of_job(event, job)]
         self._hand_over()
 
-    def memory(self) -> MemoryFigures:
+    def memory(self) -> dev.MemoryFigures:
         by_job = {job: executor.memory for job, executor in self._jobs.items()}
-        return MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job)
+        return dev.MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job)
 
     def close(self) -> None:
         if self._total == 0:
@@ -252,14 +254,10 @@ class CpuDevice:
         for job, command in self._schedule.hand_over():
             self._send(self._jobs[job], command)
 
-    def _send(self, executor: Executor, command: Command) -> None:
-        try:
-            send(executor.channel, command)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it is gone; the end of its channel will tell
-        except (struct.error, OverflowError, ValueError, TypeError, OSError) as error:
-            # A command lost in silence would leave its job waiting, and its place taken, for ever.
-            executor.failure = Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
+    def _send(self, executor: Executor, command: Command | Answers) -> None:
+        fault = send(executor.channel, command)
+        if fault is not None:  # else its job would wait, and its place be taken, for ever
+            executor.failure = fault
             self._keeper.kill(executor.token)
 
     def _hear(self, executor: Executor) -> bool:
@@ -276,6 +274,8 @@ class CpuDevice:
             return False
         if not executor.unloading:
             self._events.extend(answer(executor, self._schedule, tag, body))
+            if tag == DONE and executor.failure is not None:
+                self._keeper.kill(executor.token)
         return True
 
     def _bury(self, executor: Executor) -> None:
@@ -283,6 +283,7 @@ class CpuDevice:
         if not executor.ended or executor.status is None or self._jobs.get(executor.job) is not executor:
             return
         job = executor.job
+        self._events += unheard(executor, self._schedule)
         unfinished = self._schedule.drop(job)
         for token in self._checks.forget(job):
             self._keeper.kill(token)

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from gpumux.device.cpu.answering import Answers
 from gpumux.device.cpu.channel import (
     DONE,
     DONE_BODY,
     FAILED,
+    LANE,
     LAUNCH,
     LAUNCH_HEAD,
     LOAD,
@@ -50,10 +52,11 @@ _HEAD = LAUNCH_HEAD.size - 1
 
 
 class Executor:
-    def __init__(self, channel: Channel, settings: dict[str, Any], progress: Callable[[int], None]) -> None:
+    def __init__(self, channel: Channel, settings: dict[str, Any], page: mmap.mmap) -> None:
         self._channel = channel
+        self._answers = Answers(page)
         self._target_s: float = settings["target_s"]
-        self._progress = progress
+        self._progress = progress_on(page)
         self._buffers: list[torch.Tensor] = []
         self._programs: dict[int, LoadedProgram] = {}
         self._numerics = CurrentNumerics()
@@ -76,6 +79,8 @@ class Executor:
                     return
             elif tag == LOAD:
                 self._load(fds)
+            elif tag == LANE:
+                self._answers.use(fds[0], *unpack(body))
             elif tag == TRANSFER:
                 self._transfer(unpack(body), fds)
             elif tag == PROFILE:
@@ -83,7 +88,7 @@ class Executor:
 
     def _launch(self, body: memoryview, fds: list[int]) -> bool:
         """Run a piece and say so; whether the job lives on."""
-        launch, step, program, cut, piece, slot = _LAUNCH_BODY.unpack_from(body)
+        launch, step, program, cut, piece, slot, submitted = _LAUNCH_BODY.unpack_from(body)
         scalars = unpack(_take(fds[0]) if fds else body[_HEAD:]) if piece == 0 else None
         started = monotonic()
         try:
@@ -95,7 +100,9 @@ class Executor:
         except GpumuxError as error:
             self._channel.send(FAILED, [launch, error.code, error.message, error.remedy])
             return False
-        self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, monotonic()))
+        ended = monotonic()
+        answered = self._answers.ran(launch, step, piece, submitted, started, ended)
+        self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered))
         if ended_step:
             self._recut(program, loaded)
         return True
@@ -217,20 +224,26 @@ def python_cost() -> float:
     return max(0.0, sorted(samples)[100] - 0.4e-6)
 
 
+def progress_on(page: mmap.mmap) -> Callable[[int], None]:
+    """A function that names the operator that runs now, for who looks at what a dead process was doing."""
+    numbers = memoryview(page).cast("I")
+
+    def progress(op: int) -> None:
+        numbers[0] = op + 1
+
+    return progress
+
+
 def main(settings: dict[str, Any], fds: list[int]) -> None:
     """In a fresh fork: descriptors are the channel and the page that says which operator runs."""
     sock = socket.socket(fileno=fds[0])
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", IDLE_S, 0))
-    page = memoryview(mmap.mmap(fds[1], mmap.PAGESIZE)).cast("I")
+    page = mmap.mmap(fds[1], mmap.PAGESIZE)
     os.close(fds[1])
     os.nice(settings["nice"])
     torch.set_num_threads(settings["threads"])
     turn_off_optimisation()
     torch.default_generator.manual_seed(settings["seed"])
     gc.disable()  # a collection in the middle of a step would stop it for tens of milliseconds
-
-    def progress(op: int) -> None:
-        page[0] = op + 1
-
     with torch.inference_mode():
-        Executor(Channel(sock), settings, progress).serve()
+        Executor(Channel(sock), settings, page).serve()

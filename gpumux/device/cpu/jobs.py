@@ -5,17 +5,23 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumux.device.contract import Launch, Segment
+from gpumux.device.contract import AnswerForm, Launch, LaunchDone, Segment
 from gpumux.device.cpu.channel import (
     DESCRIPTORS,
+    LANE,
     LAUNCH,
     LAUNCH_HEAD,
     LOAD,
     PACKET,
+    PAGE_LAUNCH,
+    PAGE_LAUNCH_AT,
+    PAGE_TIMES,
+    PAGE_TIMES_AT,
     PROFILE,
     TRANSFER,
     Channel,
@@ -24,7 +30,7 @@ from gpumux.device.cpu.channel import (
     pair,
 )
 from gpumux.device.cpu.warm import WarmProcess
-from gpumux.model import Fault, Footprint, JobId, ProgramId, TransferId
+from gpumux.model import Fault, Footprint, JobId, LaunchId, ProgramId, TransferId
 
 UNKNOWN_STATUS = "ended, and nobody could say how"
 _NO_SCALARS = pack(())
@@ -69,7 +75,15 @@ class Profile:
     program: ProgramId
 
 
-Command = Launch | Load | Move | Profile
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A job's lane on its way, and what an answer looks like."""
+
+    held: Descriptors
+    form: AnswerForm
+
+
+Command = Launch | Load | Move | Profile  # what is scheduled
 
 
 @dataclass(slots=True)
@@ -114,6 +128,7 @@ class Executor:
     ended: bool = False  # its end of the channel is closed
     status: int | str | None = None  # how it ended: a wait status, or words
     failure: Fault | None = None
+    told: LaunchId | None = None  # the launch whose end was told before it said so
 
     @property
     def memory(self) -> int:
@@ -131,6 +146,13 @@ class Executor:
             return None
         message = f"the program needs {wanted} bytes and {free} are free"
         return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
+
+    def answered(self, launch: Launch) -> LaunchDone | None:
+        """What became of a launch whose step the process has answered, though it has not said so yet."""
+        if launch.submitted is None or PAGE_LAUNCH.unpack_from(self.page, PAGE_LAUNCH_AT)[0] != launch.launch:
+            return None
+        started, ended = PAGE_TIMES.unpack_from(self.page, PAGE_TIMES_AT)
+        return LaunchDone(launch.launch, started, ended, answered=True)
 
     def crash(self, launch: Launch | None) -> Fault:
         """Why the job is lost when the process said nothing before it ended."""
@@ -178,12 +200,24 @@ def start_executor(warm: WarmProcess, job: JobId, settings: dict[str, Any]) -> E
     return Executor(job, token, Channel(ours), page)
 
 
-def send(channel: Channel, command: Command) -> None:
-    """Send a command to an executor. Raises OSError when that is gone, struct.error, OverflowError,
-    ValueError or TypeError for numbers that have no encoding."""
+def send(channel: Channel, command: Command | Answers) -> Fault | None:
+    """Send a command to an executor; why it can't be sent, if it can't. One that is gone is no fault: the end of
+    its channel will tell."""
+    try:
+        _send(channel, command)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    except (struct.error, OverflowError, ValueError, TypeError, OSError) as error:
+        return Fault("job_failed", f"can't be sent: {error}", "send numbers of 64 bits")
+    return None
+
+
+def _send(channel: Channel, command: Command | Answers) -> None:
     if isinstance(command, Launch):
-        numbers = (command.launch, command.step, command.program, command.cut, command.piece, command.slot)
-        head = LAUNCH_HEAD.pack(LAUNCH, *numbers)
+        launch, _, step, program, cut, piece, slot, _, _, _, submitted = command
+        head = LAUNCH_HEAD.pack(
+            LAUNCH, launch, step, program, cut, piece, slot, -1.0 if submitted is None else submitted
+        )
         # The executor keeps a step's scalars: they go with its first piece only.
         if command.piece == 0:
             scalars = pack(command.scalars) if command.scalars else _NO_SCALARS
@@ -197,7 +231,9 @@ def send(channel: Channel, command: Command) -> None:
         channel.send(PROFILE, [command.program])
         return
     try:
-        if isinstance(command, Load):
+        if isinstance(command, Answers):
+            channel.send(LANE, command.form, command.held.fds)
+        elif isinstance(command, Load):
             channel.send(LOAD, [], command.held.fds)
         else:
             body = [command.transfer, command.buffers, command.nbytes, command.into_device]

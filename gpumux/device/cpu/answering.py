@@ -1,0 +1,58 @@
+"""An executor answers its job's steps itself, past the daemon: a client then waits for one process less."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import struct
+
+from gpumux.device.cpu.channel import PAGE_LAUNCH, PAGE_LAUNCH_AT, PAGE_TIMES, PAGE_TIMES_AT
+
+_NUMBER, _SECONDS = struct.Struct(">Q"), struct.Struct(">d")
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+class Answers:
+    """Keeps the times of the step that runs, and answers it if there is a lane. `page` is shared with the
+    daemon, which finds there that a step was answered even before it is told."""
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._page = page
+        self._lane: socket.socket | None = None
+        self._started = self._device_s = 0.0
+
+    def use(self, lane: int, packet: bytes, step_at: int, queue_at: int, device_at: int, total_at: int) -> None:
+        """Answer on `lane`, which is taken over, by filling `packet` (device.contract.AnswerForm)."""
+        self.close()
+        self._lane = socket.socket(fileno=lane)
+        self._packet = bytearray(packet)
+        self._step_at, self._queue_at, self._device_at, self._total_at = step_at, queue_at, device_at, total_at
+
+    def ran(self, launch: int, step: int, piece: int, submitted: float, started: float, ended: float) -> bool:
+        """A piece ran. `submitted` is -1 unless it ends its step and the step may be answered. Whether it was."""
+        if piece == 0:
+            self._started, self._device_s = started, 0.0
+        self._device_s += ended - started
+        if submitted < 0.0 or self._lane is None:
+            return False
+        packet, queue_s = self._packet, self._started - submitted
+        _NUMBER.pack_into(packet, self._step_at, step)
+        _SECONDS.pack_into(packet, self._queue_at, queue_s if queue_s > 0.0 else 0.0)
+        _SECONDS.pack_into(packet, self._device_at, self._device_s)
+        _SECONDS.pack_into(packet, self._total_at, ended - submitted)
+        # Before the answer: its client's next message may reach the daemon before we tell.
+        PAGE_TIMES.pack_into(self._page, PAGE_TIMES_AT, started, ended)
+        PAGE_LAUNCH.pack_into(self._page, PAGE_LAUNCH_AT, launch)
+        try:
+            self._lane.send(packet, _FLAGS)
+        except OSError:  # full, or gone: the daemon's business, from now on, or answers would change their order
+            PAGE_LAUNCH.pack_into(self._page, PAGE_LAUNCH_AT, 0)
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Answer nothing any more. Idempotent."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.close()

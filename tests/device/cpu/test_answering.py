@@ -1,0 +1,110 @@
+"""Steps that an executor answers itself: what the device knows of them when the executor has not come to tell."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import struct
+
+import pytest
+
+from gpumux.device.contract import JobLost, Launch, LaunchDone
+from gpumux.device.cpu.answering import Answers
+from gpumux.device.cpu.answers import answer, obituary, unheard
+from gpumux.device.cpu.channel import DONE, DONE_BODY, Channel, pair
+from gpumux.device.cpu.jobs import Executor
+from gpumux.device.cpu.schedule import Schedule
+from gpumux.model import JobId, LaunchId, ProgramId, StepId
+
+JOB = JobId("a" * 32)
+FORM = (bytes(32), 0, 8, 16, 24)
+
+
+@pytest.fixture
+def page():
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        yield page
+
+
+@pytest.fixture
+def executor(page):
+    """Its process is not there; its page is."""
+    ours, theirs = pair()
+    with ours, theirs:
+        yield Executor(JOB, 1, Channel(ours), page)
+
+
+@pytest.fixture
+def answers(page):
+    """What the process would answer with, and the client's end of its lane."""
+    ours, theirs = pair()
+    answers = Answers(page)
+    answers.use(ours.detach(), *FORM)
+    with theirs:
+        theirs.settimeout(10.0)
+        yield answers, theirs
+        answers.close()
+
+
+def launched(number: int, submitted: float | None = 1.0) -> tuple[Schedule, Launch]:
+    schedule: Schedule = Schedule(1)
+    launch = Launch(LaunchId(number), JOB, StepId(5), ProgramId(0), 0, 0, 0, (), 0, submitted=submitted)
+    schedule.open(JOB)
+    assert schedule.claim(JOB, launch, 0)
+    return schedule, launch
+
+
+def done(launch: int, answered: bool) -> memoryview:
+    return memoryview(DONE_BODY.pack(DONE, launch, 2.0, 3.0, answered))[1:]
+
+
+def test_an_answer_is_known_before_it_is_told_and_told_once(executor, answers):
+    schedule, launch = launched(7)
+    assert unheard(executor, schedule) == []
+    assert answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0)
+    assert struct.unpack(">Qddd", answers[1].recv(100)) == (5, 1.0, 1.0, 2.0)
+    assert unheard(executor, schedule) == [LaunchDone(launch.launch, 2.0, 3.0, True)]
+    assert unheard(executor, schedule) == []
+    assert schedule.running(JOB) is None
+    assert answer(executor, schedule, DONE, done(7, True)) == []
+    assert executor.failure is None
+
+
+def test_another_launch_is_not_taken_for_the_answered_one(executor, answers):
+    answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0)
+    for number, submitted in ((8, 1.0), (7, None)):
+        schedule, _ = launched(number, submitted)
+        assert unheard(executor, schedule) == []
+        assert schedule.running(JOB) is not None
+
+
+def test_an_answered_step_counts_even_if_the_process_died_before_it_told(executor, answers):
+    schedule, _ = launched(7)
+    answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0)
+    executor.status, executor.ended = 9, True
+    events = [*unheard(executor, schedule), *obituary(executor, schedule.drop(JOB))]
+    assert [type(event) for event in events] == [LaunchDone, JobLost]
+
+
+def test_an_answer_that_could_not_be_sent_is_nowhere(executor, answers):
+    schedule, _ = launched(7)
+    answers[1].close()
+    assert not answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0)
+    assert unheard(executor, schedule) == []
+    assert answer(executor, schedule, DONE, done(7, False)) == [LaunchDone(LaunchId(7), 2.0, 3.0, False)]
+
+
+def test_an_answer_lost_after_we_counted_on_it_fails_the_job(executor, answers):
+    schedule, _ = launched(7)
+    answers[0].ran(7, 5, 0, 1.0, 2.0, 3.0)
+    assert unheard(executor, schedule)
+    assert answer(executor, schedule, DONE, done(7, False)) == []
+    assert executor.failure is not None
+
+
+def test_seconds_are_summed_over_pieces_and_never_negative(answers):
+    mine, theirs = answers
+    assert not mine.ran(1, 5, 0, -1.0, 2.0, 3.0)
+    assert mine.ran(2, 5, 1, 2.5, 4.0, 4.5)  # the clock of who submitted was ahead
+    assert struct.unpack(">Qddd", theirs.recv(100)) == (5, 0.0, 1.5, 2.0)
+    assert theirs.type == socket.SOCK_SEQPACKET
