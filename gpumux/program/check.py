@@ -17,11 +17,11 @@ from gpumux.program import allowlist, schemas
 from gpumux.program.codec import decode
 from gpumux.program.fake import FakeRun
 from gpumux.program.guards import guard
-from gpumux.program.ir import Arg, Op, Program, TensorRef, aligned, slot_layout
+from gpumux.program.ir import Arg, Op, Program, TensorRef
 from gpumux.program.limits import DEFAULT, Limits
-from gpumux.program.plan import Plan, plan
+from gpumux.program.plan import Plan, footprint, plan
 from gpumux.program.show import describe_op
-from gpumux.program.validate import leaves, op_args, state_slots, tensor_refs, validate
+from gpumux.program.validate import leaves, op_args, tensor_refs, validate
 
 _DIVISIONS = frozenset({"div", "div_", "floor_divide", "floor_divide_", "fmod", "fmod_", "remainder", "remainder_"})
 
@@ -55,7 +55,7 @@ def check(encoded: bytes, limits: Limits = DEFAULT, extra_ops: Collection[str] =
     return CheckReport(
         program,
         hashlib.sha256(encoded).hexdigest(),
-        _footprint(program, planned, run.unseen_bytes),
+        footprint(program, planned, run.unseen_bytes),
         planned,
         _notes(program),
     )
@@ -71,11 +71,6 @@ def _operator(program: Program, op: Op, run: FakeRun, extra_ops: Collection[str]
                 raise ProgramError("it changes a constant", "make what changes from step to step state")
     guard(program, op)
     run.run(op, schema)
-
-
-def _footprint(program: Program, planned: Plan, unseen_bytes: int) -> Footprint:
-    state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
-    return Footprint(state, planned.peak_bytes + unseen_bytes, slot_layout(program).nbytes)
 
 
 def _notes(program: Program) -> tuple[str, ...]:

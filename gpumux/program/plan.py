@@ -6,8 +6,10 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpumux.program.ir import Program, aligned
+from gpumux.model import Footprint
+from gpumux.program.ir import Program, aligned, slot_layout
 from gpumux.program.liveness import Interval, intervals
+from gpumux.program.validate import state_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,13 @@ def plan(program: Program) -> Plan:
         for storage in deaths.get(index, ()):
             arena.give(offsets[storage], sizes[storage])
     return Plan(tuple(offsets), tuple(sizes), arena.peak, live)
+
+
+def footprint(program: Program, planned: Plan, unseen_bytes: int = 0) -> Footprint:
+    """What a Program adds to a device: its state slots and constants, each rounded up to 64 bytes; the plan's
+    peak and `unseen_bytes` that no view names; one slot of its data segment."""
+    state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
+    return Footprint(state, planned.peak_bytes + unseen_bytes, slot_layout(program).nbytes)
 
 
 def piece_bytes(planned: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:

@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 
 from gpumux.device.contract import Device
 from gpumux.device.cpu.device import CpuDevice
+from gpumux.device.sim.device import SimDevice
 from tests.device.harness import Case, Driver
 
 CORES = len(os.sched_getaffinity(0))
-CASES = [Case("cpu", wide=lambda: CpuDevice(threads=1, cores=2), narrow=lambda: CpuDevice(threads=1, cores=1))]
+
+
+class Clock:
+    """A virtual clock that all simulated devices of a test run share."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, device: Device) -> None:
+        """Nothing happens by itself before the device is due."""
+        due = device.due()
+        assert due < inf, "the device would never say anything"
+        self.now = max(self.now, due)
+
+
+CLOCK = Clock()
+CASES = [
+    Case("cpu", wide=lambda: CpuDevice(threads=1, cores=2), narrow=lambda: CpuDevice(threads=1, cores=1)),
+    Case(
+        "sim",
+        wide=lambda: SimDevice(clock=CLOCK),
+        narrow=lambda: SimDevice(clock=CLOCK, parallel=1),
+        wait=CLOCK.wait,
+        computes=False,
+    ),
+]
 
 
 @pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)

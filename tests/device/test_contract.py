@@ -236,7 +236,7 @@ def test_transfers_go_both_ways_in_order_with_launches(driver: Driver) -> None:
     pulled = job.transfer([0, 1], [4, 8])
     if driver.case.computes:
         assert numbers(pulled[:4]) == (7.0,)
-        assert pulled[64:72] == b"ABCDEFGH"
+    assert pulled[64:72] == b"ABCDEFGH"
 
 
 @pytest.mark.parametrize("buffers", [[1], [-1], [0, 0]], ids=["no such", "negative", "too many for the segment"])
@@ -351,7 +351,8 @@ def test_a_step_may_have_many_scalars(driver: Driver, count: int) -> None:
     program = job.load(many, [4])
     for _ in range(3):
         job.step(program, [0.5] * count)
-    assert struct.unpack("f", job.get(program, 0, 4)) == (1.5,)
+    if driver.case.computes:
+        assert struct.unpack("f", job.get(program, 0, 4)) == (1.5,)
 
 
 def test_a_scalar_may_be_no_number(driver: Driver) -> None:
@@ -359,8 +360,9 @@ def test_a_scalar_may_be_no_number(driver: Driver) -> None:
     program = job.load(samples.counter(), [4])
     for value in (1.0, float("inf"), float("nan"), float("-inf")):
         job.step(program, [value])
-    (state,) = struct.unpack("f", job.get(program, 0, 4))
-    assert state != state
+    if driver.case.computes:
+        (state,) = struct.unpack("f", job.get(program, 0, 4))
+        assert state != state
 
 
 def test_a_check_says_which_scalars_a_step_brings(driver: Driver) -> None:
