@@ -60,6 +60,8 @@ class Config:
     gpu: int = _setting(0, "index of the GPU this daemon owns", low=0, high=1023)
     device: str = _setting("auto", "what runs the work; auto takes the GPU where there is one", choices=DEVICES)
     endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")
+    gpu_model: str = _setting("a100", "the GPU that --device sim simulates", choices=GPU_MODELS)
+    profiles: tuple[str, ...] = _setting((), "files of `gpumux jobs profile` whose times a simulated GPU uses")
     policy: str = _setting("paced", "who runs next", choices=POLICIES)
     threads: int = _setting(0, "intra-op threads a piece on the CPU; 0 leaves it to the device", low=0, high=1024)
     low_nice: int = _setting(

@@ -47,6 +47,10 @@ class GpumuxError(Exception):
         return (type(self), (self.message, self.remedy))
 
 
+class SimulatedDeviceWarning(UserWarning):
+    """A job was submitted to a daemon that only simulates its device: its results are zeros."""
+
+
 class ConfigError(GpumuxError):
     code = "config"
 

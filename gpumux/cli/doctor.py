@@ -64,6 +64,8 @@ def daemon(address: str, timeout: float) -> Finding:
         return Finding(
             "daemon", WARN, detail, f"this command is {__version__}: restart the daemon or install {version}"
         )
+    if body["device"]["kind"] == "sim":
+        return Finding("daemon", WARN, detail, "it computes nothing: jobs there get zeros; start one with --device cpu")
     return Finding("daemon", OK, detail)
 
 

@@ -12,7 +12,7 @@ from gpumux.wire import endpoint as endpoints
 
 EX_USAGE = 64
 FLAGS = (
-    "gpu", "device", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
+    "gpu", "device", "gpu_model", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.session import Session
 from gpumux.client.stale import refuse_stale
 from gpumux.client.state import StateTable
-from gpumux.errors import ConfigError
+from gpumux.errors import ConfigError, SimulatedDeviceWarning
 from gpumux.model import JobSpec, Priority
 from gpumux.wire import messages as m
 
@@ -57,7 +58,7 @@ def submit(
     job_id = uuid.uuid4().hex
     job: Job | None = None
     try:
-        table = StateTable(models, optimizers, str(session.welcome.device["kind"]))
+        table = StateTable(models, optimizers, _tensors_on(session))
         refuse_stale(table)
         session.call(
             m.OpenJob(
@@ -73,6 +74,20 @@ def submit(
         session.close()
         raise
     return job
+
+
+def _tensors_on(session: Session) -> str:
+    """The device type a job's tensors must be on. Warns of a daemon that computes nothing."""
+    device = session.welcome.device
+    if device["kind"] != "sim":
+        return str(device["kind"])
+    warnings.warn(
+        f"the daemon only SIMULATES its device ({device['name']}): steps take time, every result is "
+        "zero and nothing is trained. For real results submit to a daemon on a real device (gpumux serve --device cpu)",
+        SimulatedDeviceWarning,
+        stacklevel=3,
+    )
+    return "cpu"  # where steps for it are traced
 
 
 def _several(given: Any, kind: type[Any], what: str) -> list[Any]:

@@ -33,6 +33,7 @@ from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.metrics.collector import GaugeCollector
 from gpumux.metrics.registry import Metrics
 from gpumux.metrics.server import MetricsServer
+from gpumux.program.profile import load as load_profile
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.curve import ServerCurve
 from gpumux.wire.limits import Limits
@@ -158,7 +159,14 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     """Choose and open the device, saying which and why."""
     log.info("device: %s", choice(config.device))
     low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo: no job comes before another
-    device = registry.make(config.device, threads=config.threads, low_nice=low_nice, allow_ops=config.allow_ops)
+    device = registry.make(
+        config.device,
+        threads=config.threads,
+        low_nice=low_nice,
+        gpu_model=config.gpu_model,
+        profiles=[load_profile(Path(path)) for path in config.profiles],
+        allow_ops=config.allow_ops,
+    )
     stack.callback(device.close)
     opened = OpenDevice(device)
     info = opened.info
@@ -166,6 +174,8 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
         "device: %s, %s, torch %s, %d threads a piece, %s pieces at once",
         info.kind, info.name, info.torch_version, info.threads, info.parallel or "any number of",
     )  # fmt: skip
+    if info.kind == "sim":
+        log.warning("this daemon SIMULATES its device: steps take time and compute nothing, and every result is zero")
     return opened
 
 

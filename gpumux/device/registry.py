@@ -6,16 +6,33 @@ from collections.abc import Sequence
 
 from gpumux.device.contract import Device
 from gpumux.device.cpu.device import CpuDevice
+from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
+from gpumux.program.profile import StepProfile
 
 NAMES = ("auto", "cpu", "cuda", "sim")
 
 
-def make(name: str, *, threads: int = 0, low_nice: int = 0, allow_ops: Sequence[str] = ()) -> Device:
-    """The device called `name`, not opened yet. `threads` are intra-op threads a piece (CPU; 0 leaves
-    it to the device), `low_nice` the niceness of low jobs' processes there, `allow_ops` operators allowed beside the built-in list. Raises ConfigError."""
+def make(
+    name: str,
+    *,
+    threads: int = 0,
+    low_nice: int = 0,
+    gpu_model: str = "a100",
+    profiles: Sequence[StepProfile] = (),
+    allow_ops: Sequence[str] = (),
+) -> Device:
+    """The device called `name`, not opened yet. Raises ConfigError.
+
+    threads, low_nice: intra-op threads a piece (0 leaves it to the device) and the niceness of low jobs'
+        processes, on the CPU.
+    gpu_model, profiles: what a simulated GPU is, and profiles whose times count more than its cost model's.
+    allow_ops: operators allowed beside the built-in list.
+    """
     if name in ("auto", "cpu"):  # auto: this version can run work on nothing else
         return CpuDevice(threads=threads, low_nice=low_nice, allow_ops=allow_ops)
-    if name in ("cuda", "sim"):
-        raise ConfigError(f"the {name} device is not built yet in this version", "use --device cpu")
+    if name == "sim":
+        return SimDevice(gpu_model, known=profiles, allow_ops=allow_ops)
+    if name == "cuda":
+        raise ConfigError("the cuda device is not built yet in this version", "use --device cpu")
     raise ConfigError(f"unknown device {name!r}", f"use one of {', '.join(NAMES)}")

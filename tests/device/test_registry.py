@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from gpumux.config import GPU_MODELS
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.registry import NAMES, make
+from gpumux.device.sim.device import SimDevice
+from gpumux.device.sim.spec import PRESETS
 from gpumux.errors import ConfigError
 
 
@@ -14,10 +17,20 @@ def test_the_cpu_is_there(name: str) -> None:
     assert isinstance(make(name), CpuDevice)
 
 
-@pytest.mark.parametrize("name", ["cuda", "sim"])
-def test_what_is_not_built_yet_says_what_to_use(name: str) -> None:
+@pytest.mark.parametrize("model", GPU_MODELS)
+def test_every_model_can_be_simulated(model: str) -> None:
+    device = make("sim", gpu_model=model)
+    assert isinstance(device, SimDevice)
+    assert device.spec is PRESETS[model]
+
+
+def test_every_model_has_its_name_in_the_configuration() -> None:
+    assert set(GPU_MODELS) == set(PRESETS)
+
+
+def test_what_is_not_built_yet_says_what_to_use() -> None:
     with pytest.raises(ConfigError, match="not built yet") as raised:
-        make(name)
+        make("cuda")
     assert "--device cpu" in raised.value.remedy
 
 
