@@ -158,9 +158,8 @@ def simulated(jobs: Jobs, spec: GpuSpec, steps: int, warmup: int) -> list[Row]:
         (ROWS[6], "guarded", True, jobs.small),
     )
     for label, policy, priorities, low in ways:
-        result = simulate(
-            [jobs.high, low], spec, policy, steps=steps, warmup_steps=warmup, priorities=priorities
-        )  # fmt: skip
+        pair = [jobs.high, low]
+        result = simulate(pair, spec, policy, steps=steps, warmup_steps=warmup, priorities=priorities)
         high, beside = result.of(Priority.HIGH)[0], result.of(Priority.LOW)[0]
         images = jobs.images[low is jobs.small]
         per_s = beside.relative_throughput * beside.solo.steps_per_s * images

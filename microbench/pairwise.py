@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import GpuSpec, preset
@@ -106,7 +107,7 @@ def pair(spec: GpuSpec, policy: str, waves: int, steps: int, high: Kind, low: Ki
     return result.job("high").relative_throughput
 
 
-def below(kinds: Sequence[Kind], values: Sequence[Sequence[float]]) -> list[dict[str, object]]:
+def below(kinds: Sequence[Kind], values: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     """The pairs in which the high kernel keeps less than the paper's figure shows for most."""
     return [
         {"high": high.label, "low": low.label, "value": value, "high_is_shorter": high.seconds < low.seconds}

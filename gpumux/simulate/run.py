@@ -16,7 +16,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from gpumux.core import commands as cmd
 from gpumux.core import events as ev
@@ -27,7 +27,7 @@ from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.pieces import TARGET_S, recut
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
-from gpumux.model import DeviceInfo, Footprint, JobSpec, LaunchId, Peer, SessionId
+from gpumux.model import DeviceInfo, Footprint, JobId, JobSpec, LaunchId, Peer, SessionId, StepId
 from gpumux.simulate.client import PROGRAM, Client
 from gpumux.simulate.result import JobResult, Result, Row, Solo, percentile
 from gpumux.simulate.workload import Workload, cut_workload
@@ -43,9 +43,20 @@ _SESSION = SessionId("simulated")
 Progress = Callable[["Simulation"], None]
 
 
+class Scheduler(Protocol):
+    """What decides: the daemon's core, or something to compare it with."""
+
+    def handle(self, event: ev.Event, now: float) -> list[cmd.Command]: ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+    def story(self, job: JobId, step: StepId | None = None) -> list[str]: ...
+
+
 class Simulation:
     """Jobs on one device under one policy. `run` may be called again and goes on where it was. Raises ConfigError for
-    jobs or settings that make no sense. Job ids are the workloads' places in hexadecimal."""
+    jobs or settings that make no sense. Job ids are the workloads' places in hexadecimal. `core` decides in the place of
+    the daemon's own."""
 
     def __init__(
         self,
@@ -60,6 +71,7 @@ class Simulation:
         timeline: bool = False,
         handle_s: float = HANDLE_S,
         client_s: float = CLIENT_S,
+        core: Scheduler | None = None,
     ) -> None:
         names = [workload.name for workload in workloads]
         if not workloads or len(set(names)) != len(names):
@@ -67,7 +79,7 @@ class Simulation:
         self.spec = spec
         self.policy = policy
         self.now = 0.0
-        self.core = Core(CoreConfig(policy=policy, **dict(core_config or {})))
+        self.core = core or Core(CoreConfig(policy=policy, **dict(core_config or {})))
         self.gpu = Gpu(spec, graphs=graphs, priorities=priorities)
         self.clients = [Client(i, w, cut_workload(w, spec), seed) for i, w in enumerate(workloads)]
         self.timeline: deque[Row] = deque(maxlen=TIMELINE_ROWS)

@@ -52,7 +52,7 @@ def recut(kernels: Sequence[Kernel], bounds: tuple[int, ...], spec: GpuSpec) -> 
     return Pieces(bounds, tuple([piece_seconds(part, spec) for part in parts]), parts)
 
 
-def piece_seconds(kernels: Sequence[Kernel], spec: GpuSpec) -> float:
-    """What a launch of these kernels takes alone on the device, its gaps included."""
+def piece_seconds(kernels: Sequence[Kernel], spec: GpuSpec, share: float = 1.0) -> float:
+    """What a launch of these kernels takes alone on the device, or on a share of it, its gaps included."""
     gaps = spec.launch_gap_s + max(len(kernels) - 1, 0) * spec.node_gap_s
-    return gaps + sum([solo_seconds(kernel, spec) for kernel in kernels])
+    return gaps + sum([solo_seconds(kernel, spec, share) for kernel in kernels])

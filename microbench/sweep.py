@@ -1,0 +1,229 @@
+"""Random pairs of jobs under the guard: is the promise kept, and how much of what could be harvested is?
+
+Each pair is a high and a low job made of random kernels; the seed says which. The guard's run is `--steps` high steps, of which
+the first `--learning` are reported apart. What could be harvested is what an oracle reaches (oracle.py). `--out` is a JSON
+list with one entry a pair; pairs in which the oracle finds next to nothing that keeps the promise are in it as infeasible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from gpumux.device.sim.kernel import Kernel
+from gpumux.device.sim.spec import GpuSpec, preset
+from gpumux.errors import ConfigError
+from gpumux.model import Priority
+from gpumux.simulate.run import simulate, solo
+from gpumux.simulate.workload import Workload
+from microbench import charts, common, oracle
+
+SHARE = 0.8  # of the oracle's harvest that the guard is to reach
+NOTHING = 0.01  # an oracle that harvests less than this part of the time found nothing
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = arguments.add_argument
+    add("--device", choices=("sim", "cpu", "cuda"), default="sim", help="sim: the others can't be repeated exactly")
+    add("--gpu-model", choices=("a100", "h200"), default="a100")
+    add("--pairs", type=int, default=100)
+    add("--first", type=int, default=0, help="number of the first pair")
+    add("--seed", type=int, default=0)
+    add("--max-slowdown", type=float, default=1.05)
+    add("--steps", type=int, default=2000, help="high steps of each pair, the learning ones included")
+    add("--learning", type=int, default=200, help="steps reported apart")
+    add("--policy", default="guarded")
+    add("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    add("--out", type=Path, metavar="FILE.json")
+    add("--png", type=Path, metavar="FILE.png")
+    args = arguments.parse_args(argv)
+    if args.device != "sim":
+        print(
+            f"a sweep runs on --device sim only, not {args.device}: its pairs have to repeat exactly", file=sys.stderr
+        )
+        return 78
+    began = time.monotonic()
+    settings = (args.seed, args.gpu_model, args.policy, args.max_slowdown, args.steps, args.learning)
+    found = measure(range(args.first, args.first + args.pairs), settings, args.processes)
+    print(summary(found, args.max_slowdown))
+    print(f"{len(found)} pairs in {time.monotonic() - began:.0f} s")
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    if args.png:
+        draw(args.png, found, args.max_slowdown)
+    return 0
+
+
+Settings = tuple[int, str, str, float, int, int]
+
+
+def measure(pairs: Sequence[int], settings: Settings, processes: int) -> list[dict[str, Any]]:
+    """Every pair, in order. Whoever waits is told how far it is."""
+    found: list[dict[str, Any]] = []
+    if processes <= 1:
+        for pair in pairs:
+            found.append(measure_pair(pair, settings))
+        return found
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for each in pool.map(measure_pair, pairs, [settings] * len(pairs)):
+            found.append(each)
+            if sys.stderr.isatty():
+                sys.stderr.write(f"\r{len(found)} of {len(pairs)} pairs")
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
+    return found
+
+
+def measure_pair(pair: int, settings: Settings) -> dict[str, Any]:
+    """One pair under the policy, and what the oracle makes of it."""
+    seed, model, policy, max_slowdown, steps, learning = settings
+    spec = preset(model)
+    high, low = random_pair(seed, pair, spec, max_slowdown)
+    began = time.monotonic()
+    result = simulate([high, low], spec, policy, steps=steps - learning, warmup_steps=learning)
+    guard_s, began = time.monotonic() - began, time.monotonic()
+    job = result.job(high.name)
+    best = oracle.Search(high, low, spec).run()
+    kept = oracle.keeps_promise(job.mean_slowdown, job.p99_slowdown, max_slowdown)
+    could = max(best.best.harvest if best.best.keeps else 0.0, result.harvest if kept else 0.0)
+    feasible = could >= NOTHING
+    return {
+        "pair": pair,
+        "seed": seed,
+        "feasible": feasible,
+        "mean_slowdown": job.mean_slowdown,
+        "p99_slowdown": job.p99_slowdown,
+        "harvest_share": result.harvest / could if feasible else None,
+        "harvest": result.harvest,
+        "oracle_harvest": could,
+        "plan_harvest": best.best.harvest if best.best.keeps else None,
+        "oracle_mean_slowdown": best.best.mean,
+        "oracle_p99_slowdown": best.best.p99,
+        "oracle_plan": {
+            "shares": best.best.plan.shares,
+            "depth": best.best.plan.depth,
+            "second": best.best.plan.second,
+        },
+        "plans_tried": best.tried,
+        "learning_steps": learning,
+        "learning_mean_slowdown": job.learning_slowdown,
+        "steps": job.steps,
+        "high": describe(high, spec),
+        "low": describe(low, spec),
+        "seconds": {"policy": guard_s, "oracle": time.monotonic() - began},
+    }
+
+
+def describe(job: Workload, spec: GpuSpec) -> dict[str, Any]:
+    """What kind of job it is."""
+    return {
+        "kernels": len(job.kernels),
+        "step_s": solo(job, spec).step_s,
+        "think_s": job.think_s,
+        "longest_block_s": max(kernel.block_s for kernel in job.kernels),
+        "sensitive": sum(kernel.sensitivity > 1 for kernel in job.kernels),
+    }
+
+
+# ---- pairs
+
+
+def random_pair(seed: int, pair: int, spec: GpuSpec, max_slowdown: float) -> tuple[Workload, Workload]:
+    """Two jobs of 10 to 40 kernels each. High kernels take 5 to 300 us, low ones 10 to 500 us; two high jobs in five
+    pause between steps, for at most as long as a step takes; every third has an operator or two that suffer from company."""
+    random = Random(f"{seed}/{pair}")
+    high = random_kernels(random, spec, 5e-6, 300e-6)
+    if random.random() < 1 / 3:
+        for _ in range(random.randint(1, 2)):
+            seconds = _log_uniform(random, 50e-6, 300e-6)
+            reduce = Kernel("all_reduce", 24, seconds, 1, int(seconds * 0.2 * spec.bandwidth), random.uniform(1.5, 3.0))
+            high.insert(random.randrange(len(high)), reduce)
+    step_s = sum(kernel.block_s * -(-kernel.blocks // (kernel.per_sm * spec.sms)) for kernel in high)
+    think_s = random.uniform(0.1, 1.0) * step_s if random.random() < 0.4 else 0.0
+    low = random_kernels(random, spec, 10e-6, 500e-6)
+    return (
+        Workload("high", Priority.HIGH, tuple(high), think_s=think_s, max_slowdown=max_slowdown),
+        Workload("low", Priority.LOW, tuple(low)),
+    )
+
+
+def random_kernels(random: Random, spec: GpuSpec, shortest_s: float, longest_s: float) -> list[Kernel]:
+    """10 to 40 of them: a quarter of a wave of blocks to 16 waves, a little of the bandwidth to most of it."""
+    made = []
+    for index in range(random.randint(10, 40)):
+        seconds = _log_uniform(random, shortest_s, longest_s)
+        per_sm = random.choice((1, 2, 4, 8))
+        waves = _log_uniform(random, 0.25, 16.0)
+        blocks = max(1, int(waves * per_sm * spec.sms))
+        block_s = seconds / -(-blocks // (per_sm * spec.sms))
+        made.append(
+            Kernel(f"k{index}", blocks, block_s, per_sm, int(seconds * random.uniform(0.02, 0.9) * spec.bandwidth))
+        )
+    return made
+
+
+def _log_uniform(random: Random, low: float, high: float) -> float:
+    return float(low * (high / low) ** random.random())
+
+
+# ---- what came of it
+
+
+def summary(found: Sequence[dict[str, Any]], max_slowdown: float) -> str:
+    """The figures the promise is about, over all pairs, and the pairs that miss them."""
+    p99_limit = 1 + 2 * (max_slowdown - 1)
+    shares = [pair["harvest_share"] for pair in found if pair["feasible"]]
+    lines = [
+        f"mean slowdown: worst {max(p['mean_slowdown'] for p in found):.3f} (target {max_slowdown:.2f}), over it in "
+        f"{_pairs(p['pair'] for p in found if p['mean_slowdown'] > max_slowdown)}",
+        f"p99 slowdown: worst {max(p['p99_slowdown'] for p in found):.3f} (target {p99_limit:.2f}), over it in "
+        f"{_pairs(p['pair'] for p in found if p['p99_slowdown'] > p99_limit)}",
+    ]
+    if shares:
+        harvested = sum(p["harvest"] for p in found if p["feasible"]) / sum(
+            p["oracle_harvest"] for p in found if p["feasible"]
+        )
+        lines.append(
+            f"harvest over the oracle's: mean of pairs {sum(shares) / len(shares):.3f}, median {common.percentile(shares, 0.5):.3f}, "
+            f"lowest {min(shares):.3f}, of all work {harvested:.3f} (target {SHARE:.2f}); below it in "
+            f"{_pairs(p['pair'] for p in found if p['feasible'] and p['harvest_share'] < SHARE)}"
+        )
+    lines.append(f"even the oracle finds nothing in {_pairs(p['pair'] for p in found if not p['feasible'])}")
+    worst = max(p["learning_mean_slowdown"] for p in found)
+    mean = sum(p["learning_mean_slowdown"] for p in found) / len(found)
+    lines.append(f"while learning: mean slowdown {mean:.3f}, worst pair {worst:.3f}")
+    return "\n".join(lines)
+
+
+def _pairs(numbers: Any) -> str:
+    named = [str(number) for number in numbers]
+    return f"{len(named)} pairs" + (f" ({', '.join(named[:12])}{', ...' if len(named) > 12 else ''})" if named else "")
+
+
+def draw(path: Path, found: Sequence[dict[str, Any]], max_slowdown: float) -> None:
+    """Each pair's mean and 99th percentile slowdown over its share of the oracle's harvest."""
+    feasible = [pair for pair in found if pair["feasible"]]
+    clouds = [[(pair["harvest_share"], pair[key]) for pair in feasible] for key in ("mean_slowdown", "p99_slowdown")]
+    labels = ("mean step time", "99th percentile")
+    title = f"{len(feasible)} random pairs, max_slowdown {max_slowdown:.2f}"
+    charts.scatter(
+        path, title, clouds, labels, ("harvest over the oracle's", "high step time over alone"), max_slowdown
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        print(f"{error.message}: {error.remedy}", file=sys.stderr)
+        sys.exit(78)

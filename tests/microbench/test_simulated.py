@@ -1,0 +1,235 @@
+"""The benchmarks on the simulator: they repeat exactly, so their figures can be held to something."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpumux.device.sim.kernel import Kernel
+from gpumux.device.sim.spec import A100
+from gpumux.errors import ConfigError
+from gpumux.model import Priority
+from gpumux.simulate.run import Simulation, solo
+from gpumux.simulate.workload import Workload, cut_workload
+from microbench import ablation, deeppool, oracle, pairwise, sweep
+from microbench.planned import Plan, Planned
+
+PNG = b"\x89PNG"
+HIGH = Workload("high", Priority.HIGH, (Kernel("h", 216, 100e-6, 1, 0),) * 8, think_s=800e-6, max_slowdown=1.05)
+LOW = Workload("low", Priority.LOW, (Kernel("l", 432, 50e-6, 1, 0),) * 10)
+
+LAYERS = """
+ conv2d{"in_channels":3,"kernel_size":3,"out_channels":64,"padding":1,"stride":1}[BATCH][3,32,32]  0.5 500 1
+ ReLU2d{"inplace":true,"kernel_size":1,"padding":0,"stride":1}[BATCH][64,32,32]  1.5 100 1400
+ maxPool2d{"kernel_size":2,"padding":0,"stride":2}[BATCH][64,32,32]  0.3 100 200
+ flatten{"kernel_size":1}[BATCH][64,16,16]  0.01 5 5
+ linear{"bias":true,"in_features":16384,"out_features":64}[BATCH]16384  0.1 100 1
+ ReLU1d{"inplace":true,"kernel_size":1,"padding":0,"stride":1}[BATCH]64  0.3 8 290
+sum: 2.7
+"""
+
+
+@pytest.fixture
+def layer_times(tmp_path: Path) -> Path:
+    """A file in DeepPool's form, with numbers of our own."""
+    path = tmp_path / "vgg.prof"
+    path.write_text("".join(LAYERS.replace("BATCH", str(batch)) for batch in (32, 16, 4)))
+    return path
+
+
+# ---- ablation
+
+
+def test_the_ablation_reports_each_technique(
+    layer_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, picture = tmp_path / "a.json", tmp_path / "a.png"
+    arguments = ["--profile", str(layer_times), "--steps", "12", "--warmup", "6"]
+    assert ablation.main([*arguments, "--out", str(out), "--png", str(picture)]) == 0
+    report = json.loads(out.read_text())
+    rows = {row["label"]: row for row in report["rows"]}
+    assert list(rows) == list(ablation.ROWS)
+    assert rows["graphs"]["high"] == 1.0
+    assert rows["single launches"]["high"] <= 1.0
+    assert rows["naive second job"]["high"] < rows["+ launch pacing"]["high"] <= 1.01
+    assert rows["naive second job"]["low"] > 0
+    for row in rows.values():
+        assert row["total"] == row["high"] + row["low"]
+    gains = [gain["gain"] for gain in report["graphs_gain"]]
+    assert gains == sorted(gains)
+    assert report["targets"]["graphs over single launches"]["value"] == pytest.approx(
+        1 / rows["single launches"]["high"]
+    )
+    assert "DeepPool's layer times" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_the_ablations_jobs_are_the_shipped_ones_unless_others_are_named() -> None:
+    jobs = ablation.make_jobs(A100, 1.05, None, None)
+    assert "modelled" in jobs.source
+    assert jobs.high.think_s > 1e-3
+    assert any(kernel.sensitivity == 2.2 for kernel in jobs.high.kernels)
+    other = ablation.make_jobs(A100, 1.05, None, "vgg16-b4-ddp")
+    assert other.high.think_s == 0.0
+
+
+def test_layer_times_become_operators(layer_times: Path) -> None:
+    by_batch = deeppool.read(layer_times)
+    assert sorted(by_batch) == [4, 16, 32]
+    assert len(by_batch[4]) == 6
+    assert deeppool.dense_seconds(by_batch[4]) == pytest.approx(399e-6)
+    whole = deeppool.vgg16(by_batch[4])
+    measured = sum(op.seconds for op in whole.ops if op.source == "measured")
+    everything = sum(layer.forward_s + layer.backward_s for layer in by_batch[4] if layer.kind != "flatten")
+    rectifiers = sum(
+        op.seconds for op in whole.ops if op.target == "aten.threshold_backward.default" and op.source == "model"
+    )
+    assert measured + rectifiers == pytest.approx(everything, rel=0.02)
+    burst = deeppool.vgg16(by_batch[4], gpus=8, dense=False)
+    assert [op.target for op in burst.ops if op.target.startswith("nccl")] == ["nccl.all_reduce"]
+    assert burst.ops[0].target.endswith("backward.default")
+    assert not [op for op in burst.ops if "addmm" in op.target]
+
+
+def test_files_that_are_no_layer_times_are_refused(
+    tmp_path: Path, layer_times: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty.prof"
+    empty.write_text("sum: 1\n")
+    for path, says in ((empty, "no layer times"), (tmp_path / "none", "can't read")):
+        assert ablation.main(["--profile", str(path)]) == 78
+        assert says in capsys.readouterr().err
+    text = layer_times.read_text()
+    layer_times.write_text(text.replace("ReLU1d", "Sigmoid"))
+    with pytest.raises(ConfigError, match="Sigmoid"):
+        deeppool.vgg16(deeppool.read(layer_times)[4])
+    layer_times.write_text(LAYERS.replace("BATCH", "4"))
+    assert ablation.main(["--profile", str(layer_times)]) == 78
+    assert "batches of [16, 32]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", [ablation, pairwise, sweep])
+def test_there_is_no_cuda_device_yet(program: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--device", "cuda"]) == 78  # type: ignore[attr-defined]
+    assert "cuda" in capsys.readouterr().err.lower()
+
+
+# ---- pairwise
+
+
+def test_short_high_kernels_suffer_next_to_long_low_ones_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = (pairwise.Kind(50e-6, "compute"), pairwise.Kind(2e-3, "memory"))
+    monkeypatch.setattr(pairwise, "KINDS", kinds)
+    out, picture = tmp_path / "p.json", tmp_path / "p.png"
+    assert pairwise.main(["--steps", "4", "--out", str(out), "--png", str(picture)]) == 0
+    report = json.loads(out.read_text())
+    (short_short, short_long), (long_short, long_long) = report["throughput"]
+    assert short_long < 0.5 < pairwise.SHAPE < long_short
+    assert short_long < short_short <= long_short
+    assert long_long > 0.8
+    assert {"high": "50 us compute", "low": "2 ms memory", "value": short_long, "high_is_shorter": True} in report[
+        "below"
+    ]
+    assert picture.read_bytes().startswith(PNG)
+
+
+# ---- the plan, the oracle and the sweep
+
+
+def planned(plan: Plan, steps: int = 30) -> tuple[float, float, list[tuple[str, int, float, float]]]:
+    """(mean slowdown, harvest, rows) of a plan for the two jobs above."""
+    pieces = cut_workload(HIGH, A100), cut_workload(LOW, A100)
+    core = Planned(plan, A100, *pieces, oracle.gap_seconds(replace(HIGH, name="alone"), A100))
+    result = Simulation([HIGH, LOW], A100, core=core, timeline=True).run(steps=steps, warmup_steps=5)
+    rows = [(row.job, row.piece, row.started, row.ended) for row in result.timeline]
+    return result.job("high").mean_slowdown, result.harvest, rows
+
+
+def test_a_plan_that_forbids_everything_uses_the_gaps_alone() -> None:
+    pieces = len(cut_workload(HIGH, A100).seconds)
+    slowdown, harvest, rows = planned(Plan(((0.0,) * pieces,)))
+    assert slowdown == pytest.approx(1.0, abs=0.01)
+    gap = HIGH.think_s / (HIGH.think_s + solo(HIGH, A100).step_s)
+    assert 0.3 * gap < harvest <= gap
+    high = [row for row in rows if row[0] == "high"][10:]
+    for _, _, started, ended in (row for row in rows[40:] if row[0] == "low"):
+        overlap = sum(max(0.0, min(ended, e) - max(started, s)) for _, _, s, e in high)
+        assert overlap < 0.05 * (ended - started) + 10e-6
+
+
+def test_a_plan_that_allows_everything_harvests_more_and_costs_more() -> None:
+    pieces = len(cut_workload(HIGH, A100).seconds)
+    nothing, everything = planned(Plan(((0.0,) * pieces,))), planned(Plan(((1.0,) * pieces,)))
+    assert everything[0] > nothing[0]
+    assert everything[1] > nothing[1]
+
+
+def test_steps_take_turns_between_two_variants_as_often_as_asked() -> None:
+    plan = Plan(((0.0,), (1.0,)), second=7, period=20)
+    used = [plan.of(step) for step in range(40)]
+    assert used.count((1.0,)) == 14
+    runs = "".join("1" if shares == (1.0,) else "0" for shares in used)
+    assert "11" not in runs
+
+
+def test_the_oracle_keeps_the_promise_and_beats_the_gaps() -> None:
+    pieces = len(cut_workload(HIGH, A100).seconds)
+    found = oracle.Search(HIGH, LOW, A100).run()
+    assert found.best.keeps
+    assert oracle.keeps_promise(found.best.mean, found.best.p99, HIGH.max_slowdown)
+    assert found.best.harvest >= planned(Plan(((0.0,) * pieces,)), oracle.STEPS)[1] * 0.99
+    assert found == oracle.Search(HIGH, LOW, A100).run()
+
+
+def test_more_slowdown_allowed_is_never_less_harvest() -> None:
+    strict, loose = (oracle.Search(replace(HIGH, max_slowdown=x), LOW, A100).run().best for x in (1.02, 1.5))
+    assert loose.harvest > strict.harvest
+
+
+def test_the_promise_bounds_mean_and_tail() -> None:
+    assert oracle.keeps_promise(1.05, 1.10, 1.05)
+    assert not oracle.keeps_promise(1.051, 1.0, 1.05)
+    assert not oracle.keeps_promise(1.0, 1.11, 1.05)
+
+
+def test_the_sweep_writes_a_list_that_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(name: str, *more: str) -> list[dict[str, object]]:
+        out = tmp_path / name
+        arguments = ["--pairs", "2", "--steps", "40", "--learning", "10", "--seed", "3", "--out", str(out), *more]
+        assert sweep.main(arguments) == 0
+        return [{k: v for k, v in pair.items() if k != "seconds"} for pair in json.loads(out.read_text())]
+
+    first, again = run("a", "--processes", "1", "--png", str(tmp_path / "s.png")), run("b", "--processes", "2")
+    assert first == again
+    for pair in first:
+        assert {"mean_slowdown", "p99_slowdown", "harvest_share", "learning_mean_slowdown"} <= pair.keys()
+        assert pair["steps"] == 30
+        assert pair["feasible"] == (pair["harvest_share"] is not None)
+    assert (tmp_path / "s.png").read_bytes().startswith(PNG)
+    assert "while learning: mean slowdown" in capsys.readouterr().out
+
+
+def test_pairs_differ_and_follow_from_the_seed() -> None:
+    assert sweep.random_pair(0, 1, A100, 1.05) == sweep.random_pair(0, 1, A100, 1.05)
+    assert sweep.random_pair(0, 1, A100, 1.05) != sweep.random_pair(0, 2, A100, 1.05)
+    assert sweep.random_pair(1, 1, A100, 1.05) != sweep.random_pair(0, 1, A100, 1.05)
+    pairs = [sweep.random_pair(0, n, A100, 1.05) for n in range(60)]
+    assert 10 < sum(high.think_s > 0 for high, _ in pairs) < 40
+    assert 8 < sum(any(k.sensitivity > 1 for k in high.kernels) for high, _ in pairs) < 35
+    assert all(10 <= len(job.kernels) <= 42 for pair in pairs for job in pair)
+
+
+def test_the_summary_names_what_missed() -> None:
+    pair = {"pair": 7, "feasible": True, "mean_slowdown": 1.06, "p99_slowdown": 1.2, "harvest_share": 0.5, "harvest": 0.1,
+            "oracle_harvest": 0.2, "learning_mean_slowdown": 1.1}  # fmt: skip
+    told = sweep.summary(
+        [pair, {**pair, "pair": 8, "feasible": False, "harvest_share": None, "mean_slowdown": 1.0}], 1.05
+    )
+    assert "over it in 1 pairs (7)" in told
+    assert "below it in 1 pairs (7)" in told
+    assert "finds nothing in 1 pairs (8)" in told
