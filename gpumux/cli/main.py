@@ -37,6 +37,7 @@ examples:
   gpumux serve                                     the GPU if there is one, else the CPU (it says which)
   gpumux serve --device cpu --threads 1
   gpumux serve --config gpumux.toml --policy fifo
+  gpumux serve --device sim --gpu-model h200       a simulated GPU: keeps time, computes nothing, warns its clients
   gpumux serve --endpoint ipc:///run/gpumux/0/gpu0.sock --metrics-port 0
 
 exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 75 endpoint or device taken, 78 wrong configuration
