@@ -21,7 +21,7 @@ from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ClientCurve, secure_client
 from gpumux.wire.endpoint import Endpoint
 from gpumux.wire.lane import PACKET, Lane
-from gpumux.wire.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refusal, Welcome
+from gpumux.wire.messages import PROTOCOL_VERSION, Goodbye, Heartbeat, Hello, Message, Refusal, Welcome
 from gpumux.wire.probe import unanswered
 
 START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
@@ -43,6 +43,7 @@ class Connection:
 
     def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
         self.endpoint = endpoint
+        self.working = True  # as far as its pump knows
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
@@ -133,6 +134,15 @@ class Connection:
             if left <= 0:
                 raise DaemonGone("the daemon does not take messages", "look at gpumux status")
             poller.poll(left * 1000)
+
+    def say_goodbye(self) -> None:
+        """The daemon then ends the session. Behind everything sent so far."""
+        goodbye = encode(Goodbye())
+        try:
+            if not self.send_step(goodbye[0]):
+                self.send(goodbye)
+        except DaemonGone:
+            pass  # it does not read; it will notice by itself
 
     def receive_step(self) -> bytes | None:
         """The oldest message on the lane, None when none is there. Call it under a Shield."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -45,7 +47,6 @@ class Job:
         self._pending = Pending(self._remote)
         self._next_step = 0
         self._unsynced = 0
-        self._closed = False
         self._tracer = Tracer(table, allowlist.is_allowed)
         structure, host = from_local(table)
         self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
@@ -53,6 +54,7 @@ class Job:
         self._guard = StaleGuard(spec.name, table)
         self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
         session.register(job_id, self._pending.on_message)
+        self._closed = False
 
     def _intern(self, structure: Structure) -> Structure:
         return self._structures.setdefault(structure, structure)
@@ -293,6 +295,20 @@ class Job:
                 self._session.unregister(self.id)
                 self._remote.release()
                 self._session.close()
+
+    def __del__(self) -> None:
+        """Dropped while open. The session goes with it, and tells the daemon (keeper.py); nothing waits here."""
+        if getattr(self, "_closed", True) or sys.is_finalizing() or self._session.forked:
+            return
+        self._closed = True
+        self._guard.remove()
+        lost = f", with {self._unsynced} steps not synced" if self._unsynced and self._table.optimizers else ""
+        warnings.warn(
+            f"job {self.name!r} was dropped while it was open{lost}: call job.close(), or use it in a with statement",
+            ResourceWarning,
+            source=self,
+            stacklevel=2,
+        )
 
     def __enter__(self) -> Job:
         return self

@@ -27,8 +27,6 @@ from typing import TypeVar
 from gpumux.client.connection import BROKEN, LANE, MESSAGE, Connection
 from gpumux.client.interrupts import Shield
 from gpumux.errors import DaemonGone, GpumuxError, from_code
-from gpumux.wire.codec import encode
-from gpumux.wire.messages import Goodbye
 
 T = TypeVar("T")
 _FOREVER = 3600.0  # one sleep; nobody sleeps longer without looking
@@ -218,6 +216,7 @@ class Pump:
         with self._lock:
             if self.dead is None:
                 self.dead = error
+                self._connection.working = False
             self._tell_others()
 
     def raise_if_dead(self) -> None:
@@ -231,17 +230,9 @@ class Pump:
             if self._closed:
                 return False
             if self.dead is None:
-                self._say_goodbye()
+                self._connection.say_goodbye()
             self._closed = True
             self.die(DaemonGone("this session is closed", "open another"))
             while self._leader not in (None, threading.get_ident()):
                 self._sleep(1.0)
         return True
-
-    def _say_goodbye(self) -> None:
-        try:
-            goodbye = encode(Goodbye())
-            if not self._connection.send_step(goodbye[0]):
-                self._connection.send(goodbye)
-        except DaemonGone:
-            pass  # it does not read; it will notice by itself

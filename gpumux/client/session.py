@@ -1,13 +1,12 @@
 """A client's session with a daemon: requests, posts, waits, shared memory, heartbeats.
 
-Callers' own threads send and receive (pump.py). A background thread sends heartbeats, drains while
-nobody waits, and notices a daemon that fell silent.
+Callers' own threads send and receive (pump.py). A background thread (keeper.py) sends heartbeats, drains
+while nobody waits, notices a daemon that fell silent, and closes a session that was dropped unclosed.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from gpumux.client.connection import START_IT, Connection, handshake, hello
 from gpumux.client.endpoint import resolve_endpoint
+from gpumux.client.keeper import Belongings, Keeper
 from gpumux.client.mailbox import Handler, Mailbox
 from gpumux.client.pump import Pump
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, from_code
@@ -44,20 +44,13 @@ class Session:
         self.copies = CopyMeter()
         self._connection = connection
         self._inbox = inbox
-        self._forked = False
+        self.forked = False
         self._owner = os.getpid()
         self._mailbox = Mailbox()
         self._pump = Pump(connection, self._dispatch, self._answered)
         self._segments: dict[int, Segment] = {}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=_beat_until_stopped,
-            args=(weakref.ref(self), self._stop, welcome.heartbeat_s),
-            name="gpumux-session",
-            daemon=True,
-        )
         _live.add(self)
-        self._thread.start()
+        self._keeper = Keeper(self, Session._beat, welcome.heartbeat_s, Belongings(connection, inbox, self._segments))
 
     @classmethod
     def connect(
@@ -139,7 +132,7 @@ class Session:
             self._send(step, frames)
             return
         message = encode_alone(step)
-        if self._forked:
+        if self.forked:
             self._check_process()
         self._pump.send_step(message)
 
@@ -183,7 +176,7 @@ class Session:
         The predicate is called under the session's lock, after messages were handed over: it must
         be quick. Raises the session's error when it dies before the predicate holds.
         """
-        if self._forked:
+        if self.forked:
             self._check_process()
         return self._pump.wait(predicate, timeout)
 
@@ -234,14 +227,12 @@ class Session:
     def close(self) -> None:
         """Say goodbye (the daemon closes this session's jobs), end the thread, close sockets,
         descriptors and maps. Waits that are under way raise. Idempotent."""
-        if self._forked:
+        if self.forked:
             return  # the sockets are the parent's
         alive = self.dead is None
         if not self._pump.end():
             return
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._keeper.end()
         _live.discard(self)
         if self._inbox is not None:
             self._inbox.close()
@@ -258,7 +249,7 @@ class Session:
         self.close()
 
     def _check_process(self) -> None:
-        if self._forked:
+        if self.forked:
             raise GpumuxError(
                 f"this session belongs to process {self._owner}, and this is a fork of it",
                 "connect in the child itself, or use the job only in the process that submitted it",
@@ -267,7 +258,7 @@ class Session:
     def _beat(self) -> bool:
         """One turn of the background thread. False when there is nothing left to do."""
         pump = self._pump
-        if pump.dead is not None or self._forked:
+        if pump.dead is not None or self.forked:
             return False
         try:
             pump.drain()
@@ -281,7 +272,7 @@ class Session:
         return pump.dead is None
 
     def _leave_to_parent(self) -> None:
-        self._forked = True
+        self.forked = True
         self._connection.close_lane_in_child()
         if self._inbox is not None:
             self._inbox.close_in_child()
@@ -289,14 +280,6 @@ class Session:
 
 def _with_ref(msg: Any, ref: int) -> Any:
     return replace(msg, ref=ref)
-
-
-def _beat_until_stopped(ref: weakref.ref[Session], stop: threading.Event, interval: float) -> None:
-    while not stop.wait(interval):
-        session = ref()
-        if session is None or not session._beat():
-            return
-        del session  # a session nobody else holds may go
 
 
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
