@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from gpumux.core.board import Launch
-from gpumux.core.estimates import Cell, HighModel
+from gpumux.core.estimates import GAP, Cell, HighModel
 
 RECENT = 8  # low launches that ended, kept to be blamed
 UNKNOWN = 0.05  # weight of a launch nothing is known of: what all share equally
@@ -20,10 +20,35 @@ class Recent:
     def __init__(self) -> None:
         self.launches: deque[Launch] = deque(maxlen=RECENT)
         self.last_end = 0.0
+        self._open: list[Launch] = []  # that a high piece still running may be late by
 
     def add(self, launch: Launch) -> None:
         self.launches.appendleft(launch)
         self.last_end = max(self.last_end, launch.ended)
+        if launch.spots:
+            self._open.append(launch)
+
+    def settle(self, until: float, step: int) -> None:
+        """High pieces that began before `until` are done: what launches that ended by then cost is known."""
+        if not self._open:
+            return
+        still: list[Launch] = []
+        for launch in self._open:
+            if launch.ended > until:
+                still.append(launch)
+                continue
+            peak = max(launch.peak, launch.here)
+            for pair, spot in launch.spots:
+                if spot.piece != GAP or launch.caught:
+                    pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step)
+        self._open = still
+
+    def end_step(self, out: Iterable[Launch]) -> None:
+        """A high step ended: what follows is another one's loss."""
+        for launch in (*out, *self._open):
+            if launch.here > launch.peak:
+                launch.peak = launch.here
+            launch.here = 0.0
 
 
 def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> list[tuple[Launch, float]]:
@@ -58,7 +83,9 @@ def share_out(model: HighModel, piece: int, excess: float, found: list[tuple[Lau
     for (launch, seconds), pair, weight in zip(found, pairs, weights, strict=True):
         mine = excess * weight
         launch.blamed += mine
-        pair.add(piece, mine / (seconds if seconds > least else least), min(1.0, seconds / (4 * least) + 0.25))
+        launch.here += mine
+        rate = mine / (seconds if seconds > least else least) / pair.harm(launch.step.bounds[launch.piece])
+        pair.add(piece, rate, min(1.0, seconds / (4 * least) + 0.25))
         cell = pair.cells[piece]
         cells.append(cell)
         if launch.ended:
@@ -73,8 +100,10 @@ def went(cell: Cell, speed: float) -> None:
     cell.speed = cell.speed + 0.2 * (speed - cell.speed) if cell.speed else speed
 
 
-def arrived(model: HighModel, excess: float, found: list[tuple[Launch, float]]) -> None:
+def arrived(excess: float, found: list[tuple[Launch, float]]) -> None:
     """A step came while these low launches were out: its first piece was `excess` seconds late."""
-    for launch, _ in found:
-        model.pair(launch.key).arrival.add(excess / len(found))
-        launch.blamed += excess / len(found)
+    total = sum(seconds for _, seconds in found)
+    for launch, seconds in found:
+        launch.caught = True
+        launch.blamed += excess * seconds / total
+        launch.here += excess * seconds / total

@@ -14,7 +14,7 @@ from gpumux.core.queue import Job, Step
 from gpumux.model import LaunchId, Priority
 
 if TYPE_CHECKING:
-    from gpumux.core.estimates import Cell
+    from gpumux.core.estimates import Cell, Pair, Spot
 
 
 class Limit(NamedTuple):
@@ -58,6 +58,11 @@ class Launch:
     expected: float = 0.0
     blamed: float = 0.0
     beside_high: bool = False
+    caught: bool = False
+    here: float = 0.0  # of that, in the high step that runs
+    peak: float = 0.0
+    tried: bool = False
+    spots: list[tuple[Pair, Spot]] = field(default_factory=list)
     touched: list[Cell] = field(default_factory=list)
 
 

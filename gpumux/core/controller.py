@@ -1,54 +1,48 @@
-"""What a high job may lose, and where low work gets most for it.
+"""What a high job may lose, and how choosy low work has to be about when it runs.
 
 `max_slowdown` gives every step of a high job a credit: the seconds it may take longer. An *account*
 collects credits and pays what low work was measured to cost; a launch whose expected cost it can't pay
 has to wait. So the mean is held whatever the estimates are worth. A *tail limit* holds single steps: a
-step loses at most twice the credit, scaled by a factor that falls with each step over the limit and
-recovers slowly, such that about one step in 200 exceeds it.
+step loses at most twice the credit, scaled by a factor that falls when a step that should not have
+exceeded it did, and recovers slowly: balanced at about one step in 120.
 
-Where the credit does not pay for everything, a *price* says how much low work a high second must at
-least buy. It comes from the estimates: what each range costs and gives, the best bargains first, until
-the credit is spent. Low work that is cheap at the price is never held by it.
+The *price* says how many low seconds one high second is worth waiting for. A low piece costs least
+beside certain ranges; anywhere else it may run as long as what that costs more, at the price, is less
+than the piece itself. It rises while launches have to wait for credit and falls while credit is left
+over, so the credit goes where it buys most. A piece is never held by the price for what it can't avoid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-MARGIN = 0.93  # of the credit is spent: the estimates' errors need the rest
+MARGIN = 0.95  # of the credit is spent: the estimates' errors need the rest
 BANK = 3.0  # credits an account holds at most
 DEBT = 8.0  # credits it can owe: after a disaster low work is held for so many steps, not for ever
 TAIL = 2.0  # credits one step may lose
-TAIL_START = 0.8
-TAIL_FALL = 0.85  # for a step over the limit
-TAIL_RISE = 1.0008  # for one that is not: balanced at one step in 200
+TAIL_START = 0.9
+TAIL_FALL = 0.9  # for a step over the limit
+TAIL_RISE = 1.0009  # for one that is not
+TAIL_LEAST = 0.3
+PRICE_START = 1.0
+PRICE_RISE = 1.05  # for a step in which low work waited for credit
+PRICE_FALL = 0.95  # for one that found the account full
+PRICES = (0.01, 100.0)
 LEAST_SLOWDOWN = 0.002  # what a job that allows none is still measured by
-PRICED_EVERY = 16  # steps
-
-
-class Offer(NamedTuple):
-    """What collocation with one range on one share gives in a step: low seconds gained, high seconds lost."""
-
-    gain: float
-    cost: float
 
 
 class Account:
     """One high job's. Seconds, but for `price` (low seconds for a high second) and factors."""
 
-    __slots__ = ("balance", "blocked", "credit", "full", "price", "reach", "slack", "tail", "used")
+    __slots__ = ("balance", "credit", "full", "price", "short", "slack", "tail", "used")
 
     def __init__(self, max_slowdown: float) -> None:
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
         self.balance = 0.0
         self.credit = 0.0  # of the step that runs
         self.used = 0.0  # excess of the step that runs, so far
-        self.price = 0.0
-        self.reach = 1.0  # how much more than the credit the priced offers must cost to spend it all
+        self.price = PRICE_START
         self.tail = TAIL_START
-        self.blocked = 0  # launches refused for want of credit since the last price
-        self.full = 0  # steps since then that found the account full
+        self.short = False  # in this step low work waited for credit
+        self.full = False  # the account could not hold the last step's credit
 
     def begin(self, solo_step: float) -> None:
         """A step begins that takes `solo_step` seconds alone."""
@@ -59,63 +53,34 @@ class Account:
         """The most one step may lose."""
         return TAIL * self.tail * self.credit / MARGIN
 
-    def refuses(self, cost: float, upper: float, pending: float, gain: float) -> str:
-        """Why a launch that gives `gain` and costs `cost`, `upper` at worst, has to wait; "" if it has not."""
-        if self.used + pending + upper > self.limit():
+    def refuses(self, cost: float, upper: float, avoidable: float, pending: float, gain: float) -> str:
+        """Why a launch of `gain` low seconds that costs `cost`, `upper` at worst, of which `avoidable` would not
+        be lost elsewhere, has to wait; "" if it has not."""
+        used = self.used + pending
+        if used + upper > self.limit():
             return "tail"
-        if gain < self.price * cost:
+        if gain < self.price * avoidable:
             return "price"
-        if cost > 0.0 and self.used + pending + cost > self.balance + self.credit:
+        if cost > 0.0 and used + cost > self.balance + self.credit and not (self.full and used <= 0.0):
             return "budget"
         return ""
 
-    def end(self, excess: float, shared: bool) -> None:
-        """A step ended `excess` seconds late; `shared`: low work ran beside it, so that the loss is ours."""
+    def end(self, excess: float, shared: bool, foreseen: bool) -> None:
+        """A step ended `excess` seconds late; `shared`: low work ran beside it, so that the loss is ours;
+        `foreseen`: none of it was there to find out what it costs."""
         credit = self.credit
         if shared:
-            over = excess > TAIL * credit / MARGIN
-            self.tail = max(0.2, self.tail * TAIL_FALL) if over else min(1.0, self.tail * TAIL_RISE)
+            if excess <= TAIL * credit / MARGIN:
+                self.tail = min(1.0, self.tail * TAIL_RISE)
+            elif foreseen:
+                self.tail = max(TAIL_LEAST, self.tail * TAIL_FALL)
             self.balance -= min(max(excess, -credit), DEBT * credit)
         self.balance += credit
-        if self.balance > BANK * credit:
-            self.balance = BANK * credit
-            self.full += 1
-        self.balance = max(self.balance, -DEBT * credit)
+        self.full = self.balance >= BANK * credit
+        self.balance = max(-DEBT * credit, min(self.balance, BANK * credit))
         self.used = 0.0
-
-    def reprice(self, offers: Iterable[Sequence[Offer]]) -> None:
-        """Set the price by which one share of each range (or none) spends the credit of a step."""
-        if self.full * 2 > PRICED_EVERY:
-            self.reach = min(self.reach * 1.25, 64.0)
-        elif self.blocked:
-            self.reach = max(self.reach * 0.95, 0.5)
-        self.full = self.blocked = 0
-        self.price = price_for(list(offers), self.credit * self.reach)
-
-
-def price_for(ranges: Sequence[Sequence[Offer]], credit: float) -> float:
-    """The highest price at which all offers worth it cost `credit` or more together, so that the marginal
-    ones are let in and the account rations them; 0.0 when everything can be paid."""
-    if _spent(ranges, 0.0) <= credit:
-        return 0.0
-    prices = sorted({offer.gain / offer.cost for offers in ranges for offer in offers if offer.cost > 0})
-    low, high = 0, len(prices) - 1  # at the lowest everything is bought
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _spent(ranges, prices[middle]) >= credit:
-            low = middle
-        else:
-            high = middle - 1
-    return 0.95 * prices[low]
-
-
-def _spent(ranges: Sequence[Sequence[Offer]], price: float) -> float:
-    total = 0.0
-    for offers in ranges:
-        best, cost = 0.0, 0.0
-        for offer in offers:
-            worth = offer.gain - price * offer.cost
-            if worth >= best and offer.gain > 0:
-                best, cost = worth, offer.cost
-        total += cost
-    return total
+        if self.short:
+            self.price = min(self.price * PRICE_RISE, PRICES[1])
+        elif self.full:
+            self.price = max(self.price * PRICE_FALL, PRICES[0])
+        self.short = False

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TypeAlias
+from math import inf
+from typing import NamedTuple, TypeAlias
 
 from gpumux.core.bans import Ban
 from gpumux.core.baseline import Baseline
@@ -19,15 +20,31 @@ from gpumux.core.board import PairKey
 MEMORY = 10  # samples an estimate is the running mean of
 CLIP = 3.0  # deviations: what a sample may differ and still count in full
 CREDIBLE = 3  # samples before an estimate may ban
+FLOOR_S = 5e-6  # what launches of one kind may cost more or less, and it means nothing
+FIRST_SPREAD = 0.15  # of what a first launch cost: how far the next may be off
+LEAST_HARM = 0.25
 MAX_RATE = 0.95  # excess seconds of an overlapped second: all but all of it
+
+
+class Spot(NamedTuple):
+    """A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was
+    out), in which half of it, and the low operator it begins with."""
+
+    piece: int
+    half: int
+    low: int
+
+
+GAP = -1
 
 
 class Cell:
     """A running mean that one outlier can't move far, with its deviation and the newest three samples."""
 
-    __slots__ = ("ban", "count", "deviation", "mean", "newest", "speed")
+    __slots__ = ("ban", "count", "deviation", "floor", "mean", "newest", "speed")
 
-    def __init__(self) -> None:
+    def __init__(self, floor: float = 0.02) -> None:
+        self.floor = floor  # a difference that means nothing
         self.count = 0
         self.mean = 0.0
         self.deviation = 0.0
@@ -53,7 +70,7 @@ class Cell:
             self.deviation = sum([abs(x - self.mean) for x in self.newest]) / self.count
             return
         part = weight / min(self.count, MEMORY)
-        bound = CLIP * self.deviation + 0.02
+        bound = CLIP * self.deviation + self.floor + 0.1 * abs(self.mean)
         off = max(-bound, min(bound, rate - self.mean))
         self.mean += part * off
         self.deviation += part * (min(abs(rate - self.mean), 2 * bound) - self.deviation)
@@ -63,21 +80,48 @@ class Cell:
         self.count, self.newest, self.mean, self.deviation = 0, (), 0.0, 0.0
 
 
+class Launched:
+    """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
+
+    __slots__ = ("cell", "peak", "rate", "seen")
+
+    def __init__(self) -> None:
+        self.cell = Cell(FLOOR_S)
+        self.peak = 0.0
+        self.rate = 0.0  # high seconds lost in a second of it
+        self.seen = 0  # the high job's step when it was last seen
+
+    def add(self, cost: float, peak: float, rate: float, step: int) -> None:
+        self.cell.add(cost)
+        part = max(1.0 / self.cell.count, 0.2)
+        self.peak += part * (max(0.0, peak) - self.peak)
+        self.rate += part * (rate - self.rate)
+        self.seen = step
+
+    @property
+    def upper(self) -> float:
+        """What a step seldom loses more of."""
+        spread = 2 * self.cell.deviation
+        return self.peak + (spread if self.cell.count > 1 else FIRST_SPREAD * self.peak)
+
+
 class Pair:
     """One low program beside one high program. `rates` and `uppers` are the cells' figures in the form
     the look-ahead adds up (a banned range costs infinity)."""
 
-    __slots__ = ("arrival", "cells", "key", "known", "rates", "seen", "speed", "uppers")
+    __slots__ = ("cells", "key", "known", "launches", "lows", "rate", "rates", "speed", "spots", "uppers")
 
     def __init__(self, key: PairKey, pieces: int) -> None:
         self.key = key
         self.cells = [Cell() for _ in range(pieces)]
         self.rates = [0.0] * pieces
         self.uppers = [0.0] * pieces
-        self.arrival = Cell()  # excess seconds of a step that arrives while this low work is out
+        self.launches: dict[Spot, Launched] = {}
+        self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low operator
+        self.lows: dict[int, Launched] = {}  # wherever they were made, by low operator
+        self.rate = 0.0  # high seconds lost in a second of any launch
         self.speed = key.share  # solo seconds of low work done in a second beside this program
         self.known = 0  # cells that have a sample
-        self.seen = 0  # the high job's step in which it was last beside it
 
     def add(self, piece: int, rate: float, weight: float) -> None:
         cell = self.cells[piece]
@@ -93,6 +137,39 @@ class Pair:
         free = cell.ban is None
         self.rates[piece] = max(0.0, cell.mean) if free else banned
         self.uppers[piece] = max(0.0, cell.upper) if free else banned
+
+    def harm(self, low: int) -> float:
+        """What a second of the launch that begins with `low` costs over what one of any launch does."""
+        known = self.lows.get(low)
+        if known is None or self.rate <= 0.0:
+            return 1.0
+        return min(max(known.rate / self.rate, LEAST_HARM), 1.0 / LEAST_HARM)
+
+    def learn(self, spot: Spot, cost: float, peak: float, seconds: float, step: int) -> None:
+        """A launch of `seconds` was blamed for `cost`, `peak` of it in one step."""
+        rate = max(0.0, cost) / seconds if seconds > 0.0 else 0.0
+        launched = self.launches.get(spot)
+        if launched is None:
+            launched = self.launches[spot] = Launched()
+            if spot.piece != GAP:
+                self.spots.setdefault(spot.low, []).append(launched)
+        launched.add(cost, peak, rate, step)
+        if spot.piece != GAP:
+            self.lows.setdefault(spot.low, Launched()).add(cost, peak, rate, step)
+            self.rate += 0.1 * (rate - self.rate) if self.rate else rate
+
+    def best(self, low: int, since: int) -> float:
+        """The least that launches beginning with `low` were found to cost since step `since`; inf: nothing known."""
+        found = inf
+        for launched in self.spots.get(low, ()):
+            if launched.cell.mean < found and launched.seen >= since:
+                found = launched.cell.mean
+        return found if found > 0.0 else 0.0
+
+    def elsewhere(self, piece: int) -> float:
+        """What the other ranges cost: the median of those known; 0.0 where there are none."""
+        known = sorted([max(0.0, c.mean) for i, c in enumerate(self.cells) if c.count and i != piece])
+        return known[len(known) // 2] if known else 0.0
 
     def prior(self) -> float:
         """What an unknown range may cost: the mean of those known."""
@@ -144,7 +221,8 @@ class HighModel:
         sources = [_overlapping(self.bounds, start, end) for start, end in pairwise(bounds)]
         for key, pair in self.pairs.items():
             heir = made.pair(key)
-            heir.speed, heir.arrival = pair.speed, pair.arrival
+            heir.speed = pair.speed
+            heir.lows, heir.rate = pair.lows, pair.rate
             for piece, parts in enumerate(sources):
                 _inherit(heir, piece, [(pair.cells[old], share) for old, share in parts])
         return made
@@ -173,4 +251,4 @@ def _inherit(heir: Pair, piece: int, parts: list[tuple[Cell, float]]) -> None:
     bans = [old.ban for old, share in sampled if old.ban is not None and share >= 0.5]
     cell.ban = bans[0] if bans else None
     heir.known += 1
-    heir.restate(piece, float("inf"))
+    heir.restate(piece, inf)

@@ -9,17 +9,16 @@ answer, which `launched` and `settled` take up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from gpumux.core import blame
 from gpumux.core.bans import PROBE_EVERY, Ban, Bans, Why
 from gpumux.core.board import Board, Launch, PairKey
 from gpumux.core.config import CoreConfig
-from gpumux.core.controller import PRICED_EVERY, Offer
-from gpumux.core.estimates import CREDIBLE, HighModel, Pair
+from gpumux.core.estimates import CREDIBLE, GAP, HighModel, Pair, Spot
 from gpumux.core.holds import Hold, Holds
-from gpumux.core.lookahead import IDLE_FACTOR, LATE, Cost, overlap_cost
+from gpumux.core.lookahead import LATE, Cost, overlap_cost
 from gpumux.core.queue import Job, Program
 from gpumux.core.track import Track
 from gpumux.model import DeviceInfo, JobId, Priority
@@ -29,8 +28,11 @@ STRETCH = 1.05  # of a low piece's predicted time: where it is taken to end
 LEAST_SPEED = 0.05
 KNOWN = 3  # ranges of a pair that are measured before the rest is taken to be like them
 RARE = 0.02  # an arrival less probable may cost more than a step may lose
+STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
+PINCHING = frozenset(("tail", "price", "budget"))
+ADAPT_EVERY = 16  # steps
 MAX_IDLE = 4  # idle high jobs whose next step is looked out for
-WORSE = 0.5  # a range that gives less than this part of what the price asks is banned
+WORSE = 3.0  # times what other ranges cost: a range that does is banned
 LEARNING_STEPS = 200  # in which bans are probed as soon as they expire
 
 
@@ -41,6 +43,7 @@ class Running:
     track: Track
     model: HighModel
     at: int
+    began: float
     until: float
     more: bool
     late: float  # seconds it has run over its estimate
@@ -53,6 +56,7 @@ class Answer:
     share: float = 0.0
     expected: float = 0.0  # excess high seconds
     seconds: float = 0.0  # the launch is predicted to take
+    spots: list[tuple[Pair, Spot]] = field(default_factory=list)
     probe: Ban | None = None
     probed: Track | None = None
     exploring: Track | None = None
@@ -73,6 +77,7 @@ class Guard:
         self.answers: dict[JobId, Answer] = {}
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
+        self._pinched = False  # low work had to wait for what high work may lose
         self._last_high: tuple[JobId | None, float] = (None, 0.0)  # who ended last, and when
         self._other_high = 0.0  # when somebody else ended last
 
@@ -101,8 +106,11 @@ class Guard:
         if answer is None:
             return
         launch.expected = answer.expected
+        launch.spots = answer.spots
         if answer.exploring is not None:
             answer.exploring.explored = answer.exploring.pieces
+            answer.exploring.explored_step = answer.exploring.steps
+            launch.tried = True
         if answer.probed is not None:
             answer.probed.probed = answer.probed.steps
             self.bans.probes += 1
@@ -165,15 +173,19 @@ class Guard:
         if low or self.recent.last_end > start:
             found = blame.beside(low.values(), self.recent, start, ended)
         span = ended - start
+        self.recent.settle(start, track.steps)
         if found:
             track.shared = True
+            for other, _ in found:
+                if other.tried:
+                    track.tried = True
             self._shared(track, model, launch, span, found, beside)
         elif model.learn(piece, span, beside) and not track.calibrating:
             track.calibrate(2)
         if beside:
             track.beside = True
         if piece + 1 == len(step.pieces):
-            self._step_done(track, job, ended)
+            self._step_done(track, job, ended, board)
 
     def _high_beside(self, job: Job, start: float, ended: float, board: Board) -> bool:
         """Whether another high job had a launch on the device during [start, ended)."""
@@ -208,21 +220,22 @@ class Guard:
         if piece == 0 and launch.step.submitted == track.arrived:
             early = [(low, seconds) for low, seconds in found if low.at < track.arrived]
             if early:
-                blame.arrived(model, excess, early)
+                blame.arrived(excess, early)
                 return
         blame.share_out(model, piece, excess, found)
         for low, _ in found:
             self._touched.append((model, track, low, piece))
 
-    def _step_done(self, track: Track, job: Job, ended: float) -> None:
+    def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
+        self.recent.end_step(board.windows[_LOW].launches.values())
         for touched in self._touched:
             if touched[1] is track:
                 self._judge(*touched, ended)
         self._touched = [touched for touched in self._touched if touched[1] is not track]
         track.account.begin(track.solo_step())
-        if track.steps % PRICED_EVERY == 0:
-            self._reprice(track)
+        if track.steps % ADAPT_EVERY == 0:
+            self._adapt(track)
         if job.inflight == 1:  # the step that just ended
             track.idle_since = ended
             self.idle[job.id] = track
@@ -237,11 +250,11 @@ class Guard:
         rate = cell.newest[-1] if ban is not None else min(cell.mean, cell.median)
         rate = max(rate, 0.0)
         ratio = 1.0 / (1.0 - rate)
-        length = min(low.predicted / max(cell.speed, pair.speed, LEAST_SPEED), model.refs[piece] * ratio)
+        length = min(min(low.step.pieces) / max(cell.speed, pair.speed, LEAST_SPEED), model.refs[piece] * ratio)
         why: Why | None = None
         if ratio > 1.0 + account.slack and length * rate > account.limit():
             why = "tail"
-        elif ratio > 1.0 + account.slack and (cell.speed or pair.speed) < WORSE * account.price * rate:
+        elif ratio > 1.0 + account.slack and rate > WORSE * pair.elsewhere(piece) + account.slack:
             why = "price"
         if ban is None:
             if why and cell.count >= CREDIBLE:
@@ -258,34 +271,21 @@ class Guard:
             cell.add(rate)
         pair.restate(piece, inf)
 
-    def _reprice(self, track: Track) -> None:
+    def _adapt(self, track: Track) -> None:
+        """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
         model, account = track.model, track.account
         assert model is not None
-        lows = [pair for pair in model.pairs.values() if pair.known]
-        shares = max(1, len({pair.key.low for pair in lows}))
-        ranges: list[list[Offer]] = []
-        for piece, solo in enumerate(model.refs):
-            by_low: dict[str, list[Offer]] = {}
-            for pair in lows:
-                cell = pair.cells[piece]
-                if cell.count:
-                    rate = min(max(cell.mean, 0.0), 0.95)
-                    seconds = solo / (1.0 - rate) / shares
-                    speed = cell.speed or pair.speed
-                    by_low.setdefault(pair.key.low, []).append(Offer(speed * seconds, rate * seconds))
-            ranges.extend(by_low.values())
-        blocked = account.blocked
-        account.reprice(ranges)
-        for pair in lows:
-            if pair.known >= KNOWN and pair.known < len(pair.cells):
+        for pair in model.pairs.values():
+            if KNOWN <= pair.known < len(pair.cells):
                 prior = pair.prior()
                 for piece, cell in enumerate(pair.cells):
                     if not cell.count:
                         pair.rates[piece] = pair.uppers[piece] = prior
-        if account.price == 0.0 and not blocked:
-            self.width = min(self.width + 1, self.wide)
-        elif blocked:
+        if self._pinched:
             self.width = max(self.width - 1, self.narrow)
+        elif account.full:
+            self.width = min(self.width + 1, self.wide)
+        self._pinched = False
 
     def forgotten(self, job: Job) -> None:
         """Nothing of the job is left."""
@@ -322,7 +322,9 @@ class Guard:
         return best.share
 
     def _consider(self, job: Job, share: float, running: list[Running], board: Board, now: float) -> Answer:
-        program, seconds = job.head_step().program, job.next_seconds()
+        step, seconds = job.head_step(), job.next_seconds()
+        program = step.program
+        operator = (step.bounds if step.launched else program.bounds)[step.launched]
         key = PairKey(program.key, share)
         start = self._free_at(board, now, None)
         low_out = bool(board.windows[_LOW].launches)
@@ -330,74 +332,113 @@ class Guard:
         for high in running:
             if high.track.calibrating:
                 return self._hold("calibration", high, -1, None)
-            pair = high.model.pairs.get(key)
-            lasts = seconds / max(pair.speed if pair is not None else share, LEAST_SPEED)
+            pair = high.model.pair(key)
+            lasts = seconds / max(pair.speed, LEAST_SPEED)
             answer.seconds = max(answer.seconds, lasts)
-            if pair is None or pair.known < KNOWN:
+            if pair.known < KNOWN:
                 if low_out or high.track.pieces < high.track.explored + 2:
                     return self._hold("learning", high, high.at, None)
                 answer.exploring = high.track
-            if pair is None:
-                continue
-            end = start + STRETCH * lasts
-            cost = overlap_cost(high.model.refs, pair.rates, pair.uppers, high.at, high.until, high.more, start, end)
-            if cost.upper <= 0.0:
-                continue
-            refused, ban = self._refused(high, pair, cost, seconds, board)
+            cost = self._cost(high, pair, operator, start, lasts, answer)
+            refused, ban = self._refused(high, pair, operator, cost, seconds, board)
             if refused:
-                if low_out or not self._may_probe(high.track, ban, now):
+                tried = self._may_try(high.track, answer.spots[-1], ban, now)
+                if low_out or not tried:
                     return self._hold(refused, high, cost.piece, ban)
-                answer.probe, answer.probed = ban, high.track
+                answer.probe, answer.probed = ban, high.track if tried == "probe" else None
+                answer.exploring = high.track
             else:
                 answer.expected = max(answer.expected, cost.expected)
         for track in list(self.idle.values())[-MAX_IDLE:] if self.idle else ():
-            held = self._between(track, key, seconds, start, now)
+            held = self._between(track, key, operator, answer, seconds, start, board, now)
             if held is None:
                 continue
-            if held.reason == "calibration" or not self._may_probe(track, None, now):
+            tried = "" if held.reason == "calibration" else self._may_try(track, None, None, now)
+            if not tried:
                 return Answer(hold=held)
-            answer.probed = track
+            answer.probed = answer.exploring = track
         return answer
 
-    def _refused(self, high: Running, pair: Pair, cost: Cost, seconds: float, board: Board) -> tuple[str, Ban | None]:
+    def _cost(self, high: Running, pair: Pair, operator: int, start: float, lasts: float, answer: Answer) -> Cost:
+        """By the ranges it will meet, or by what launches of the same kind cost, where there were some."""
+        refs = high.model.refs
+        end = start + STRETCH * lasts
+        cost = overlap_cost(refs, pair.rates, pair.uppers, high.at, high.until, high.more, start, end)
+        at, began, until = high.at, high.began, high.until
+        while start > until and at + 1 < len(refs):
+            at, began, until = at + 1, until, until + refs[at + 1]
+        spot = Spot(at, int(2 * (start - began) >= until - began), operator)
+        answer.spots.append((pair, spot))
+        known = pair.launches.get(spot) or pair.lows.get(operator)
+        if known is None:
+            answer.exploring = high.track
+            return cost
+        if cost.expected == inf:
+            return cost
+        return Cost(max(0.0, known.cell.mean), max(0.0, known.upper), cost.piece)
+
+    def _refused(
+        self, high: Running, pair: Pair, operator: int, cost: Cost, seconds: float, board: Board
+    ) -> tuple[str, Ban | None]:
+        if cost.upper <= 0.0:
+            return "", None
         if cost.expected == inf:
             return "ban", pair.cells[cost.piece].ban
-        account = high.track.account
-        pending = high.late
+        track = high.track
+        pending = 0.0
         for out in board.windows[_LOW].launches.values():
             pending += max(0.0, out.expected - out.blamed)
-        return account.refuses(cost.expected, cost.upper, pending, seconds), None
+        best = pair.best(operator, track.steps - STALE)
+        avoidable = cost.expected - best if best < cost.expected else 0.0
+        pending = max(pending, high.late)
+        return track.account.refuses(cost.expected, cost.upper, avoidable, pending, seconds), None
 
-    def _may_probe(self, track: Track, ban: Ban | None, now: float) -> bool:
-        """One launch in a long while is let out where it should not, to see whether it still hurts."""
+    def _may_try(self, track: Track, spot: tuple[Pair, Spot] | None, ban: Ban | None, now: float) -> str:
+        """Whether one launch is let out where it should not, to find out what it costs: while the job is new,
+        what is not known and credit is left for; later one in a long while."""
+        learning = track.steps < LEARNING_STEPS
         if ban is not None:
             if ban.until > now or ban.probing:
-                return False
-            if track.steps < LEARNING_STEPS:
-                return True
-        return track.steps - track.probed >= PROBE_EVERY and track.steps >= LEARNING_STEPS
+                return ""
+            if learning:
+                return "probe"
+        elif learning and spot is not None and track.account.balance > 0.0 and track.explored_step < track.steps:
+            return "explore" if spot[1] not in spot[0].launches else ""
+        return "probe" if not learning and track.steps - track.probed >= PROBE_EVERY else ""
 
-    def _between(self, track: Track, key: PairKey, seconds: float, start: float, now: float) -> Hold | None:
+    def _between(
+        self,
+        track: Track,
+        key: PairKey,
+        operator: int,
+        answer: Answer,
+        seconds: float,
+        start: float,
+        board: Board,
+        now: float,
+    ) -> Hold | None:
         """Why a launch has to wait for an idle job's next step."""
         since, gaps = track.idle_since, track.gaps
         model = track.model
         if since is None or model is None or track.job.paused:
             return None
         waited = now - since
-        usual = gaps.usual
-        if waited > IDLE_FACTOR * usual:
+        if waited > gaps.longest:
             return None
         until = since + gaps.calm_at(waited)
         if track.calibrating:
             return Hold("calibration", track.job.id, -1, None, until)
         chance = gaps.arrival(waited, start - now + seconds * STRETCH / key.share)
-        pair = model.pairs.get(key)
-        if chance <= 0.0 or pair is None or not pair.arrival.count:
+        pair, spot = model.pair(key), Spot(GAP, 0, operator)
+        answer.spots.append((pair, spot))
+        delay = pair.launches.get(spot) or pair.lows.get(operator)
+        if chance <= 0.0 or delay is None:
             return None
-        account, delay = track.account, pair.arrival
-        cost = chance * max(0.0, delay.mean)
-        dear = chance > RARE and delay.upper > account.limit()
-        if not dear and seconds >= account.price * cost and cost <= max(account.balance, 0.0) + account.credit:
+        account, others = track.account, sum([out.expected for out in board.windows[_LOW].launches.values()])
+        cost = max(0.0, delay.cell.mean)
+        answer.expected = max(answer.expected, cost)
+        dear = chance > RARE and others + delay.upper > account.limit()
+        if not dear and chance * cost <= max(account.balance, 0.0) + account.credit:
             return None
         return Hold("gap", track.job.id, -1, None, until)
 
@@ -420,7 +461,9 @@ class Guard:
             solo = model.refs[launch.piece]
             late = now - began - solo
             until = began + solo if late < 0.0 else now + LATE * solo
-            found.append(Running(track, model, launch.piece, until, job.inflight > 1, late if late > 0.0 else 0.0))
+            found.append(
+                Running(track, model, launch.piece, began, until, job.inflight > 1, late if late > 0.0 else 0.0)
+            )
         return found
 
     def _free_at(self, board: Board, now: float, but: Launch | None) -> float:
@@ -435,4 +478,9 @@ class Guard:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
         held = [(job, answer.hold) for job, answer in self.answers.items() if answer.hold is not None]
         self.holds.note(held, now)
+        for _, hold in held:
+            if hold.reason in PINCHING:
+                self._pinched = True
+                if hold.reason == "budget" and hold.high in self.tracks:
+                    self.tracks[hold.high].account.short = True
         return min([hold.until for _, hold in held], default=inf)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LATE = 0.05  # of its time: what a piece that should be over is still given
-GAPS = 32  # gaps remembered
-IDLE_FACTOR = 4.0  # a job that has not come for so many usual gaps is idle
+GAPS = 256  # gaps remembered
+IDLE_FACTOR = 16.0  # a job that has not come for so many usual gaps is idle, whatever gaps there were
 
 
 class Cost(NamedTuple):
@@ -89,20 +89,22 @@ class Gaps:
         """A gap that nine of ten exceed; 0.0 while none is known."""
         return self._sorted[len(self._sorted) // 10] if self._sorted else 0.0
 
+    @property
+    def longest(self) -> float:
+        """A job away for longer than this is idle."""
+        return min(self._sorted[-1], IDLE_FACTOR * self.usual) * 1.01 if self._sorted else 0.0
+
     def arrival(self, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""
         known = self._sorted
-        if not known or waited > IDLE_FACTOR * self.usual:
+        if not known or waited > self.longest:
             return 0.0
         behind = bisect_right(known, waited)
-        left = len(known) - behind
-        if left == 0:  # longer than any: the longer it has been away, the longer it may stay
-            return min(1.0, seconds / waited) if waited > 0 else 1.0
+        left = max(len(known) - behind, 1)
         return (bisect_right(known, waited + seconds) - behind) / left
 
     def calm_at(self, waited: float) -> float:
         """Seconds of waiting after which the answer of `arrival` may be another one: not before."""
         known = self._sorted
         behind = bisect_right(known, waited)
-        idle = IDLE_FACTOR * self.usual
-        return min(known[behind], idle) if behind < len(known) else idle
+        return min(known[behind], self.longest) if behind < len(known) else self.longest

@@ -28,6 +28,7 @@ class Track:
         "ended",
         "excess",
         "explored",
+        "explored_step",
         "gaps",
         "host_wait",
         "idle_since",
@@ -41,7 +42,7 @@ class Track:
         "shared",
         "shared_steps",
         "steps",
-        "tries",
+        "tried", "tries",
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
@@ -57,11 +58,13 @@ class Track:
         self.excess = 0.0
         self.shared = False  # low work ran beside it
         self.beside = False  # other high work did
+        self.tried = False  # low work was let out to find out what it costs
         # Of its life:
         self.steps = 0
         self.shared_steps = 0
         self.pieces = 0
         self.explored = -9  # `pieces` when an unknown pair was last tried
+        self.explored_step = -1  # `steps` when that was
         self.probed = -(1 << 30)  # `steps` when a ban was last probed
         self.lows: set[tuple[str, float]] = set()
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
@@ -98,7 +101,7 @@ class Track:
             self.calibrate(WANTED)
         solo = self.solo_step()
         excess = self.excess if self.beside or not model.step.known else seconds - solo
-        self.account.end(excess, self.shared)
+        self.account.end(excess, self.shared, not self.tried)
         self.steps += 1
         self._calibrated(clean, model)
         if solo > 0.0 and (model.step.known or self.beside):
@@ -107,7 +110,7 @@ class Track:
             self.shared_steps += self.shared
             if ratio > self.job.spec.max_slowdown:
                 self.over += 1
-        self.excess, self.shared, self.beside = 0.0, False, False
+        self.excess, self.shared, self.beside, self.tried = 0.0, False, False, False
 
     def _calibrated(self, clean: bool, model: HighModel) -> None:
         if clean:
