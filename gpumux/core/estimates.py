@@ -106,16 +106,17 @@ class Launched:
 
 
 class Pair:
-    """One low program beside one high program. `rates` and `uppers` are the cells' figures in the form
-    the look-ahead adds up (a banned range costs infinity)."""
+    """One low program beside one high program. `rates`, `uppers` and `banned` are the cells' figures in the
+    form the look-ahead walks through."""
 
-    __slots__ = ("cells", "key", "known", "launches", "lows", "rate", "rates", "speed", "spots", "uppers")
+    __slots__ = ("banned", "cells", "key", "known", "launches", "lows", "rate", "rates", "speed", "spots", "uppers")
 
     def __init__(self, key: PairKey, pieces: int) -> None:
         self.key = key
         self.cells = [Cell() for _ in range(pieces)]
         self.rates = [0.0] * pieces
         self.uppers = [0.0] * pieces
+        self.banned = [False] * pieces
         self.launches: dict[Spot, Launched] = {}
         self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low operator
         self.lows: dict[int, Launched] = {}  # wherever they were made, by low operator
@@ -128,15 +129,13 @@ class Pair:
         if not cell.count:
             self.known += 1
         cell.add(min(rate, MAX_RATE), weight)
-        if cell.ban is None:
-            self.rates[piece], self.uppers[piece] = max(0.0, cell.mean), max(0.0, cell.upper)
+        self.restate(piece)
 
-    def restate(self, piece: int, banned: float) -> None:
-        """Put the cell's figures where the look-ahead reads them; `banned` is what a banned range costs."""
+    def restate(self, piece: int) -> None:
+        """Put the cell's figures where the look-ahead reads them."""
         cell = self.cells[piece]
-        free = cell.ban is None
-        self.rates[piece] = max(0.0, cell.mean) if free else banned
-        self.uppers[piece] = max(0.0, cell.upper) if free else banned
+        self.rates[piece], self.uppers[piece] = max(0.0, cell.mean), max(0.0, cell.upper)
+        self.banned[piece] = cell.ban is not None
 
     def harm(self, low: int) -> float:
         """What a second of the launch that begins with `low` costs over what one of any launch does."""
@@ -183,7 +182,7 @@ Bounds: TypeAlias = "tuple[int, ...]"
 class HighModel:
     """What is known of one high program under one cut."""
 
-    __slots__ = ("beside", "bounds", "key", "pairs", "refs", "solo", "step", "total")
+    __slots__ = ("beside", "bounds", "first", "key", "pairs", "refs", "solo", "steps", "total")
 
     def __init__(self, key: str, bounds: Bounds, predicted: Sequence[float]) -> None:
         self.key = key
@@ -192,7 +191,8 @@ class HighModel:
         self.total = sum(predicted)
         self.solo = [Baseline() for _ in predicted]
         self.beside = [Baseline() for _ in predicted]  # beside other high jobs, no low ones
-        self.step = Baseline()
+        self.first = Baseline()  # its first piece when the job was idle: nothing hides its launch
+        self.steps = (Baseline(), Baseline())  # whole: behind the step before, and from idle
         self.pairs: dict[PairKey, Pair] = {}
 
     def pair(self, key: PairKey) -> Pair:
@@ -201,8 +201,30 @@ class HighModel:
             found = self.pairs[key] = Pair(key, len(self.refs))
         return found
 
-    def learn(self, piece: int, seconds: float, beside: bool) -> bool:
+    def step_known(self) -> bool:
+        return self.steps[0].known or self.steps[1].known
+
+    def step_seconds(self, idle: bool) -> float:
+        """What its step takes without low work; `idle`: the job was, when it came."""
+        baseline = self.steps[idle]
+        if not baseline.known:
+            baseline = self.steps[not idle]
+        return baseline.value if baseline.known else self.total
+
+    def reference(self, piece: int, beside: bool, idle: bool) -> Baseline:
+        """What a span of the piece is to be compared with."""
+        if beside:
+            return self.beside[piece]
+        if idle and piece == 0 and self.first.known:
+            return self.first
+        return self.solo[piece]
+
+    def learn(self, piece: int, seconds: float, beside: bool, idle: bool) -> bool:
         """A span without low work. True when it shows that the piece's work changed."""
+        if idle and piece == 0 and not beside:
+            changed = self.first.add(seconds)
+            if self.solo[0].known:
+                return changed
         if beside:
             baseline = self.beside[piece]
             changed = baseline.add(seconds)
@@ -251,4 +273,4 @@ def _inherit(heir: Pair, piece: int, parts: list[tuple[Cell, float]]) -> None:
     bans = [old.ban for old, share in sampled if old.ban is not None and share >= 0.5]
     cell.ban = bans[0] if bans else None
     heir.known += 1
-    heir.restate(piece, inf)
+    heir.restate(piece)

@@ -27,7 +27,8 @@ _LOW, _HIGH = Priority.LOW, Priority.HIGH
 STRETCH = 1.05  # of a low piece's predicted time: where it is taken to end
 LEAST_SPEED = 0.05
 KNOWN = 3  # ranges of a pair that are measured before the rest is taken to be like them
-RARE = 0.02  # an arrival less probable may cost more than a step may lose
+RARE = 0.002  # an arrival less probable may cost more than a step may lose
+STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
 STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
 PINCHING = frozenset(("tail", "price", "budget"))
 ADAPT_EVERY = 16  # steps
@@ -107,6 +108,8 @@ class Guard:
             return
         launch.expected = answer.expected
         launch.spots = answer.spots
+        for track in self.tracks.values() if len(self.tracks) < 4 else ():
+            track.fed = track.steps
         if answer.exploring is not None:
             answer.exploring.explored = answer.exploring.pieces
             answer.exploring.explored_step = answer.exploring.steps
@@ -165,6 +168,7 @@ class Guard:
         track.pieces += 1
         if piece == 0:
             track.began = start
+            track.from_idle = step.submitted == track.arrived
         model = step.model
         assert model is not None
         beside = self._high_beside(job, start, ended, board)
@@ -180,7 +184,7 @@ class Guard:
                 if other.tried:
                     track.tried = True
             self._shared(track, model, launch, span, found, beside)
-        elif model.learn(piece, span, beside) and not track.calibrating:
+        elif model.learn(piece, span, beside, track.from_idle) and not track.calibrating:
             track.calibrate(2)
         if beside:
             track.beside = True
@@ -209,7 +213,7 @@ class Guard:
         beside: bool,
     ) -> None:
         piece = launch.piece
-        baseline = model.beside[piece] if beside else model.solo[piece]
+        baseline = model.reference(piece, beside, track.from_idle)
         if not baseline.count:
             if not track.calibrating:
                 track.calibrate(1)
@@ -217,7 +221,7 @@ class Guard:
         excess = span - baseline.value
         track.excess += excess
         track.account.used += excess
-        if piece == 0 and launch.step.submitted == track.arrived:
+        if piece == 0 and track.from_idle:
             early = [(low, seconds) for low, seconds in found if low.at < track.arrived]
             if early:
                 blame.arrived(excess, early)
@@ -269,7 +273,7 @@ class Guard:
             cell.ban = None
             cell.restart()
             cell.add(rate)
-        pair.restate(piece, inf)
+        pair.restate(piece)
 
     def _adapt(self, track: Track) -> None:
         """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
@@ -310,7 +314,7 @@ class Guard:
             answer.expected, answer.seconds = 0.0, job.next_seconds()
             return 1.0
         best: Answer | None = None
-        for share in self.shares if running else self.shares[:1]:
+        for share in self.shares:
             found = self._consider(job, share, running, board, now)
             if found.share and (best is None or not best.share):
                 best = found
@@ -344,7 +348,7 @@ class Guard:
             if refused:
                 tried = self._may_try(high.track, answer.spots[-1], ban, now)
                 if low_out or not tried:
-                    return self._hold(refused, high, cost.piece, ban)
+                    return self._hold(refused, high, cost.piece if ban is None else cost.banned, ban)
                 answer.probe, answer.probed = ban, high.track if tried == "probe" else None
                 answer.exploring = high.track
             else:
@@ -363,27 +367,32 @@ class Guard:
         """By the ranges it will meet, or by what launches of the same kind cost, where there were some."""
         refs = high.model.refs
         end = start + STRETCH * lasts
-        cost = overlap_cost(refs, pair.rates, pair.uppers, high.at, high.until, high.more, start, end)
+        cost = overlap_cost(refs, pair.rates, pair.uppers, pair.banned, high.at, high.until, high.more, start, end)
         at, began, until = high.at, high.began, high.until
         while start > until and at + 1 < len(refs):
             at, began, until = at + 1, until, until + refs[at + 1]
         spot = Spot(at, int(2 * (start - began) >= until - began), operator)
         answer.spots.append((pair, spot))
         known = pair.launches.get(spot) or pair.lows.get(operator)
+        if known is not None:
+            return cost._replace(expected=max(0.0, known.cell.mean), upper=max(0.0, known.upper))
+        answer.exploring = high.track
+        whole = high.model.pairs.get(PairKey(pair.key.low, 1.0))
+        known = whole.lows.get(operator) if whole is not None else None
         if known is None:
-            answer.exploring = high.track
             return cost
-        if cost.expected == inf:
-            return cost
-        return Cost(max(0.0, known.cell.mean), max(0.0, known.upper), cost.piece)
+        # On a smaller share it costs about as much, but over more steps.
+        spread = min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0
+        expected = max(0.0, known.cell.mean)
+        return cost._replace(expected=expected, upper=max(cost.upper, known.upper * spread))
 
     def _refused(
         self, high: Running, pair: Pair, operator: int, cost: Cost, seconds: float, board: Board
     ) -> tuple[str, Ban | None]:
+        if cost.banned >= 0 and high.track.steps - high.track.fed < STARVED:
+            return "ban", pair.cells[cost.banned].ban
         if cost.upper <= 0.0:
             return "", None
-        if cost.expected == inf:
-            return "ban", pair.cells[cost.piece].ban
         track = high.track
         pending = 0.0
         for out in board.windows[_LOW].launches.values():

@@ -18,21 +18,20 @@ IDLE_FACTOR = 16.0  # a job that has not come for so many usual gaps is idle, wh
 
 
 class Cost(NamedTuple):
-    """Expected excess high seconds of one launch, what is seldom exceeded, and the first piece it would meet
-    that is banned or dear (-1: none)."""
+    """Expected excess high seconds of one launch, what a step seldom loses more of, the piece where most is
+    lost (-1: nothing is), and the first banned piece it would meet (-1: none)."""
 
     expected: float
     upper: float
     piece: int
-
-
-FREE = Cost(0.0, 0.0, -1)
+    banned: int
 
 
 def overlap_cost(
     refs: Sequence[float],
     rates: Sequence[float],
     uppers: Sequence[float],
+    bans: Sequence[bool],
     at: int,
     runs_until: float,
     more: bool,
@@ -43,13 +42,15 @@ def overlap_cost(
     pieces follow each other; after the last comes the first again if `more` steps are queued."""
     expected = upper = 0.0
     piece, reached, count = at, runs_until, len(refs)
-    dear, dearest = -1, 0.0
+    dear, dearest, banned = -1, 0.0, -1
     while True:
         if reached > start:
             seconds = (reached if reached < end else end) - start
             cost = seconds * rates[piece]
             expected += cost
             upper += seconds * uppers[piece]
+            if bans[piece] and banned < 0:
+                banned = piece
             if cost > dearest:
                 dear, dearest = piece, cost
             start = reached
@@ -61,7 +62,7 @@ def overlap_cost(
                 break
             piece, more = 0, False
         reached += refs[piece]
-    return Cost(expected, upper, dear)
+    return Cost(expected, upper, dear, banned)
 
 
 class Gaps:
@@ -100,8 +101,15 @@ class Gaps:
         if not known or waited > self.longest:
             return 0.0
         behind = bisect_right(known, waited)
-        left = max(len(known) - behind, 1)
-        return (bisect_right(known, waited + seconds) - behind) / left
+        left = len(known) - behind
+        if not left:
+            return 0.0
+        within = bisect_right(known, waited + seconds, behind) - behind
+        if within:
+            return within / left
+        # None so far does not mean never: the nearest ones on both sides say how thin they lie here.
+        before = known[behind - 1] if behind else 0.0
+        return min(1.0, seconds / (known[behind] - before)) / (left + 1)
 
     def calm_at(self, waited: float) -> float:
         """Seconds of waiting after which the answer of `arrival` may be another one: not before."""

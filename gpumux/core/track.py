@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from gpumux.core.baseline import WANTED
+from gpumux.core.baseline import WANTED, Baseline
 from gpumux.core.controller import Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
@@ -29,6 +29,8 @@ class Track:
         "excess",
         "explored",
         "explored_step",
+        "fed",
+        "from_idle",
         "gaps",
         "host_wait",
         "idle_since",
@@ -55,6 +57,7 @@ class Track:
         self.arrived = 0.0  # when a step came that found the job idle
         # Of the step that runs:
         self.began = 0.0
+        self.from_idle = False  # the job was idle when it came
         self.excess = 0.0
         self.shared = False  # low work ran beside it
         self.beside = False  # other high work did
@@ -67,6 +70,7 @@ class Track:
         self.explored_step = -1  # `steps` when that was
         self.probed = -(1 << 30)  # `steps` when a ban was last probed
         self.lows: set[tuple[str, float]] = set()
+        self.fed = 0  # `steps` when low work was last launched beside it
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
         self.over = 0  # steps over the target
         self.ratios: deque[float] = deque(maxlen=RECENT)
@@ -78,7 +82,7 @@ class Track:
         """The job's next step belongs to `model`."""
         if model is not self.model:
             self.model = model
-            if not model.step.known and not self.calibrating:
+            if not model.step_known() and not self.calibrating:
                 self.calibrate(WANTED)
 
     def calibrate(self, steps: int) -> None:
@@ -89,7 +93,7 @@ class Track:
         model = self.model
         if model is None:
             return 0.0
-        return model.step.value if model.step.known and not self.beside else model.total
+        return model.total if self.beside else model.step_seconds(self.from_idle)
 
     def end_step(self, ended: float) -> None:
         """Its last piece is done: settle with the account, and see whether calibration is due."""
@@ -97,14 +101,15 @@ class Track:
         assert model is not None
         seconds = ended - self.began
         clean = not self.shared
-        if clean and not self.beside and model.step.add(seconds):
+        baseline = model.steps[self.from_idle]
+        if clean and not self.beside and baseline.add(seconds):
             self.calibrate(WANTED)
         solo = self.solo_step()
-        excess = self.excess if self.beside or not model.step.known else seconds - solo
+        excess = self.excess if self.beside or not model.step_known() else seconds - solo
         self.account.end(excess, self.shared, not self.tried)
         self.steps += 1
-        self._calibrated(clean, model)
-        if solo > 0.0 and (model.step.known or self.beside):
+        self._calibrated(clean, baseline)
+        if solo > 0.0 and (model.step_known() or self.beside):
             ratio = 1.0 + excess / solo
             self.ratios.append(ratio)
             self.shared_steps += self.shared
@@ -112,14 +117,14 @@ class Track:
                 self.over += 1
         self.excess, self.shared, self.beside, self.tried = 0.0, False, False, False
 
-    def _calibrated(self, clean: bool, model: HighModel) -> None:
+    def _calibrated(self, clean: bool, baseline: Baseline) -> None:
         if clean:
             self.clean_at = self.steps
         if self.calibrating:
             self.tries += 1
             if clean:
                 self.calibrating -= 1
-                if not self.calibrating and model.step.suspect:
+                if not self.calibrating and baseline.suspect:
                     self.calibrating = 1
             if self.tries >= TRIES:
                 self.calibrating = 0
