@@ -15,7 +15,7 @@ from gpumux.model import JobId
 FIRST_STEPS = 64  # how long a first ban lasts, in solo steps of the high job
 LONGEST_STEPS = 1024
 SECONDS = (10e-3, 120.0)  # whatever the steps' length, a ban lasts between these
-PROBE_EVERY = 250  # steps of the high job between two probes: each may cost it one step over target
+PROBE_EVERY = 250  # steps of the high job after which what low work was found to cost is looked at again
 
 Why: TypeAlias = Literal["tail", "price"]
 

@@ -22,6 +22,8 @@ TAIL_START = 0.9
 TAIL_FALL = 0.9  # for a step over the limit
 TAIL_RISE = 1.0009  # for one that is not
 TAIL_LEAST = 0.3
+TOKENS = 2.0  # steps over the limit that may be risked to find something out
+TOKEN_RATE = 0.005  # for each step
 PRICE_START = 1.0
 PRICE_RISE = 1.05  # for a step in which low work waited for credit
 PRICE_FALL = 0.95  # for one that found the account full
@@ -32,7 +34,7 @@ LEAST_SLOWDOWN = 0.002  # what a job that allows none is still measured by
 class Account:
     """One high job's. Seconds, but for `price` (low seconds for a high second) and factors."""
 
-    __slots__ = ("balance", "credit", "full", "price", "short", "slack", "tail", "used")
+    __slots__ = ("balance", "credit", "full", "price", "short", "slack", "tail", "tokens", "used")
 
     def __init__(self, max_slowdown: float) -> None:
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
@@ -41,6 +43,7 @@ class Account:
         self.used = 0.0  # excess of the step that runs, so far
         self.price = PRICE_START
         self.tail = TAIL_START
+        self.tokens = TOKENS  # steps over the tail limit that may still be risked
         self.short = False  # in this step low work waited for credit
         self.full = False  # the account could not hold the last step's credit
 
@@ -72,9 +75,12 @@ class Account:
         if shared:
             if excess <= TAIL * credit / MARGIN:
                 self.tail = min(1.0, self.tail * TAIL_RISE)
-            elif foreseen:
-                self.tail = max(TAIL_LEAST, self.tail * TAIL_FALL)
+            else:
+                self.tokens = max(self.tokens - 1.0, -TOKENS)
+                if foreseen:
+                    self.tail = max(TAIL_LEAST, self.tail * TAIL_FALL)
             self.balance -= min(max(excess, -credit), DEBT * credit)
+        self.tokens = min(self.tokens + TOKEN_RATE, TOKENS)
         self.balance += credit
         self.full = self.balance >= BANK * credit
         self.balance = max(-DEBT * credit, min(self.balance, BANK * credit))

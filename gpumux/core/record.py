@@ -1,0 +1,292 @@
+"""What the guard remembers: every launch and its end, what each cost, and what follows from that.
+
+Solo baselines and estimates (`estimates.py`) are learned here, ranges are banned and freed
+(`bans.py`), and each high job's account is kept (`track.py`). What may be done is asked elsewhere
+(`interference.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpumux.core import blame
+from gpumux.core.bans import Ban, Bans, Why
+from gpumux.core.board import Board, Launch, PairKey
+from gpumux.core.config import CoreConfig
+from gpumux.core.estimates import CREDIBLE, GAP, HighModel, Pair, Spot
+from gpumux.core.holds import Hold, Holds
+from gpumux.core.queue import Job, Program
+from gpumux.core.track import Track
+from gpumux.model import DeviceInfo, JobId, Priority
+
+_LOW, _HIGH = Priority.LOW, Priority.HIGH
+LEAST_SPEED = 0.05
+KNOWN = 3  # ranges of a pair that are measured before the rest is taken to be like them
+WORSE = 3.0  # times what other ranges cost: a range that does is banned
+ADAPT_EVERY = 16  # steps
+
+
+@dataclass(slots=True)
+class Answer:
+    """What `admit` last said of a job."""
+
+    share: float = 0.0
+    expected: float = 0.0  # excess high seconds
+    seconds: float = 0.0  # the launch is predicted to take
+    spots: list[tuple[Pair, Spot]] = field(default_factory=list)
+    beside: list[Track] = field(default_factory=list)  # high jobs that run
+    probe: Ban | None = None
+    probed: Track | None = None
+    exploring: Track | None = None
+    hold: Hold | None = None
+
+
+class Record:
+    """What happened. Told by the machine, for every launch of either class."""
+
+    def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
+        self.shares = info.shares
+        self.narrow, self.wide = config.low_launches, config.low_idle_launches
+        self.width = self.narrow  # low launches outstanding beside a high job
+        self.models: dict[str, dict[tuple[int, ...], HighModel]] = {}
+        self.tracks: dict[JobId, Track] = {}
+        self.idle: dict[JobId, Track] = {}  # high jobs between steps, those longest so first
+        self.bans = Bans()
+        self.holds = Holds()
+        self.recent = blame.Recent()
+        self.answers: dict[JobId, Answer] = {}
+        self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
+        self._touched: list[tuple[HighModel, Track, Launch, int]] = []
+        self._pinched = False  # low work had to wait for what high work may lose
+        self._last_high: tuple[JobId | None, float] = (None, 0.0)  # who ended last, and when
+        self._other_high = 0.0  # when somebody else ended last
+
+    # ---- what happened
+
+    def submitted(self, job: Job, now: float) -> None:
+        """A step of a high job was queued."""
+        track = self.idle.pop(job.id, None)
+        if track is not None and track.idle_since is not None:
+            track.gaps.add(now - track.idle_since)
+            track.idle_since, track.arrived = None, now
+
+    def launched(self, launch: Launch, board: Board, now: float) -> None:
+        launch.began = launch.at = now
+        if launch.job.priority is _HIGH:
+            self._launched_high(launch, board)
+            return
+        step = launch.step
+        answer = self.answers.pop(launch.job.id, None)
+        launch.key = PairKey(step.program.key, launch.share)
+        busy = bool(board.windows[_HIGH].launches)
+        launch.beside_high = busy or bool(self.idle)
+        start = self._free_at(board, now, launch)
+        launch.due = start + (answer.seconds if answer is not None else launch.predicted / launch.share)
+        self.holds.freed(launch.job.id)
+        if answer is None:
+            return
+        launch.expected = answer.expected
+        launch.spots = answer.spots
+        for track in answer.beside:
+            track.fed = track.steps
+        if answer.exploring is not None:
+            answer.exploring.explored = answer.exploring.pieces
+            answer.exploring.explored_step = answer.exploring.steps
+            launch.tried = True
+        if answer.probed is not None:
+            answer.probed.probed = answer.probed.steps
+            self.bans.probes += 1
+            if answer.probe is not None:
+                answer.probe.probing = True
+
+    def _launched_high(self, launch: Launch, board: Board) -> None:
+        job, step = launch.job, launch.step
+        track = self.tracks.get(job.id)
+        if track is None:
+            track = self.tracks[job.id] = Track(job)
+        if launch.piece == 0:
+            model = step.model = self._model(step.program, step.bounds, step.pieces)
+            track.adopt(model)
+            if job.outstanding == 1:
+                track.account.begin(track.solo_step())
+        late = launch.at - (track.ended if launch.piece or track.ended > step.submitted else step.submitted)
+        if late > 0.0 and len(board.windows[_HIGH].launches) == 1:
+            track.host_wait += late
+
+    def _model(self, program: Program, bounds: tuple[int, ...], predicted: tuple[float, ...]) -> HighModel:
+        cuts = self.models.setdefault(program.key, {})
+        model = cuts.get(bounds)
+        if model is None:
+            newest = next(reversed(cuts.values())) if cuts else None
+            model = newest.recut(bounds, predicted) if newest else HighModel(program.key, bounds, predicted)
+            cuts[bounds] = model
+        return model
+
+    def done(self, launch: Launch, started: float, ended: float, board: Board) -> None:
+        """The launch ran from `started` to `ended`."""
+        if launch.job.priority is _HIGH:
+            self._done_high(launch, ended, board)
+            return
+        launch.began = started if started > launch.at else launch.at
+        launch.ended = ended
+        seconds = ended - launch.began
+        if launch.beside_high:
+            self.harvested += max(0.0, seconds)
+            launch.speed = launch.predicted / seconds if seconds > 0.0 else 1.0
+            for cell in launch.touched:
+                blame.went(cell, launch.speed)
+            for pair, spot in launch.spots:
+                if spot.piece != GAP:
+                    pair.speed += 0.2 * (launch.speed - pair.speed)
+        self.recent.add(launch)
+
+    def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
+        job, step, piece = launch.job, launch.step, launch.piece
+        track = self.tracks.get(job.id)
+        if track is None:
+            return  # the job is closing
+        start = track.ended if track.ended > launch.at else launch.at
+        track.ended = ended = max(ended, start)
+        track.pieces += 1
+        if piece == 0:
+            track.began = start
+            track.from_idle = step.submitted == track.arrived
+        model = step.model
+        assert model is not None
+        beside = self._high_beside(job, start, ended, board)
+        low = board.windows[_LOW].launches
+        found = []
+        if low or self.recent.last_end > start:
+            found = blame.beside(low.values(), self.recent, start, ended)
+        span = ended - start
+        self.recent.settle(start, track.steps)
+        if found:
+            track.shared = True
+            for other, _ in found:
+                if other.tried:
+                    track.tried = True
+            self._shared(track, model, launch, span, found, beside)
+        elif model.learn(piece, span, beside, track.from_idle) and not track.calibrating:
+            track.calibrate(2)
+        if beside:
+            track.beside = True
+        if piece + 1 == len(step.pieces):
+            self._step_done(track, job, ended, board)
+
+    def _high_beside(self, job: Job, start: float, ended: float, board: Board) -> bool:
+        """Whether another high job had a launch on the device during [start, ended)."""
+        last, when = self._last_high
+        if last != job.id:
+            other, self._other_high = when, when
+        else:
+            other = self._other_high
+        self._last_high = (job.id, ended)
+        if last is not None and other > start:
+            return True
+        return any(out.job is not job and out.at < ended for out in board.windows[_HIGH].launches.values())
+
+    def _shared(
+        self,
+        track: Track,
+        model: HighModel,
+        launch: Launch,
+        span: float,
+        found: list[tuple[Launch, float]],
+        beside: bool,
+    ) -> None:
+        piece = launch.piece
+        baseline = model.reference(piece, beside, track.from_idle)
+        if not baseline.count:
+            if not track.calibrating:
+                track.calibrate(1)
+            return
+        excess = span - baseline.value
+        track.excess += excess
+        track.account.used += excess
+        if piece == 0 and track.from_idle:
+            early = [(low, seconds) for low, seconds in found if low.at < track.arrived]
+            if early:
+                blame.arrived(excess, early)
+                return
+        blame.share_out(model, piece, excess, found)
+        for low, _ in found:
+            self._touched.append((model, track, low, piece))
+
+    def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
+        track.end_step(ended)
+        self.recent.end_step(board.windows[_LOW].launches.values())
+        for touched in self._touched:
+            if touched[1] is track:
+                self._judge(*touched, ended)
+        self._touched = [touched for touched in self._touched if touched[1] is not track]
+        track.account.begin(track.solo_step())
+        if track.steps % ADAPT_EVERY == 0:
+            self._adapt(track)
+        if job.inflight == 1:  # the step that just ended
+            track.idle_since = ended
+            self.idle[job.id] = track
+
+    def _judge(self, model: HighModel, track: Track, low: Launch, piece: int, now: float) -> None:
+        """After a step: is low work of this kind to be banned beside the range, or to be freed again?"""
+        pair, account = model.pair(low.key), track.account
+        cell = pair.cells[piece]
+        ban = cell.ban
+        if ban is not None and not ban.probing:
+            return
+        rate = cell.newest[-1] if ban is not None else min(cell.mean, cell.median)
+        rate = max(rate, 0.0)
+        ratio = 1.0 / (1.0 - rate)
+        length = min(min(low.step.pieces) / max(cell.speed, pair.speed, LEAST_SPEED), model.refs[piece] * ratio)
+        why: Why | None = None
+        if ratio > 1.0 + account.slack and length * rate > account.limit():
+            why = "tail"
+        elif ratio > 1.0 + account.slack and rate > WORSE * pair.elsewhere(piece) + account.slack:
+            why = "price"
+        if ban is None:
+            if why and cell.count >= CREDIBLE:
+                operators = (model.bounds[piece], model.bounds[piece + 1])
+                cell.ban = Ban(track.job.id, low.job.id, operators, low.key.share, ratio, cell.count, why, now, now)
+                self.bans.impose(cell.ban, model.total)
+        elif why:
+            ban.ratio, ban.samples = ratio, ban.samples + 1
+            self.bans.lengthen(ban, now, model.total)
+        else:
+            self.bans.lift(ban)
+            cell.ban = None
+            cell.restart()
+            cell.add(rate)
+        pair.restate(piece)
+
+    def _adapt(self, track: Track) -> None:
+        """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
+        model, account = track.model, track.account
+        assert model is not None
+        for pair in model.pairs.values():
+            if KNOWN <= pair.known < len(pair.cells):
+                prior = pair.prior()
+                for piece, cell in enumerate(pair.cells):
+                    if not cell.count:
+                        pair.rates[piece] = pair.uppers[piece] = prior
+        if self._pinched:
+            self.width = max(self.width - 1, self.narrow)
+        elif account.full:
+            self.width = min(self.width + 1, self.wide)
+        self._pinched = False
+
+    def forgotten(self, job: Job) -> None:
+        """Nothing of the job is left."""
+        self.tracks.pop(job.id, None)
+        self.idle.pop(job.id, None)
+        self.answers.pop(job.id, None)
+        self.holds.freed(job.id)
+        for ban in [ban for ban in self.bans.active if job.id in (ban.high, ban.low)]:
+            self.bans.lift(ban)
+        self._touched = [t for t in self._touched if t[1].job is not job and t[2].job is not job]
+
+    def _free_at(self, board: Board, now: float, but: Launch | None) -> float:
+        """When the low launches that are out should be over."""
+        latest = now
+        for out in board.windows[_LOW].launches.values():
+            if out is not but and out.due > latest:
+                latest = out.due
+        return latest
