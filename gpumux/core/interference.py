@@ -9,41 +9,37 @@ answer, which `launched` and `settled` take up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from gpumux.core.bans import PROBE_EVERY, Ban
 from gpumux.core.board import Board, PairKey
-from gpumux.core.estimates import CREDIBLE, GAP, HighModel, Pair, Spot
+from gpumux.core.estimates import CREDIBLE, GAP, Pair, Spot
 from gpumux.core.holds import Hold
-from gpumux.core.lookahead import LATE, Cost, overlap_cost
+from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.queue import Job
 from gpumux.core.record import KNOWN, LEAST_SPEED, Answer, Record
+from gpumux.core.scene import Running, Scene
 from gpumux.core.track import Track
-from gpumux.model import Priority
 
-_LOW, _HIGH = Priority.LOW, Priority.HIGH
 STRETCH = 1.05  # of a low piece's predicted time: where it is taken to end
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
-MAX_IDLE = 4  # idle high jobs whose next step is looked out for
-LEARNING_STEPS = 200  # in which bans are probed as soon as they expire
+SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
+LEARNING_STEPS = 200  # in which what is not known is tried as long as there is credit
 HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
 STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
 STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
+SHORTEST_WAIT_S = 50e-6
+EVERYBODY = frozenset(("calibration",))  # reasons that have nothing to do with who asks
 PINCHING = frozenset(("tail", "price", "budget"))
 
 
-@dataclass(slots=True)
-class Running:
-    """A high job's piece on the device, and what follows it."""
+class Piece(NamedTuple):
+    """The low piece that is asked about."""
 
-    track: Track
-    model: HighModel
-    at: int
-    began: float
-    until: float
-    more: bool
-    late: float  # seconds it has run over its estimate
+    program: str
+    operator: int  # it begins with
+    seconds: float  # alone
 
 
 class Guard(Record):
@@ -51,55 +47,57 @@ class Guard(Record):
 
     def admit(self, job: Job, board: Board, now: float) -> float:
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
-        running = self._running(board, now)
-        answer = self.answers.get(job.id)
-        if answer is None:
-            answer = self.answers[job.id] = Answer()
-        if not running and not self.idle:
-            answer.share, answer.hold, answer.probe, answer.probed, answer.exploring = 1.0, None, None, None, None
-            answer.expected, answer.seconds = 0.0, job.next_seconds()
+        scene = self._scene
+        if self._seen != (now, self.version):
+            scene = self._scene = Scene(board, self.tracks, self.idle, now)
+            self._seen = (now, self.version)
+        if not scene.running and not scene.idle:
+            self.answers[job.id] = Answer(1.0)
             return 1.0
-        best: Answer | None = None
-        for share in self.shares if running else self.shares[:1]:  # between steps a smaller one only lasts longer
-            found = self._consider(job, share, running, board, now)
-            if found.share and (best is None or not best.share):
-                best = found
-            best = best or found
-            if best.share:
-                break
-        assert best is not None
-        self.answers[job.id] = best
-        return best.share
+        step = job.head_step()
+        bounds = step.bounds if step.launched else step.program.bounds
+        piece = Piece(step.program.key, bounds[step.launched], job.next_seconds())
+        # Between steps a smaller share would only last longer.
+        answer = self._consider(piece, 1.0, scene, now)
+        if answer.hold is not None and scene.running and answer.hold.reason not in EVERYBODY:
+            for share in self.shares[1:]:
+                other = self._consider(piece, share, scene, now)
+                if other.hold is None:
+                    answer = other
+                    break
+        self.answers[job.id] = answer
+        return 0.0 if answer.hold is not None else answer.share
 
-    def _consider(self, job: Job, share: float, running: list[Running], board: Board, now: float) -> Answer:
-        step, seconds = job.head_step(), job.next_seconds()
-        program = step.program
-        operator = (step.bounds if step.launched else program.bounds)[step.launched]
-        key = PairKey(program.key, share)
-        start = self._free_at(board, now, None)
-        low_out = bool(board.windows[_LOW].launches)
-        answer = Answer(share=share, seconds=seconds / share)
-        for high in running:
-            if high.track.calibrating:
-                return self._hold("calibration", high, -1, None)
-            answer.beside.append(high.track)
+    def holds_all(self, job: Job) -> bool:
+        """Whether what holds this job, just asked about, holds every low job."""
+        hold = self.answers[job.id].hold
+        return hold is not None and hold.reason in EVERYBODY
+
+    def _consider(self, piece: Piece, share: float, scene: Scene, now: float) -> Answer:
+        key, seconds = PairKey(piece.program, share), piece.seconds
+        answer = Answer(share, seconds=seconds / share)
+        for high in scene.running:
+            track = high.track
+            if track.calibrating:
+                return _held("calibration", track, -1, None)
+            answer.beside.append(track)
             pair = high.model.pair(key)
-            lasts = seconds / max(pair.speed, LEAST_SPEED)
+            lasts = seconds / (pair.speed if pair.speed > LEAST_SPEED else LEAST_SPEED)
             answer.seconds = max(answer.seconds, lasts)
             if pair.known < KNOWN:
-                if low_out or high.track.pieces < high.track.explored + 2:
-                    return self._hold("learning", high, high.at, None)
-                answer.exploring = high.track
-            cost = self._cost(high, pair, operator, start, lasts, answer)
-            refused, ban = self._refused(high, pair, operator, cost, seconds, board)
-            if refused:
-                if low_out or not self._may_try(high.track, *answer.spots[-1], ban, now):
-                    return self._hold(refused, high, cost.piece if ban is None else cost.banned, ban)
-                answer.probe, answer.probed, answer.exploring = ban, high.track, high.track
-            else:
+                if scene.low_out or track.pieces < track.explored + 2:
+                    return _held("learning", track, high.at, None)
+                answer.exploring = track
+            cost = self._cost(high, pair, piece.operator, scene.free_at, lasts, answer)
+            refused, ban = self._refused(high, pair, piece, cost, scene)
+            if not refused:
                 answer.expected = max(answer.expected, cost.expected)
-        for track in list(self.idle.values())[-MAX_IDLE:] if self.idle else ():
-            held = self._between(track, key, operator, answer, seconds, start, board, now)
+            elif scene.low_out or not self._may_try(track, *answer.spots[-1], ban, now):
+                return _held(refused, track, cost.piece if ban is None else cost.banned, ban)
+            else:
+                answer.probe, answer.probed, answer.exploring = ban, track, track
+        for track in scene.idle:
+            held = self._between(track, key, piece, answer, scene, now)
             if held is None:
                 continue
             if held.reason == "calibration" or not self._may_try(track, *answer.spots[-1], None, now):
@@ -130,21 +128,16 @@ class Guard(Record):
         expected = max(0.0, known.cell.mean)
         return cost._replace(expected=expected, upper=max(cost.upper, known.upper * spread))
 
-    def _refused(
-        self, high: Running, pair: Pair, operator: int, cost: Cost, seconds: float, board: Board
-    ) -> tuple[str, Ban | None]:
-        if cost.banned >= 0 and high.track.steps - high.track.fed < STARVED:
+    def _refused(self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene) -> tuple[str, Ban | None]:
+        track = high.track
+        if cost.banned >= 0 and track.steps - track.fed < STARVED:
             return "ban", pair.cells[cost.banned].ban
         if cost.upper <= 0.0:
             return "", None
-        track = high.track
-        pending = 0.0
-        for out in board.windows[_LOW].launches.values():
-            pending += max(0.0, out.expected - out.blamed)
-        best = pair.best(operator, track.steps - STALE)
+        best = pair.best(piece.operator, track.steps - STALE)
         avoidable = cost.expected - best if best < cost.expected else 0.0
-        pending = max(pending, high.late)
-        return track.account.refuses(cost.expected, cost.upper, avoidable, pending, seconds), None
+        pending = scene.pending if scene.pending > high.late else high.late
+        return track.account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds), None
 
     def _may_try(self, track: Track, pair: Pair, spot: Spot, ban: Ban | None, now: float) -> bool:
         """Whether one launch is let out where it should not, to find out what it costs: where a ban has expired,
@@ -167,72 +160,50 @@ class Guard(Record):
         return learning or track.steps - track.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
 
     def _between(
-        self,
-        track: Track,
-        key: PairKey,
-        operator: int,
-        answer: Answer,
-        seconds: float,
-        start: float,
-        board: Board,
-        now: float,
+        self, track: Track, key: PairKey, piece: Piece, answer: Answer, scene: Scene, now: float
     ) -> Hold | None:
         """Why a launch has to wait for an idle job's next step."""
-        since, gaps = track.idle_since, track.gaps
-        model = track.model
-        if since is None or model is None or track.job.paused:
+        since, gaps, model = track.idle_since, track.gaps, track.model
+        if since is None or model is None:
             return None
         waited = now - since
-        if waited > gaps.longest:
+        chance = gaps.arrival(waited, scene.free_at - now + piece.seconds * STRETCH)
+        if chance <= 0.0:
             return None
-        until = since + gaps.calm_at(waited)
-        if track.calibrating:
-            return Hold("calibration", track.job.id, -1, None, until)
-        chance = gaps.arrival(waited, start - now + seconds * STRETCH / key.share)
-        pair, spot = model.pair(key), Spot(GAP, 0, operator)
+        if track.calibrating and chance > SPOILS:
+            return self._wait("calibration", track, piece, waited, since, now)
+        pair, spot = model.pair(key), Spot(GAP, 0, piece.operator)
         answer.spots.append((pair, spot))
-        delay = pair.launches.get(spot) or pair.lows.get(operator)
-        if chance <= 0.0 or delay is None:
+        delay = pair.launches.get(spot) or pair.lows.get(piece.operator)
+        if delay is None:
             return None
-        account, others = track.account, sum([out.expected for out in board.windows[_LOW].launches.values()])
-        cost = max(0.0, delay.cell.mean)
-        answer.expected = max(answer.expected, cost)
-        dear = chance > RARE and others + delay.upper > account.limit()
+        account, cost = track.account, max(0.0, delay.cell.mean)
+        if answer.expected < cost:
+            answer.expected = cost
+        dear = chance > RARE and scene.pending + delay.upper > account.limit()
         if not dear and chance * cost <= max(account.balance, 0.0) + account.credit:
             return None
-        return Hold("gap", track.job.id, -1, None, until)
+        return self._wait("gap", track, piece, waited, since, now)
 
-    def _hold(self, reason: str, high: Running, piece: int, ban: Ban | None) -> Answer:
-        return Answer(hold=Hold(reason, high.track.job.id, piece, ban, inf))
-
-    def _running(self, board: Board, now: float) -> list[Running]:
-        """The oldest piece of each high job on the device, with when it should be over."""
-        found: list[Running] = []
-        for launch in board.windows[_HIGH].launches.values():
-            job = launch.job
-            if found and any(high.track.job is job for high in found):
-                continue
-            model = launch.step.model
-            assert model is not None
-            track = self.tracks.get(job.id)
-            if track is None:
-                continue  # it is closing
-            began = track.ended if track.ended > launch.at else launch.at
-            solo = model.refs[launch.piece]
-            late = now - began - solo
-            until = began + solo if late < 0.0 else now + LATE * solo
-            found.append(
-                Running(track, model, launch.piece, began, until, job.inflight > 1, late if late > 0.0 else 0.0)
-            )
-        return found
+    def _wait(self, reason: str, track: Track, piece: Piece, waited: float, since: float, now: float) -> Hold:
+        """Until the answer may be another one, but not so short that asking costs more than it brings."""
+        until = max(since + track.gaps.calm_at(waited), now + max(SHORTEST_WAIT_S, piece.seconds / 4))
+        return Hold(reason, track.job.id, -1, None, until)
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
         held = [(job, answer.hold) for job, answer in self.answers.items() if answer.hold is not None]
         self.holds.note(held, now)
+        wake = inf
         for _, hold in held:
+            if hold.until < wake:
+                wake = hold.until
             if hold.reason in PINCHING:
                 self._pinched = True
                 if hold.reason == "budget" and hold.high in self.tracks:
                     self.tracks[hold.high].account.short = True
-        return min([hold.until for _, hold in held], default=inf)
+        return wake
+
+
+def _held(reason: str, track: Track, piece: int, ban: Ban | None) -> Answer:
+    return Answer(hold=Hold(reason, track.job.id, piece, ban, inf))

@@ -66,34 +66,24 @@ def overlap_cost(
 
 
 class Gaps:
-    """The pauses between a job's steps: the newest ones, in order of time and of length."""
+    """The pauses between a job's steps: the newest ones, in order of time and of length. `usual` is the median one,
+    `short` one that nine of ten exceed; a job away for more than `longest` is idle. All are 0.0 while none is known."""
 
-    __slots__ = ("_newest", "_sorted")
+    __slots__ = ("_newest", "_sorted", "longest", "short", "usual")
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
         self._sorted: list[float] = []
+        self.usual = self.short = self.longest = 0.0
 
     def add(self, seconds: float) -> None:
+        known = self._sorted
         if len(self._newest) == GAPS:
-            self._sorted.remove(self._newest.popleft())
+            known.remove(self._newest.popleft())
         self._newest.append(seconds)
-        insort(self._sorted, seconds)
-
-    @property
-    def usual(self) -> float:
-        """The median gap; 0.0 while none is known."""
-        return self._sorted[len(self._sorted) // 2] if self._sorted else 0.0
-
-    @property
-    def short(self) -> float:
-        """A gap that nine of ten exceed; 0.0 while none is known."""
-        return self._sorted[len(self._sorted) // 10] if self._sorted else 0.0
-
-    @property
-    def longest(self) -> float:
-        """A job away for longer than this is idle."""
-        return min(self._sorted[-1], IDLE_FACTOR * self.usual) * 1.01 if self._sorted else 0.0
+        insort(known, seconds)
+        self.usual, self.short = known[len(known) // 2], known[len(known) // 10]
+        self.longest = min(known[-1], IDLE_FACTOR * self.usual) * 1.01
 
     def arrival(self, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""

@@ -136,13 +136,20 @@ class Guarded(Paced):
         job = board.first(_HIGH)
         if job is not None and board.fits(job, self._high):
             return Choice(job, int(_HIGH))
-        guard, limit = self.guard, self.limit(board, _LOW)
-        for job in board.candidates(_LOW, CANDIDATES):
-            if not board.fits(job, limit):
-                return None
-            share = guard.admit(job, board, now)
-            if share:
-                return Choice(job, int(_LOW), share)
+        first = board.first(_LOW)
+        if first is None or not board.fits(first, limit := self.limit(board, _LOW)):
+            return None
+        guard = self.guard
+        share = guard.admit(first, board, now)
+        if share:
+            return Choice(first, int(_LOW), share)
+        if board.ready[_LOW].size > 1 and not guard.holds_all(first):
+            for job in board.candidates(_LOW, CANDIDATES)[1:]:
+                if not board.fits(job, limit):
+                    return None
+                share = guard.admit(job, board, now)
+                if share:
+                    return Choice(job, int(_LOW), share)
         return None
 
 

@@ -16,6 +16,7 @@ from gpumux.core.config import CoreConfig
 from gpumux.core.estimates import CREDIBLE, GAP, HighModel, Pair, Spot
 from gpumux.core.holds import Hold, Holds
 from gpumux.core.queue import Job, Program
+from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.model import DeviceInfo, JobId, Priority
 
@@ -57,6 +58,9 @@ class Record:
         self.answers: dict[JobId, Answer] = {}
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
+        self.version = 0  # of what an answer depends on, but for the time
+        self._scene = Scene(Board("fair"), {}, {}, 0.0)  # for the version and time `_seen`
+        self._seen = (-1.0, 0)
         self._pinched = False  # low work had to wait for what high work may lose
         self._last_high: tuple[JobId | None, float] = (None, 0.0)  # who ended last, and when
         self._other_high = 0.0  # when somebody else ended last
@@ -65,12 +69,14 @@ class Record:
 
     def submitted(self, job: Job, now: float) -> None:
         """A step of a high job was queued."""
+        self.version += 1
         track = self.idle.pop(job.id, None)
         if track is not None and track.idle_since is not None:
             track.gaps.add(now - track.idle_since)
             track.idle_since, track.arrived = None, now
 
     def launched(self, launch: Launch, board: Board, now: float) -> None:
+        self.version += 1
         launch.began = launch.at = now
         if launch.job.priority is _HIGH:
             self._launched_high(launch, board)
@@ -80,8 +86,9 @@ class Record:
         launch.key = PairKey(step.program.key, launch.share)
         busy = bool(board.windows[_HIGH].launches)
         launch.beside_high = busy or bool(self.idle)
-        start = self._free_at(board, now, launch)
-        launch.due = start + (answer.seconds if answer is not None else launch.predicted / launch.share)
+        launch.due = max(now, self._scene.free_at) + (
+            answer.seconds if answer is not None else launch.predicted / launch.share
+        )
         self.holds.freed(launch.job.id)
         if answer is None:
             return
@@ -124,6 +131,7 @@ class Record:
 
     def done(self, launch: Launch, started: float, ended: float, board: Board) -> None:
         """The launch ran from `started` to `ended`."""
+        self.version += 1
         if launch.job.priority is _HIGH:
             self._done_high(launch, ended, board)
             return
@@ -271,10 +279,14 @@ class Record:
             self.width = max(self.width - 1, self.narrow)
         elif account.full:
             self.width = min(self.width + 1, self.wide)
+        self.version = 0  # of what an answer depends on, but for the time
+        self._scene = Scene(Board("fair"), {}, {}, 0.0)  # for the version and time `_seen`
+        self._seen = (-1.0, 0)
         self._pinched = False
 
     def forgotten(self, job: Job) -> None:
         """Nothing of the job is left."""
+        self.version += 1
         self.tracks.pop(job.id, None)
         self.idle.pop(job.id, None)
         self.answers.pop(job.id, None)
@@ -282,11 +294,3 @@ class Record:
         for ban in [ban for ban in self.bans.active if job.id in (ban.high, ban.low)]:
             self.bans.lift(ban)
         self._touched = [t for t in self._touched if t[1].job is not job and t[2].job is not job]
-
-    def _free_at(self, board: Board, now: float, but: Launch | None) -> float:
-        """When the low launches that are out should be over."""
-        latest = now
-        for out in board.windows[_LOW].launches.values():
-            if out is not but and out.due > latest:
-                latest = out.due
-        return latest

@@ -1,0 +1,72 @@
+"""What the device is doing, as far as a low launch made now is concerned: seen once, asked about by many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from gpumux.core.board import Board
+from gpumux.core.estimates import HighModel
+from gpumux.core.lookahead import LATE
+from gpumux.core.track import Track
+from gpumux.model import JobId, Priority
+
+_LOW, _HIGH = Priority.LOW, Priority.HIGH
+MAX_IDLE = 4  # idle high jobs whose next step is looked out for: those idle for the shortest time
+
+
+@dataclass(slots=True)
+class Running:
+    """A high job's piece on the device, and what follows it."""
+
+    track: Track
+    model: HighModel
+    at: int
+    began: float
+    until: float
+    more: bool
+    late: float  # seconds it has run over its estimate
+
+
+class Scene:
+    """`running` and `idle` high jobs, when the low launches that are out should be over (`free_at`), and
+    what high seconds they are still expected to cost (`pending`)."""
+
+    __slots__ = ("free_at", "idle", "low_out", "pending", "running")
+
+    def __init__(self, board: Board, tracks: Mapping[JobId, Track], idle: Mapping[JobId, Track], now: float) -> None:
+        self.running = _running(board, tracks, now)
+        self.idle = _idle(idle.values(), now) if idle else []
+        self.free_at, self.pending = now, 0.0
+        low = board.windows[_LOW].launches
+        self.low_out = bool(low)
+        for out in low.values():
+            if out.due > self.free_at:
+                self.free_at = out.due
+            if out.expected > out.blamed:
+                self.pending += out.expected - out.blamed
+
+
+def _running(board: Board, tracks: Mapping[JobId, Track], now: float) -> list[Running]:
+    """The oldest piece of each high job on the device, with when it should be over."""
+    found: list[Running] = []
+    for launch in board.windows[_HIGH].launches.values():
+        job, model, track = launch.job, launch.step.model, tracks.get(launch.job.id)
+        if track is None or model is None or (found and found[0].track is track):
+            continue  # closing, or seen already: its pieces run in order
+        began = track.ended if track.ended > launch.at else launch.at
+        solo = model.refs[launch.piece]
+        late = now - began - solo
+        until = began + solo if late < 0.0 else now + LATE * solo
+        found.append(Running(track, model, launch.piece, began, until, job.inflight > 1, late if late > 0.0 else 0.0))
+    return found
+
+
+def _idle(tracks: Iterable[Track], now: float) -> list[Track]:
+    """Those idle for no longer than they usually are, newest first."""
+    return [
+        track
+        for track in islice(reversed(list(tracks)), MAX_IDLE)
+        if track.idle_since is not None and now - track.idle_since <= track.gaps.longest and not track.job.paused
+    ]
