@@ -58,6 +58,7 @@ class Launch:
     expected: float = 0.0
     blamed: float = 0.0
     beside_high: bool = False
+    alone: bool = False
     caught: bool = False
     here: float = 0.0  # of that, in the high step that runs
     peak: float = 0.0

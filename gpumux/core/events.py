@@ -56,6 +56,7 @@ class ProgramOffered:
     program: ProgramId
     footprint: Footprint
     content_hash: str = ""  # equal programs of any job have equal ones
+    operators: tuple[str, ...] = ()  # their names, in captured order, where the device says them
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,15 @@ class Holds:
         self.seconds = dict.fromkeys(REASONS, 0.0)  # in which low work was ready and had room, but was held
         self.since: dict[JobId, float] = {}
         self.newest: dict[JobId, Hold] = {}
+        self.fresh: list[tuple[JobId, Hold]] = []  # who was not held before the event
         self._reason = ""  # of the low job whose turn it is
         self._asked = 0.0
+
+    def nobody(self, now: float) -> None:
+        """After an event: nobody was asked to wait."""
+        if self._reason:
+            self.seconds[self._reason] += now - self._asked
+            self._reason = ""
 
     def note(self, held: Iterable[tuple[JobId, Hold]], now: float) -> None:
         """After an event: who is held now, the one whose turn it is first."""
@@ -50,6 +57,7 @@ class Holds:
             self.newest[job] = hold
             if job not in self.since:
                 self.since[job] = now
+                self.fresh.append((job, hold))
 
     def freed(self, job: JobId) -> None:
         """The job was launched, or has nothing to launch."""

@@ -19,8 +19,11 @@ from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.queue import Job
 from gpumux.core.record import KNOWN, LEAST_SPEED, Answer, Record
-from gpumux.core.scene import Running, Scene
+from gpumux.core.scene import Idle, Running, Scene
 from gpumux.core.track import Track
+from gpumux.model import Priority
+
+_LOW = Priority.LOW
 
 STRETCH = 1.05  # of a low piece's predicted time: where it is taken to end
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
@@ -29,8 +32,9 @@ LEARNING_STEPS = 200  # in which what is not known is tried as long as there is 
 HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
 STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
 STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
-SHORTEST_WAIT_S = 50e-6
+SHORTEST_WAIT_S = 100e-6
 EVERYBODY = frozenset(("calibration",))  # reasons that have nothing to do with who asks
+LONG = frozenset(("tail", "gap", "ban"))
 PINCHING = frozenset(("tail", "price", "budget"))
 
 
@@ -47,16 +51,18 @@ class Guard(Record):
 
     def admit(self, job: Job, board: Board, now: float) -> float:
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
+        seconds = job.next_seconds()
+        if now + self.lag + seconds * STRETCH < self._calm and not board.windows[_LOW].launches:
+            return 1.0
         scene = self._scene
         if self._seen != (now, self.version):
             scene = self._scene = Scene(board, self.tracks, self.idle, now)
-            self._seen = (now, self.version)
-        if not scene.running and not scene.idle:
-            self.answers[job.id] = Answer(1.0)
+            self._seen, self._calm = (now, self.version), scene.calm
+        if scene.free_at + self.lag + seconds * STRETCH < scene.calm:
             return 1.0
         step = job.head_step()
         bounds = step.bounds if step.launched else step.program.bounds
-        piece = Piece(step.program.key, bounds[step.launched], job.next_seconds())
+        piece = Piece(step.program.key, bounds[step.launched], seconds)
         # Between steps a smaller share would only last longer.
         answer = self._consider(piece, 1.0, scene, now)
         if answer.hold is not None and scene.running and answer.hold.reason not in EVERYBODY:
@@ -70,8 +76,8 @@ class Guard(Record):
 
     def holds_all(self, job: Job) -> bool:
         """Whether what holds this job, just asked about, holds every low job."""
-        hold = self.answers[job.id].hold
-        return hold is not None and hold.reason in EVERYBODY
+        answer = self.answers.get(job.id)
+        return answer is not None and answer.hold is not None and answer.hold.reason in EVERYBODY
 
     def _consider(self, piece: Piece, share: float, scene: Scene, now: float) -> Answer:
         key, seconds = PairKey(piece.program, share), piece.seconds
@@ -96,10 +102,14 @@ class Guard(Record):
                 return _held(refused, track, cost.piece if ban is None else cost.banned, ban)
             else:
                 answer.probe, answer.probed, answer.exploring = ban, track, track
-        for track in scene.idle:
-            held = self._between(track, key, piece, answer, scene, now)
+        end = scene.free_at + self.lag + seconds * STRETCH
+        for idle in scene.idle:
+            if end < idle.soonest:
+                continue
+            held = self._between(idle, key, piece, answer, scene, end, now)
             if held is None:
                 continue
+            track = idle.track
             if held.reason == "calibration" or not self._may_try(track, *answer.spots[-1], None, now):
                 return Answer(hold=held)
             answer.probed = answer.exploring = track
@@ -160,18 +170,15 @@ class Guard(Record):
         return learning or track.steps - track.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
 
     def _between(
-        self, track: Track, key: PairKey, piece: Piece, answer: Answer, scene: Scene, now: float
+        self, idle: Idle, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
     ) -> Hold | None:
-        """Why a launch has to wait for an idle job's next step."""
-        since, gaps, model = track.idle_since, track.gaps, track.model
-        if since is None or model is None:
-            return None
-        waited = now - since
-        chance = gaps.arrival(waited, scene.free_at - now + piece.seconds * STRETCH)
-        if chance <= 0.0:
+        """Why a launch that runs until `end` has to wait for an idle job's next step."""
+        track, waited = idle.track, idle.waited
+        chance, model = track.gaps.arrival(waited, end - now), track.model
+        if chance <= 0.0 or model is None:
             return None
         if track.calibrating and chance > SPOILS:
-            return self._wait("calibration", track, piece, waited, since, now)
+            return self._wait("calibration", idle, piece, now)
         pair, spot = model.pair(key), Spot(GAP, 0, piece.operator)
         answer.spots.append((pair, spot))
         delay = pair.launches.get(spot) or pair.lows.get(piece.operator)
@@ -183,15 +190,19 @@ class Guard(Record):
         dear = chance > RARE and scene.pending + delay.upper > account.limit()
         if not dear and chance * cost <= max(account.balance, 0.0) + account.credit:
             return None
-        return self._wait("gap", track, piece, waited, since, now)
+        return self._wait("gap", idle, piece, now)
 
-    def _wait(self, reason: str, track: Track, piece: Piece, waited: float, since: float, now: float) -> Hold:
+    def _wait(self, reason: str, idle: Idle, piece: Piece, now: float) -> Hold:
         """Until the answer may be another one, but not so short that asking costs more than it brings."""
-        until = max(since + track.gaps.calm_at(waited), now + max(SHORTEST_WAIT_S, piece.seconds / 4))
+        track = idle.track
+        until = max(idle.since + track.gaps.calm_at(idle.waited), now + max(SHORTEST_WAIT_S, piece.seconds / 4))
         return Hold(reason, track.job.id, -1, None, until)
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
+        if not self.answers:
+            self.holds.nobody(now)
+            return inf
         held = [(job, answer.hold) for job, answer in self.answers.items() if answer.hold is not None]
         self.holds.note(held, now)
         wake = inf
@@ -203,6 +214,31 @@ class Guard(Record):
                 if hold.reason == "budget" and hold.high in self.tracks:
                     self.tracks[hold.high].account.short = True
         return wake
+
+    def starved_steps(self, job: Job) -> int:
+        """Steps of the high job that holds this low one since it was last launched."""
+        hold, since = self.holds.newest.get(job.id), self.holds.since.get(job.id)
+        track = self.tracks.get(hold.high) if hold is not None else None
+        if track is None or since is None or track.solo_step() <= 0.0:
+            return 0
+        return int((self._seen[0] - since) / track.solo_step())
+
+    def too_long(self, job: Job) -> tuple[float, float] | None:
+        """(seconds of its next piece, seconds that would fit) for a low job whose pieces hinder it from running."""
+        hold = self.holds.newest.get(job.id)
+        if hold is None or hold.reason not in LONG or job.blocked() or self.starved_steps(job) < STARVED:
+            return None
+        track = self.tracks.get(hold.high)
+        if track is None or track.model is None:
+            return None
+        step, seconds = job.head_step(), job.next_seconds()
+        bounds = step.bounds if step.launched else step.program.bounds
+        pair = track.model.pairs.get(PairKey(step.program.key, 1.0))
+        known = pair.lows.get(bounds[step.launched]) if pair is not None else None
+        fits = track.gaps.short
+        if known is not None and known.peak > 0.0:  # what it costs is about in proportion to its length
+            fits = max(fits, seconds * track.account.limit() / known.upper)
+        return (seconds, fits) if fits < seconds else None
 
 
 def _held(reason: str, track: Track, piece: int, ban: Ban | None) -> Answer:

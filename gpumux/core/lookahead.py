@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 LATE = 0.05  # of its time: what a piece that should be over is still given
 GAPS = 256  # gaps remembered
+MANY = 8  # gaps of which none was shorter: enough to count on
 IDLE_FACTOR = 16.0  # a job that has not come for so many usual gaps is idle, whatever gaps there were
 
 
@@ -84,6 +85,12 @@ class Gaps:
         insort(known, seconds)
         self.usual, self.short = known[len(known) // 2], known[len(known) // 10]
         self.longest = min(known[-1], IDLE_FACTOR * self.usual) * 1.01
+
+    def soonest(self, waited: float) -> float:
+        """The shortest known gap longer than `waited`, where many are known; there is no counting on few."""
+        known = self._sorted
+        behind = bisect_right(known, waited)
+        return known[behind] if len(known) - behind >= MANY else 0.0
 
     def arrival(self, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from gpumux.core import events as ev
-from gpumux.core import invariants, lifecycle, snapshot, work
+from gpumux.core import explain, invariants, lifecycle, snapshot, work
 from gpumux.core.commands import Command, LaunchPiece, WakeAt
 from gpumux.core.config import CoreConfig as CoreConfig
 from gpumux.core.interference import Guard
@@ -63,7 +63,7 @@ class Core:
         policy = state.policy
         if policy is not None:
             guard = policy.guard
-            if guard is not None:
+            if guard is not None and guard.answers:
                 guard.answers.clear()
             low, high = state.board.ready
             while (low.size or high.size) and (choice := policy.choose(state.board, now)) is not None:
@@ -85,6 +85,14 @@ class Core:
     def story(self, job: JobId, step: StepId | None = None) -> list[str]:
         """Readable lines: when the step was queued, why it waited, when its pieces ran."""
         return self._state.log.tell(job, step)
+
+    def explain(self, job: JobId) -> list[str]:
+        """Sentences: why this job is slow or held now. Of a job that is gone, or never was, what the story knows."""
+        known = self._state.jobs.get(job)
+        if known is not None:
+            return explain.explain(self._state, known)
+        last = self._state.log.tell(job)[-1:]
+        return [f"There is no job {job}.", *[f"The last that is known of it: {line}" for line in last]]
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for status and metrics; `core/snapshot.py` lists it."""
@@ -119,6 +127,12 @@ class Core:
     def _settle(self, guard: Guard) -> None:
         """Ask to be woken where the guard holds low work and no event is sure to come."""
         state, when = self._state, guard.settled(self._state.now)
+        if guard.holds.fresh:
+            for job_id, hold in guard.holds.fresh:
+                step = state.jobs[job_id].head_step()
+                if step.launched:  # a step that has not begun is explained below
+                    state.tell(job_id, step.id, f"waits:held:{hold.reason}", explain.Clause(state, hold))
+            guard.holds.fresh.clear()
         if when < inf and not state.now < state.wake <= when:
             state.wake = max(when, state.now + SHORTEST_WAKE_S)
             state.out.append(WakeAt(state.wake))
@@ -139,6 +153,9 @@ class Core:
 
     def _why_not_now(self, policy: Policy, job: Job) -> tuple[str, tuple[object, ...]]:
         board, name = self._state.board, job.priority.name.lower()
+        answer = policy.guard.answers.get(job.id) if policy.guard is not None else None
+        if answer is not None and answer.hold is not None:
+            return f"held:{answer.hold.reason}", (explain.Clause(self._state, answer.hold),)
         limit, window = policy.limit(board, job.priority), board.windows[job.priority]
         if board.fits(job, limit) or not window.launches:
             first = board.first(job.priority)

@@ -29,7 +29,7 @@ from gpumux.model import DeviceInfo, Priority
 _LOW, _HIGH = Priority.LOW, Priority.HIGH
 _BY_RANK = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
 DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
-CANDIDATES = 8  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
+CANDIDATES = 4  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
 DEFAULT_TARGET_S = 500e-6  # a piece, where the device names no target
 
 

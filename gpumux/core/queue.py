@@ -38,6 +38,7 @@ class Program:
     cut: int = -1
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
+    operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device says so
 
     @property

@@ -31,7 +31,7 @@ ADAPT_EVERY = 16  # steps
 class Answer:
     """What `admit` last said of a job."""
 
-    share: float = 0.0
+    share: float = 1.0
     expected: float = 0.0  # excess high seconds
     seconds: float = 0.0  # the launch is predicted to take
     spots: list[tuple[Pair, Spot]] = field(default_factory=list)
@@ -58,9 +58,12 @@ class Record:
         self.answers: dict[JobId, Answer] = {}
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
+        self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
         self.version = 0  # of what an answer depends on, but for the time
         self._scene = Scene(Board("fair"), {}, {}, 0.0)  # for the version and time `_seen`
         self._seen = (-1.0, 0)
+        self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
+        self._low_until = 0.0  # when the newest low launch should be over
         self._pinched = False  # low work had to wait for what high work may lose
         self._last_high: tuple[JobId | None, float] = (None, 0.0)  # who ended last, and when
         self._other_high = 0.0  # when somebody else ended last
@@ -70,6 +73,7 @@ class Record:
     def submitted(self, job: Job, now: float) -> None:
         """A step of a high job was queued."""
         self.version += 1
+        self._calm = 0.0
         track = self.idle.pop(job.id, None)
         if track is not None and track.idle_since is not None:
             track.gaps.add(now - track.idle_since)
@@ -82,14 +86,14 @@ class Record:
             self._launched_high(launch, board)
             return
         step = launch.step
-        answer = self.answers.pop(launch.job.id, None)
+        answer = self.answers.pop(launch.job.id, None) if self.answers else None
         launch.key = PairKey(step.program.key, launch.share)
-        busy = bool(board.windows[_HIGH].launches)
-        launch.beside_high = busy or bool(self.idle)
-        launch.due = max(now, self._scene.free_at) + (
-            answer.seconds if answer is not None else launch.predicted / launch.share
-        )
-        self.holds.freed(launch.job.id)
+        launch.alone = len(board.windows[_LOW].launches) == 1 and not board.windows[_HIGH].launches
+        launch.beside_high = bool(board.windows[_HIGH].launches or self.idle)
+        start = self._low_until if self._low_until > now and len(board.windows[_LOW].launches) > 1 else now
+        launch.due = self._low_until = start + (answer.seconds if answer is not None else launch.predicted)
+        if self.holds.since:
+            self.holds.freed(launch.job.id)
         if answer is None:
             return
         launch.expected = answer.expected
@@ -138,6 +142,9 @@ class Record:
         launch.began = started if started > launch.at else launch.at
         launch.ended = ended
         seconds = ended - launch.began
+        late = ended - launch.at - launch.predicted
+        if launch.alone and late < launch.predicted:
+            self.lag += 0.1 * (max(0.0, late) - self.lag)
         if launch.beside_high:
             self.harvested += max(0.0, seconds)
             launch.speed = launch.predicted / seconds if seconds > 0.0 else 1.0
@@ -223,14 +230,16 @@ class Record:
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
         self.recent.end_step(board.windows[_LOW].launches.values())
-        for touched in self._touched:
-            if touched[1] is track:
-                self._judge(*touched, ended)
-        self._touched = [touched for touched in self._touched if touched[1] is not track]
+        if self._touched:
+            for touched in self._touched:
+                if touched[1] is track:
+                    self._judge(*touched, ended)
+            self._touched = [touched for touched in self._touched if touched[1] is not track]
         track.account.begin(track.solo_step())
         if track.steps % ADAPT_EVERY == 0:
             self._adapt(track)
         if job.inflight == 1:  # the step that just ended
+            self._calm = 0.0
             track.idle_since = ended
             self.idle[job.id] = track
 
@@ -279,9 +288,12 @@ class Record:
             self.width = max(self.width - 1, self.narrow)
         elif account.full:
             self.width = min(self.width + 1, self.wide)
+        self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
         self.version = 0  # of what an answer depends on, but for the time
         self._scene = Scene(Board("fair"), {}, {}, 0.0)  # for the version and time `_seen`
         self._seen = (-1.0, 0)
+        self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
+        self._low_until = 0.0  # when the newest low launch should be over
         self._pinched = False
 
     def forgotten(self, job: Job) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Reversible
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
+from typing import NamedTuple
 
 from gpumux.core.board import Board
 from gpumux.core.estimates import HighModel
@@ -29,15 +31,26 @@ class Running:
     late: float  # seconds it has run over its estimate
 
 
+class Idle(NamedTuple):
+    """A high job between steps, for `waited` seconds `since` then; its next is not expected before `soonest`."""
+
+    track: Track
+    since: float
+    waited: float
+    soonest: float
+
+
 class Scene:
     """`running` and `idle` high jobs, when the low launches that are out should be over (`free_at`), and
     what high seconds they are still expected to cost (`pending`)."""
 
-    __slots__ = ("free_at", "idle", "low_out", "pending", "running")
+    __slots__ = ("calm", "free_at", "idle", "low_out", "pending", "running")
 
-    def __init__(self, board: Board, tracks: Mapping[JobId, Track], idle: Mapping[JobId, Track], now: float) -> None:
+    def __init__(self, board: Board, tracks: Mapping[JobId, Track], idle: dict[JobId, Track], now: float) -> None:
         self.running = _running(board, tracks, now)
         self.idle = _idle(idle.values(), now) if idle else []
+        # Until then no high step is expected.
+        self.calm = min([each.soonest for each in self.idle], default=inf) if not self.running else 0.0
         self.free_at, self.pending = now, 0.0
         low = board.windows[_LOW].launches
         self.low_out = bool(low)
@@ -63,10 +76,14 @@ def _running(board: Board, tracks: Mapping[JobId, Track], now: float) -> list[Ru
     return found
 
 
-def _idle(tracks: Iterable[Track], now: float) -> list[Track]:
+def _idle(tracks: Reversible[Track], now: float) -> list[Idle]:
     """Those idle for no longer than they usually are, newest first."""
-    return [
-        track
-        for track in islice(reversed(list(tracks)), MAX_IDLE)
-        if track.idle_since is not None and now - track.idle_since <= track.gaps.longest and not track.job.paused
-    ]
+    found: list[Idle] = []
+    for track in islice(reversed(tracks), MAX_IDLE):
+        since = track.idle_since
+        if since is None or track.job.paused:
+            continue
+        waited = now - since
+        if waited <= track.gaps.longest:
+            found.append(Idle(track, since, waited, since + track.gaps.soonest(waited)))
+    return found

@@ -8,6 +8,7 @@ sessions    how many are open
 jobs        one map a job, see `_job`
 windows     by class: {launches, seconds, limit_launches, limit_seconds (None: no bound), active_jobs}
 memory      bytes: {capacity (None before the device is open), used, free, state, slots, transient}
+guard       what the guard holds back and why, or None; see `core/figures.py`, also for "guard" of each job
 counters    {events, ignored: {event: n}, refusals: {fault code: n}}
 """
 
@@ -17,6 +18,7 @@ from dataclasses import asdict
 from math import isinf
 from typing import Any
 
+from gpumux.core.figures import guard_figures, job_figures
 from gpumux.core.queue import Job, Step
 from gpumux.core.state import CoreState
 from gpumux.model import Priority
@@ -41,6 +43,7 @@ def take(core: CoreState) -> dict[str, Any]:
             "slots": sum(charge.slots for charge in charges),
             "transient": sum(charge.transient for charge in charges),
         },
+        "guard": None if core.guard is None else guard_figures(core.guard),
         "counters": {"events": core.events, "ignored": dict(core.ignored), "refusals": dict(core.refusals)},
     }
 
@@ -70,6 +73,7 @@ def _job(core: CoreState, job: Job) -> dict[str, Any]:
         "steps_done": job.steps_done,
         "steps_failed": job.steps_failed,
         "device_seconds": job.device_s,
+        "guard": None if core.guard is None else job_figures(core.guard, job),
         "memory": {**asdict(charge), "total": charge.total, "limit": job.spec.memory_limit},
     }
 

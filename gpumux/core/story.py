@@ -11,6 +11,7 @@ from collections import deque
 from typing import TypeAlias
 
 from gpumux.core.events import Event, PieceDone
+from gpumux.core.holds import REASONS
 from gpumux.model import JobId, StepId
 
 Detail: TypeAlias = tuple[object, ...]
@@ -26,6 +27,7 @@ TEMPLATES: dict[str, str] = {
     "waits:window": "waits: the {0} window is full ({1} of {2} launches, {3:.3f} of {4:.3f} ms); its oldest launch is "
     "{5}, piece {6} of step {7} of job {8}",
     "waits:turn": "waits: job {0} comes first in the {1} class",
+    **{f"waits:held:{reason}": f"held ({reason}): {{0}}" for reason in REASONS},
     "launched": "piece {0} of {1} launched as {2} on stream {3}, cut {4}",
     "done": "piece {0} done on the device after {1:.3f} ms",
     "finished": "finished: {0:.3f} ms queued, {1:.3f} ms on the device, {2:.3f} ms in all",

@@ -20,7 +20,7 @@ def program_offered(core: CoreState, event: ev.ProgramOffered) -> None:
     fault = core.ledger.refuse_program(job, event.footprint) if opening else faults.closing(job.id)
     if fault is not None:
         return core.refuse(RefuseProgram(job.id, event.program, fault), fault)
-    program = Program(event.program, event.footprint, event.content_hash)
+    program = Program(event.program, event.footprint, event.content_hash, operators=event.operators)
     program.key = event.content_hash or f"{job.id}/{program.id}"
     job.programs[event.program] = program
     core.ledger.recharge(job)

@@ -1,0 +1,241 @@
+"""Why a job is slow or held, in sentences: which piece, which operators, which neighbour, since when, until when.
+
+What is said is what the core would do at this moment, and what it measured. Times are seconds on the
+core's clock; lengths are in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpumux.core.bans import Ban
+from gpumux.core.estimates import HighModel
+from gpumux.core.figures import promise
+from gpumux.core.holds import Hold
+from gpumux.core.interference import Guard
+from gpumux.core.queue import Job
+from gpumux.core.state import CoreState
+from gpumux.core.track import Track
+from gpumux.model import JobId, Priority
+
+MOST_BANS = 8
+NAMES = 3  # operators of a range that are named
+
+
+def explain(core: CoreState, job: Job) -> list[str]:
+    """Sentences about a job, the most important first."""
+    lines = [_state(core, job)]
+    guard = core.guard
+    if guard is None:
+        return [
+            *lines,
+            f"Policy {core.config.policy} has no guard: nothing is measured and nobody is held for another.",
+        ]
+    if job.priority is Priority.HIGH:
+        lines += _high(core, guard, job)
+    else:
+        lines += _low(core, guard, job)
+    return lines + _bans(core, guard, job)
+
+
+class Clause:
+    """Why a low job was held, put into words only when somebody asks."""
+
+    __slots__ = ("_core", "_hold")
+
+    def __init__(self, core: CoreState, hold: Hold) -> None:
+        self._core, self._hold = core, hold
+
+    def __format__(self, spec: str) -> str:
+        return held(self._core, self._hold)
+
+
+def held(core: CoreState, hold: Hold) -> str:
+    """Why a low job is held, as a clause."""
+    return _REASONS[hold.reason](core, hold)
+
+
+def _state(core: CoreState, job: Job) -> str:
+    who = f"Job {_name(core, job.id)} ({job.priority.name.lower()})"
+    blocked = job.blocked()
+    if blocked == "empty":
+        doing = "has nothing queued" + (f", and {job.outstanding} pieces on the device" if job.outstanding else "")
+    elif blocked == "program":
+        doing = "waits for its program to be ready"
+    elif blocked == "transfer":
+        doing = "waits for a transfer of its state"
+    elif blocked:
+        doing = f"is {blocked}"
+    else:
+        doing = f"has work queued and {job.outstanding} pieces on the device"
+    return f"{who} {doing}; {job.steps_done} steps done."
+
+
+# ---- high jobs
+
+
+def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
+    track = guard.tracks.get(job.id)
+    if track is None or track.model is None:
+        return ["No step of it has run yet, so nothing is known of its speed."]
+    found = promise(track)
+    lines = []
+    if found["slowdown"] is None:
+        lines.append("Its speed alone is still being measured: low work is held meanwhile.")
+    else:
+        kept = "kept" if found["kept"] else "broken"
+        lines.append(
+            f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone "
+            f"({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are "
+            f"{job.spec.max_slowdown:.2f}: {kept}. {track.over} of {track.steps} steps were slower than promised."
+        )
+    lines += _neighbours(core, guard, track)
+    if track.host_wait > 0.0 and track.steps:
+        lines.append(
+            f"The device waited {track.host_wait * 1e3:.3f} ms in all for the host to hand its pieces over "
+            f"({track.host_wait / track.steps * 1e6:.0f} us a step)."
+        )
+    return lines
+
+
+def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:
+    """What low work costs it, the worst first."""
+    model = track.model
+    assert model is not None
+    lines = []
+    for key, pair in sorted(model.pairs.items(), key=lambda item: -item[1].rate):
+        if not pair.known or pair.rate <= 0.0:
+            continue
+        names = [_name(core, job.id) for job in core.jobs.values() if _runs(job, key.low)]
+        cells = [(cell.mean, piece) for piece, cell in enumerate(pair.cells) if cell.count]
+        worst, piece = max(cells)
+        share = "" if key.share == 1.0 else f" on {key.share:.2f} of the device"
+        lines.append(
+            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses {pair.rate:.3f} s a second; most in "
+            f"{_range(core, track.job.id, model, piece)}, {1.0 / (1.0 - min(max(worst, 0.0), 0.95)):.2f} times its time alone."
+        )
+    return lines[:MOST_BANS]
+
+
+def _runs(job: Job, key: str) -> bool:
+    return any(program.key == key for program in job.programs.values())
+
+
+# ---- low jobs
+
+
+def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
+    lines = []
+    hold = guard.holds.newest.get(job.id)
+    if hold is not None and not job.blocked():
+        since = guard.holds.since[job.id]
+        lines.append(f"It is held since {since:.6f} ({(core.now - since) * 1e3:.3f} ms): {held(core, hold)}.")
+    elif not job.blocked():
+        lines.append("It is not held: it runs as soon as it is its turn and the low window has room.")
+    long = guard.too_long(job)
+    if long is not None:
+        piece, fits = long
+        lines.append(
+            f"Its pieces are too long: the next takes {piece * 1e3:.3f} ms alone and could not run for "
+            f"{guard.starved_steps(job)} steps; about {fits * 1e3:.3f} ms would fit. A smaller batch, or more "
+            "microbatches, would let it run."
+        )
+    return lines
+
+
+def _for(core: CoreState, hold: Hold) -> str:
+    return f"job {_name(core, hold.high)}"
+
+
+def _where(core: CoreState, hold: Hold) -> str:
+    guard = core.guard
+    track = guard.tracks.get(hold.high) if guard is not None else None
+    if track is None or track.model is None or not 0 <= hold.piece < len(track.model.refs):
+        return f"job {_name(core, hold.high)}"
+    return f"{_range(core, hold.high, track.model, hold.piece)} of job {_name(core, hold.high)}"
+
+
+def _ban(core: CoreState, hold: Hold) -> str:
+    ban = hold.ban
+    assert ban is not None
+    return (
+        f"it would run into {_operators(core, ban.high, ban.operators)} of job {_name(core, ban.high)}, which take "
+        f"{ban.ratio:.2f} times as long beside it ({ban.samples} samples); banned since {ban.since:.6f} until {ban.until:.6f}"
+    )
+
+
+def _gap(core: CoreState, hold: Hold) -> str:
+    return (
+        f"the next step of {_for(core, hold)} is expected before it could end, and would be delayed too long; "
+        f"asked again at {hold.until:.6f}"
+    )
+
+
+def _tail(core: CoreState, hold: Hold) -> str:
+    track = core.guard.tracks.get(hold.high) if core.guard is not None else None
+    limit = f" ({track.account.limit() * 1e3:.3f} ms)" if track is not None else ""
+    return (
+        f"beside {_where(core, hold)} it would cost the step that runs more than one step may lose{limit}, "
+        "until that step ends"
+    )
+
+
+_REASONS: dict[str, Callable[[CoreState, Hold], str]] = {
+    "calibration": lambda core, hold: (
+        f"{_for(core, hold)} runs a step alone, so that its speed is known; until that ends"
+    ),
+    "learning": lambda core, hold: (
+        f"what it costs {_for(core, hold)} is not known yet, and is tried one launch at a time"
+    ),
+    "ban": _ban,
+    "price": lambda core, hold: (
+        f"beside {_where(core, hold)} it costs more than elsewhere; it waits for a cheaper piece"
+    ),
+    "budget": lambda core, hold: (
+        f"{_for(core, hold)} has lost what it may lose on average; it waits for credit beside {_where(core, hold)}"
+    ),
+    "tail": _tail,
+    "gap": _gap,
+}
+
+
+# ---- both
+
+
+def _bans(core: CoreState, guard: Guard, job: Job) -> list[str]:
+    mine = [ban for ban in guard.bans.active if job.id in (ban.high, ban.low)]
+    lines = [_told(core, ban) for ban in mine[:MOST_BANS]]
+    return lines + ([f"And {len(mine) - MOST_BANS} bans more."] if len(mine) > MOST_BANS else [])
+
+
+def _told(core: CoreState, ban: Ban) -> str:
+    share = "" if ban.share == 1.0 else f" on {ban.share:.2f} of the device"
+    again = f", renewed {ban.failures} times" if ban.failures else ""
+    why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
+    return (
+        f"Banned: job {_name(core, ban.low)}{share} while {_operators(core, ban.high, ban.operators)} of job "
+        f"{_name(core, ban.high)} run: they take {ban.ratio:.2f} times as long beside it ({ban.samples} samples), and "
+        f"{why}; since {ban.since:.6f} until {ban.until:.6f}{again}."
+    )
+
+
+def _range(core: CoreState, high: JobId, model: HighModel, piece: int) -> str:
+    return f"piece {piece} ({_operators(core, high, (model.bounds[piece], model.bounds[piece + 1]))})"
+
+
+def _operators(core: CoreState, high: JobId, operators: tuple[int, int]) -> str:
+    start, end = operators
+    job = core.jobs.get(high)
+    names: list[str] = []
+    for program in job.programs.values() if job is not None else ():
+        names = names or list(program.operators[start:end])
+    text = f"operator {start}" if end - start == 1 else f"operators {start} to {end - 1}"
+    if names:
+        shown = list(dict.fromkeys(names))
+        text += f": {', '.join(shown[:NAMES])}" + (" and others" if len(shown) > NAMES else "")
+    return text
+
+
+def _name(core: CoreState, job_id: JobId) -> str:
+    job = core.jobs.get(job_id)
+    return f"{job.spec.name!r}" if job is not None and job.spec.name else str(job_id)
