@@ -15,21 +15,25 @@ def test_it_reports_every_number_of_jobs(tmp_path: Path, capsys: pytest.CaptureF
     assert core_rate.main(["--jobs", "3", "100", "--events", "400", "--repeats", "2", "--out", str(out)]) == 0
     written = json.loads(out.read_text())
     assert written["benchmark"] == "core_rate"
-    assert set(written["events_per_second"]) == {"3", "100"}
-    for jobs, figure in written["events_per_second"].items():
-        assert 0 < figure["low"] <= figure["median"] <= figure["high"]
-        assert figure["repeats"] == len(written["samples"][jobs]) == 2
-        assert sum(written["mix"][jobs].values()) == 400
+    assert set(written["events_per_second"]) == {"paced", "guarded"}
+    for policy, by_jobs in written["events_per_second"].items():
+        assert set(by_jobs) == {"3", "100"}
+        for jobs, figure in by_jobs.items():
+            assert 0 < figure["low"] <= figure["median"] <= figure["high"]
+            assert figure["repeats"] == len(written["samples"][policy][jobs]) == 2
+            assert sum(written["mix"][policy][jobs].values()) == 400
     assert written["machine"]["versions"]["python"]
     assert "rate with 100 jobs" in written["targets"]
+    assert "guarded over paced, an event with 100 jobs" in written["targets"]
     assert "events/s" in capsys.readouterr().out
 
 
-def test_a_replay_that_differs_from_the_recording_is_an_error() -> None:
-    setup, timed, commands = core_rate.record(3, 200)
-    assert core_rate.replay(3, setup, timed, commands) > 0
+@pytest.mark.parametrize("policy", core_rate.POLICIES)
+def test_a_replay_that_differs_from_the_recording_is_an_error(policy: str) -> None:
+    setup, timed, commands = core_rate.record(3, 200, policy)
+    assert core_rate.replay(3, policy, setup, timed, commands) > 0
     with pytest.raises(RuntimeError, match="the recording"):
-        core_rate.replay(3, setup, timed[:-20], commands)
+        core_rate.replay(3, policy, setup, timed[:-20], commands)
 
 
 def test_summaries() -> None:
