@@ -69,6 +69,12 @@ class Control:
         self._send(requests[verb])
         self._receive(msg.Done, ref)
 
+    def explain(self, job: str) -> dict[str, Any]:
+        """Why the job is slow or held: {job, short, sentences, story (its newest lines)}."""
+        ref = next(self._refs)
+        self._send(msg.ExplainJob(ref, job))
+        return self._receive(msg.Report, ref).body
+
     def profile(self, job: str, program: int | None = None) -> bytes:
         """The text of a profile file of `program` (None: the one the job ran most steps of), its name empty."""
         ref = next(self._refs)

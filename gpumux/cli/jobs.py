@@ -1,4 +1,4 @@
-"""`gpumux jobs`: list them, or pause, resume, stop or profile one."""
+"""`gpumux jobs`: list them, or pause, resume, stop, profile or explain one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,25 @@ def run(args: argparse.Namespace) -> int:
         job = find(jobs, args.job)
         if args.verb == "profile":
             return _profile(control, job, args)
+        if args.verb == "explain":
+            return _explain(control, job, args)
         control.change(args.verb, job["job"], drain=args.drain)
     if args.json:
         emit_json({"job": job["job"], "short": job["short"], "verb": args.verb})
     else:
         emit(f"{job['short']} ({printable(job['name'])}) {_DONE[args.verb]}")
+    return 0
+
+
+def _explain(control: Control, job: dict[str, Any], args: argparse.Namespace) -> int:
+    """Say why the job is slow or held."""
+    body = control.explain(job["job"])
+    if args.json:
+        emit_json(body)
+        return 0
+    emit("\n".join(printable(sentence) for sentence in body["sentences"]))
+    if args.story:
+        emit("\n".join(["", *(printable(line) for line in body["story"])]))
     return 0
 
 
@@ -68,9 +82,21 @@ def _state(job: dict[str, Any]) -> str:
     return f"{job['state']}, paused" if job["paused"] and job["state"] != "paused" else str(job["state"])
 
 
+def _promise(job: dict[str, Any]) -> str:
+    """How slow a high job is, of how slow it may be; why a low one is held."""
+    promise = job["promise"]
+    if promise is None:
+        return ""
+    if job["priority"] == "low":
+        return f"held: {promise['held']}" if promise["held"] else ""
+    slowdown = "?" if promise["slowdown"] is None else f"{promise['slowdown']:.2f}"
+    broken = " BROKEN" if promise["kept"] is False else ""
+    return f"{slowdown} of {job['max_slowdown']:.2f}{broken}"
+
+
 def job_table(jobs: list[dict[str, Any]]) -> str:
     """The table both `jobs` and `status` print."""
-    header = ("JOB", "NAME", "UID", "PRIORITY", "STATE", "STEPS", "FAILED", "QUEUED", "DEVICE", "MEMORY")
+    header = ("JOB", "NAME", "UID", "PRIORITY", "STATE", "STEPS", "FAILED", "QUEUED", "DEVICE", "MEMORY", "SLOWDOWN")
     rows = [
         (
             job["short"],
@@ -83,6 +109,7 @@ def job_table(jobs: list[dict[str, Any]]) -> str:
             str(job["queued"]),
             duration(job["device_busy_s"]),
             size(job["memory_bytes"]),
+            _promise(job),
         )
         for job in jobs
     ]

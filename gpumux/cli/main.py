@@ -52,6 +52,7 @@ examples:
   gpumux jobs resume j3
   gpumux jobs stop j3 --drain           answer what was submitted (a paused job is resumed), then close
   gpumux jobs list --json
+  gpumux jobs explain j3                why it is slow or held back, by which neighbour, and until when
   gpumux jobs profile j3 -o bert.json   what its operators cost, for `gpumux simulate`
 """
 _SIMULATE = """\
@@ -190,11 +191,14 @@ def build_parser() -> argparse.ArgumentParser:
     _settings(serve)
 
     status = _add(subparsers, "status", "show the daemon, its device and its jobs")
-    jobs = _add(subparsers, "jobs", "list jobs, or pause, resume, stop or profile one", _JOBS)
-    jobs.add_argument("verb", nargs="?", choices=["list", "pause", "resume", "stop", "profile"], default="list")
+    jobs = _add(subparsers, "jobs", "list jobs, or pause, resume, stop, profile or explain one", _JOBS)
+    jobs.add_argument(
+        "verb", nargs="?", choices=["list", "pause", "resume", "stop", "profile", "explain"], default="list"
+    )
     jobs.add_argument("job", nargs="?", metavar="JOB", help="which job (all verbs but list)")
     jobs.add_argument("--drain", action="store_true", help="stop: answer what was submitted first")
     jobs.add_argument("-o", "--out", metavar="FILE", help="profile: where to write it")
+    jobs.add_argument("--story", action="store_true", help="explain: also what happened to it last, line by line")
     jobs.add_argument("--program", metavar="N", type=int, help="profile: of which program, if not the busiest one")
     doctor = _add(subparsers, "doctor", "say what this machine offers and what is wrong with it", _DOCTOR)
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")

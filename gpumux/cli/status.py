@@ -20,6 +20,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _guard(guard: dict[str, Any] | None) -> list[str]:
+    """What the guard did so far, the most frequent reason for holding low work first."""
+    if guard is None:
+        return []
+    held = sorted(((s, reason) for reason, s in guard["held_s"].items() if s >= 0.05), reverse=True)
+    why = ", ".join(f"{reason} {duration(s)}" for s, reason in held)
+    return [
+        f"guard    {guard['bans']} bans in force, {guard['bans_total']} ever; low work ran for "
+        f"{duration(guard['harvested_s'])} beside high jobs" + (f", held: {why}" if why else "")
+    ]
+
+
 def describe(body: dict[str, Any]) -> str:
     """The report of GetStatus as lines of text."""
     daemon, device, memory = body["daemon"], body["device"], body["memory"]
@@ -35,6 +47,7 @@ def describe(body: dict[str, Any]) -> str:
         f"memory   {size(memory['free_bytes'])} free of {size(memory['total_bytes'])}, "
         f"{size(memory['shared_bytes'])} shared with clients",
         f"clients  {body['sessions']}",
+        *_guard(body["guard"]),
         "",
         job_table(body["jobs"]) if body["jobs"] else "no jobs",
     ]

@@ -9,7 +9,12 @@ memory    bytes: {total_bytes, free_bytes, shared_bytes}
 sessions  how many clients are connected
 windows   by priority, as core/snapshot.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
-          memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago}]
+          memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
+          max_slowdown, promise}]; promise is None where nothing is known, and otherwise
+          {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
+          high job, {held (why: docs/metrics.md; "": it is not), too_long (None, or {piece_seconds,
+          fits_seconds}: its pieces don't fit beside high jobs)} of a low one
+guard     None under a policy without one, or {bans, bans_total, probes_total, harvested_s, held_s (by reason)}
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from gpumux.daemon.books import Books
 from gpumux.daemon.desk import Desk
 from gpumux.errors import UnknownJob
 from gpumux.metrics.collector import Figures, JobFigures
+from gpumux.metrics.promises import GuardFigures, PromiseFigures
 from gpumux.model import DeviceInfo, JobId
 
 
@@ -80,7 +86,31 @@ def status(identity: Identity, core: Core, books: Books, shared_bytes: int) -> d
         "sessions": snapshot["sessions"],
         "windows": snapshot["windows"],
         "jobs": [_job(job, books, snapshot["now"]) for job in snapshot["jobs"]],
+        "guard": _guard_status(snapshot["guard"]),
     }
+
+
+def _guard_status(guard: dict[str, Any] | None) -> dict[str, Any] | None:
+    if guard is None:
+        return None
+    return {
+        "bans": len(guard["bans"]),
+        "bans_total": guard["bans_total"],
+        "probes_total": guard["probes_total"],
+        "harvested_s": guard["harvested_seconds"],
+        "held_s": dict(guard["held_seconds"]),
+    }
+
+
+def _promise_status(job: dict[str, Any]) -> dict[str, Any] | None:
+    known = job["guard"]
+    if known is None:
+        return None
+    if job["priority"] == "low":
+        held = known["held"]
+        return {"held": "" if held is None else held["reason"], "too_long": known["too_long"]}
+    fields = ("slowdown", "slowdown_p99", "kept", "steps_over")
+    return {**{name: known[name] for name in fields}, "solo_step_s": known["solo_step_seconds"] or None}
 
 
 def _job(job: dict[str, Any], books: Books, now: float) -> dict[str, Any]:
@@ -105,6 +135,8 @@ def _job(job: dict[str, Any], books: Books, now: float) -> dict[str, Any]:
         "programs": job["programs"],
         "transfers": job["transfers"],
         "opened_s_ago": max(0.0, now - job["opened"]),
+        "max_slowdown": job["max_slowdown"],
+        "promise": _promise_status(job),
     }
 
 
@@ -129,6 +161,37 @@ def figures(identity: Identity, core: Core, desk: Desk, shared_bytes: int) -> Fi
         device_total_bytes=memory["capacity"] or 0,
         device_free_bytes=memory["free"] or 0,
         protocol_errors={**desk.router.counters, "unexpected": desk.unexpected},
+        guard=_guard(snapshot["guard"]),
+    )
+
+
+def _guard(guard: dict[str, Any] | None) -> GuardFigures | None:
+    if guard is None:
+        return None
+    return GuardFigures(
+        bans_active=len(guard["bans"]),
+        bans=guard["bans_total"],
+        probes=guard["probes_total"],
+        harvested_s=guard["harvested_seconds"],
+        held_s=guard["held_seconds"],
+    )
+
+
+def _promise(job: dict[str, Any]) -> PromiseFigures | None:
+    """Of a high job that has run; a low one was promised nothing."""
+    known = job.get("guard")
+    if job["priority"] != "high" or known is None:
+        return None
+    return PromiseFigures(
+        target=job["max_slowdown"],
+        slowdown=known["slowdown"],
+        slowdown_p99=known["slowdown_p99"],
+        kept=bool(known["kept"]),
+        steps_over=known["steps_over"],
+        solo_step_s=known["solo_step_seconds"] or None,
+        samples=known["baseline_samples"],
+        estimates=known["estimate_samples"],
+        host_wait_s=known["host_wait_seconds"],
     )
 
 
@@ -144,4 +207,5 @@ def _figures(job: dict[str, Any], books: Books) -> JobFigures:
         memory_bytes=job["memory"]["total"],
         device_busy_s=job["device_seconds"],
         steps_done=job["steps_done"],
+        promise=_promise(job),
     )

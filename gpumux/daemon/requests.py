@@ -22,6 +22,7 @@ from gpumux.wire import messages as msg
 
 MAX_TRANSFERS = 16  # of one job, asked for and not ended
 MAX_PROFILES = 4  # of one job, asked for and not answered
+STORY_LINES = 60  # the newest, of a job that is explained
 MAX_UNLOADED = 128  # of one user's Programs; twice the jobs it may have
 MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet
 MAX_BUFFERS = 1_000_000  # state buffers of one job
@@ -48,6 +49,7 @@ class Requests:
             msg.JobStats: self._stats,
             msg.GetStatus: self._status,
             msg.ProfileJob: self._profile,
+            msg.ExplainJob: self._explain,
         }
 
     def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
@@ -131,6 +133,13 @@ class Requests:
 
     def _status(self, session: SessionRecord, m: msg.GetStatus, frames: Sequence[bytes]) -> None:
         self._desk.reply(session, msg.Report(m.ref, self._report()))
+
+    def _explain(self, session: SessionRecord, m: msg.ExplainJob, frames: Sequence[bytes]) -> None:
+        """What a job runs, and beside whom, is for those who may change it."""
+        job = self._governed(session, m.job)
+        core = self._desk.core
+        body = {"job": job.id, "short": job.short, "sentences": core.explain(job.id)}
+        self._desk.reply(session, msg.Report(m.ref, {**body, "story": core.story(job.id)[-STORY_LINES:]}))
 
     def _profile(self, session: SessionRecord, m: msg.ProfileJob, frames: Sequence[bytes]) -> None:
         """Shapes and operators tell what a job is, so only those who may change it may ask."""

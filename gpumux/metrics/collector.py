@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gpumux.metrics import promises
 from gpumux.model import DeviceInfo
 
 STALE_S = 1.0  # a scrape waits at most this long for the loop
@@ -37,6 +38,7 @@ class JobFigures:
     memory_bytes: int
     device_busy_s: float
     steps_done: int
+    promise: promises.PromiseFigures | None = None  # of a high job, where there is a guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Figures:
     device_total_bytes: int
     device_free_bytes: int
     protocol_errors: Mapping[str, int]  # by reason, a bounded set
+    guard: promises.GuardFigures | None = None
 
 
 def label_text(name: str) -> str:
@@ -138,6 +141,7 @@ def _families() -> dict[str, Any]:
         "memory": gauge("gpumux_job_memory_bytes", "Device memory charged to a job.", labels=per_job),
         "busy": CounterMetricFamily("gpumux_job_device_busy_seconds", "Device time of a job's pieces.", labels=per_job),
         "steps": CounterMetricFamily("gpumux_job_steps", "Steps of a job answered with results.", labels=per_job),
+        **promises.families(),
     }
 
 
@@ -168,6 +172,8 @@ def _fill(families: dict[str, Any], figures: Figures) -> None:
         families["memory"].add_metric([job.short], job.memory_bytes)
         families["busy"].add_metric([job.short], job.device_busy_s)
         families["steps"].add_metric([job.short], job.steps_done)
+        promises.fill_job(families, job.short, job.promise)
+    promises.fill_guard(families, figures.guard)
     for (priority, state), count in counts.items():
         families["jobs"].add_metric([priority, state], count)
     for priority in queued:

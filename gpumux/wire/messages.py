@@ -260,6 +260,14 @@ class JobProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class ExplainJob:
+    """Why the job is slow or held, in sentences -> Report. For whoever may change it."""
+
+    ref: int
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Application heartbeat: each end sends one when it has been silent for heartbeat_s."""
 
@@ -281,7 +289,7 @@ class Leaving:
 Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
-    | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile
+    | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -289,11 +297,11 @@ REGISTRY: dict[int, type[Any]] = {
     1: Hello, 2: Welcome, 3: Refusal, 4: OpenJob, 5: JobOpened, 6: LoadProgram, 7: ProgramLoaded, 8: Step,
     9: StepDone, 10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone,
     15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
-    23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile,
+    23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob,
 }  # fmt: skip
 
 # What a client may say; everything else from one is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
-     Heartbeat, Goodbye, ProfileJob}
+     Heartbeat, Goodbye, ProfileJob, ExplainJob}
 )  # fmt: skip

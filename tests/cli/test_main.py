@@ -183,6 +183,7 @@ def job(**changes):
         "job": "ab" * 16, "short": "j1", "name": "sweep", "uid": 1000, "priority": "low", "state": "open",
         "paused": False,
         "steps_done": 3, "steps_failed": 0, "queued": 1, "device_busy_s": 61.0, "memory_bytes": 2048,
+        "max_slowdown": 1.1, "promise": None,
     }  # fmt: skip
     return base | changes
 
@@ -218,6 +219,24 @@ def test_a_job_that_drains_and_is_paused_shows_both():
     assert "draining" not in rows[2]
 
 
+def test_the_table_says_what_was_promised_and_who_is_held():
+    kept = {"slowdown": 1.03, "slowdown_p99": 1.06, "kept": True, "steps_over": 0, "solo_step_s": 0.01}
+    rows = jobs.job_table(
+        [
+            job(priority="high", promise=kept),
+            job(priority="high", promise={**kept, "slowdown": 1.31, "kept": False}),
+            job(priority="high", promise={**kept, "slowdown": None, "kept": None}),
+            job(promise={"held": "ban", "too_long": None}),
+            job(promise={"held": "", "too_long": None}),
+        ]
+    ).splitlines()
+    assert rows[1].endswith("1.03 of 1.10")
+    assert rows[2].endswith("1.31 of 1.10 BROKEN")
+    assert rows[3].endswith("? of 1.10")
+    assert rows[4].endswith("held: ban")
+    assert rows[5].endswith("2.0 KiB")
+
+
 def test_quantities_read_naturally():
     assert [text.size(n) for n in (5, 1536, 3 << 30)] == ["5 B", "1.5 KiB", "3.0 GiB"]
     assert [text.duration(s) for s in (0.25, 90, 7260)] == ["0.2s", "1m30s", "2h01m"]
@@ -233,8 +252,14 @@ def test_status_in_words():
         "memory": {"total_bytes": 1 << 30, "free_bytes": 1 << 29, "shared_bytes": 0},
         "sessions": 0,
         "jobs": [],
+        "guard": None,
     }  # fmt: skip
     out = status.describe(body)
+    assert "guard" not in out
+    held = {"ban": 61.0, "gap": 0.001}
+    guard = {"bans": 2, "bans_total": 5, "probes_total": 1, "harvested_s": 90.0, "held_s": held}
+    told = status.describe({**body, "guard": guard})
+    assert "2 bans in force, 5 ever; low work ran for 1m30s beside high jobs, held: ban 1m01s\n" in told
     assert "metrics  off" in out
     assert "no jobs" in out
     assert "512.0 MiB free of 1.0 GiB" in out

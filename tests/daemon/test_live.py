@@ -129,6 +129,21 @@ def test_a_job_is_profiled_to_a_file_from_the_command_line(daemon, session, tmp_
     job.close()
 
 
+def test_a_job_is_explained_from_the_command_line(daemon, session, capsys):
+    job = LiveJob(session, samples.add_one(), name="to-explain")
+    job.run(floats(1, 2, 3, 4))
+    with Control(daemon.endpoint, SOON_S) as control:
+        control.change("pause", job.id)
+    command = ["jobs", "explain", "to-explain", "--endpoint", daemon.endpoint, "--timeout", str(SOON_S)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "to-explain" in said
+    assert "paused" in said
+    assert main([*command, "--story"]) == 0
+    assert "job paused" in capsys.readouterr().out
+    job.close()
+
+
 def test_a_paused_job_that_is_told_to_drain_answers_its_steps_and_ends(daemon, session):
     job = LiveJob(session, samples.add_one(), name="to-drain")
     with Control(daemon.endpoint, SOON_S) as control:

@@ -222,6 +222,18 @@ def test_who_may_profile(running, uid, allowed):
         assert (answer.ref, answer.code) == (31, "not_owner")
 
 
+@pytest.mark.parametrize(("uid", "allowed"), [(1000, True), (0, True), (1001, False)], ids=["owner", "root", "other"])
+def test_who_may_ask_for_an_explanation(running, uid, allowed):
+    running.connect("t", uid=uid)
+    answer = only(running.say("t", msg.ExplainJob(31, JOB)))
+    if allowed:
+        assert answer.body["job"] == JOB
+        assert answer.body["sentences"] == running.loop.core.explain(JOB)
+        assert answer.body["story"] == running.loop.core.story(JOB)[-60:]
+    else:
+        assert (answer.ref, answer.code) == (31, "not_owner")
+
+
 def test_a_profile_is_of_the_busiest_program_unless_one_is_named(running):
     running.load("s", JOB, samples.add_one(), 1)
     for index in (1, 2):

@@ -42,6 +42,7 @@ def requests():
         st.tuples(st.just(msg.CloseJob), st.tuples(jobs, st.booleans()), st.just([])),
         st.tuples(st.just(msg.JobStats), st.tuples(jobs), st.just([])),
         st.tuples(st.just(msg.GetStatus), st.tuples(), st.just([])),
+        st.tuples(st.just(msg.ExplainJob), st.tuples(jobs), st.just([])),
         st.tuples(st.just(msg.ProfileJob), st.tuples(jobs, st.none() | small), st.just([])),
     )  # fmt: skip
 

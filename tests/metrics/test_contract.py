@@ -9,6 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumux.metrics.collector import Figures, GaugeCollector, JobFigures
+from gpumux.metrics.promises import GuardFigures, PromiseFigures
 from gpumux.metrics.registry import Metrics
 from gpumux.model import DeviceInfo, StepTimes
 from gpumux.wire.messages import REGISTRY
@@ -49,15 +50,32 @@ FROZEN = {
     "gpumux_step_seconds": ("histogram", ("priority",)),
     "gpumux_steps_total": ("counter", ("priority",)),
     "gpumux_transfer_bytes_total": ("counter", ("direction",)),
+    "gpumux_ban_probes_total": ("counter", ()),
+    "gpumux_bans_active": ("gauge", ()),
+    "gpumux_bans_total": ("counter", ()),
+    "gpumux_harvested_device_seconds_total": ("counter", ()),
+    "gpumux_held_seconds_total": ("counter", ("reason",)),
+    "gpumux_job_baseline_samples": ("gauge", ("job",)),
+    "gpumux_job_estimate_samples": ("gauge", ("job",)),
+    "gpumux_job_host_wait_seconds_total": ("counter", ("job",)),
+    "gpumux_job_promise_kept": ("gauge", ("job",)),
+    "gpumux_job_slowdown_p99_ratio": ("gauge", ("job",)),
+    "gpumux_job_slowdown_ratio": ("gauge", ("job",)),
+    "gpumux_job_slowdown_target_ratio": ("gauge", ("job",)),
+    "gpumux_job_solo_step_seconds": ("gauge", ("job",)),
+    "gpumux_job_steps_over_target_total": ("counter", ("job",)),
     "gpumux_transfers_total": ("counter", ("direction",)),
 }
 
 DEVICE = DeviceInfo("cpu", "a CPU", 1 << 30, 2, 1, "2.13", {"low": 0.002})
 JOB = JobFigures("j1", "sweep", 1000, "low", "open", 2, 1, 4096, 1.5, 7)
+PROMISE = PromiseFigures(1.05, 1.02, 1.04, True, 3, 0.010, 24, 80, 0.5)
+HIGH = JobFigures("j2", "train", 1000, "high", "open", 2, 1, 4096, 1.5, 7, promise=PROMISE)
+GUARD = GuardFigures(2, 5, 1, 12.5, {"ban": 0.25, "gap": 0.0})
 
 
-def figures(*jobs):
-    return Figures(1.0, DEVICE, jobs, 1, 64, 1 << 30, 1 << 29, {"malformed": 3})
+def figures(*jobs, guard=GUARD):
+    return Figures(1.0, DEVICE, jobs, 1, 64, 1 << 30, 1 << 29, {"malformed": 3}, guard)
 
 
 def metrics_with(snapshot):
@@ -93,13 +111,13 @@ def documented():
 
 
 def test_the_live_registry_is_the_frozen_list():
-    metrics = metrics_with(figures(JOB))
+    metrics = metrics_with(figures(JOB, HIGH))
     touch_everything(metrics)
     assert exposed(metrics) == FROZEN
 
 
 def test_nothing_but_the_frozen_list_is_on_the_page():
-    metrics = metrics_with(figures(JOB))
+    metrics = metrics_with(figures(JOB, HIGH))
     touch_everything(metrics)
     text = generate_latest(metrics.registry).decode()
     assert "_created" not in text
@@ -162,3 +180,30 @@ def test_a_users_job_name_can_not_break_the_page():
     (line,) = [line for line in text.splitlines() if line.startswith("gpumux_job_info")]
     assert len(line) < 200
     assert "\x1b" not in line
+
+
+def test_promises_reach_the_page():
+    text = generate_latest(metrics_with(figures(JOB, HIGH)).registry).decode()
+    for line in (
+        'gpumux_job_slowdown_ratio{job="j2"} 1.02',
+        'gpumux_job_slowdown_target_ratio{job="j2"} 1.05',
+        'gpumux_job_promise_kept{job="j2"} 1.0',
+        'gpumux_job_steps_over_target_total{job="j2"} 3.0',
+        'gpumux_held_seconds_total{reason="ban"} 0.25',
+        'gpumux_held_seconds_total{reason="gap"} 0.0',
+        "gpumux_bans_total 5.0",
+        "gpumux_harvested_device_seconds_total 12.5",
+    ):
+        assert line in text.splitlines(), line
+
+
+def test_what_was_not_measured_has_no_series():
+    unknown = PromiseFigures(1.05, None, None, True, 0, None, 0, 0, 0.0)
+    fresh = JobFigures("j3", "new", 1, "high", "open", 0, 0, 0, 0.0, 0, promise=unknown)
+    text = generate_latest(metrics_with(figures(fresh, guard=None)).registry).decode()
+    assert "gpumux_job_slowdown_ratio{" not in text
+    assert "gpumux_job_promise_kept{" not in text
+    assert 'gpumux_job_slowdown_target_ratio{job="j3"} 1.05' in text
+    assert "gpumux_bans_active " not in text.replace("# HELP gpumux_bans_active ", "").replace(
+        "# TYPE gpumux_bans_active ", ""
+    )
