@@ -8,6 +8,7 @@ graphs; the last row's low job is counted in images over what the 16-image one d
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,8 @@ from gpumux.model import Priority
 from gpumux.program.profile import StepProfile
 from gpumux.simulate import analytic, shipped
 from gpumux.simulate.run import simulate, solo
-from gpumux.simulate.workload import Workload, from_profile
-from microbench import charts, common, deeppool
+from gpumux.simulate.workload import Workload, cut_workload, from_profile
+from microbench import charts, common, deeppool, oracle
 
 GPUS = 8
 HIGH_BATCH, LOW_BATCH, SMALL_BATCH = 4, 16, 4
@@ -37,7 +38,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One bar. `solo_s` is the high job's step time alone in this row's way; throughputs are over alone with graphs."""
+    """One bar. Throughputs are over the same job's alone, with graphs."""
 
     label: str
     high: float
@@ -48,6 +49,9 @@ class Row:
     @property
     def total(self) -> float:
         return self.high + self.low
+
+    def figures(self) -> dict[str, Any]:
+        return vars(self) | {"total": self.total}
 
 
 @dataclass(frozen=True)
@@ -68,44 +72,50 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--max-slowdown", type=float, default=1.05, help="what the high job is promised")
     arguments.add_argument("--steps", type=int, default=400, help="high steps of each row, after the warm-up")
     arguments.add_argument("--warmup", type=int, default=200, help="high steps of each row left out")
+    arguments.add_argument("--oracle", action="store_true", help="sim: also say what could be reached at best")
     arguments.add_argument("--repeats", type=int, default=3, help="cpu: turns alone and shared of each row")
     arguments.add_argument("--png", type=Path, metavar="FILE.png", help="draw the bars")
     args = arguments.parse_args(argv)
-    gains: list[dict[str, float]] = []
     try:
-        if args.device == "cuda":
-            raise ConfigError("there is no CUDA device yet", "use --device sim, or cpu")
-        if args.device == "cpu":
-            from microbench import ablation_cpu  # torch, and a daemon
-
-            rows, source = ablation_cpu.measure(args.steps, args.repeats, args.max_slowdown)
-        else:
-            jobs = make_jobs(preset(args.gpu_model), args.max_slowdown, args.profile, args.high)
-            rows, source = simulated(jobs, preset(args.gpu_model), args.steps, args.warmup), jobs.source
-            gains = graphs_gain(jobs.high, preset(args.gpu_model))
+        found = run(args)
     except ConfigError as error:
         print(f"{error.message}: {error.remedy}", file=sys.stderr)
         return 78
-    print(source)
-    print(show(rows))
-    found = targets(rows, args.max_slowdown) if args.device == "sim" else {}
-    for name, target in found.items():
+    rows = found["rows"]
+    print(found["source"])
+    print(show([*rows, *found["oracle"]]))
+    for name, target in found["targets"].items():
         print(f"{name}: {target['value']:.3f}, target {target['target']:.2f}, {'met' if target['met'] else 'MISSED'}")
-    if gains:
-        told = ", ".join(f"{gain['gain']:.2f} at {gain['call_s'] * 1e6:.0f} us" for gain in gains)
+    if found["graphs_gain"]:
+        told = ", ".join(f"{gain['gain']:.2f} at {gain['call_s'] * 1e6:.0f} us" for gain in found["graphs_gain"])
         print(f"graphs over single launches, by host time an operator: {told}")
-    result = {
-        "device": args.device,
-        "source": source,
-        "max_slowdown": args.max_slowdown,
-        "targets": found,
-        "graphs_gain": gains,
-    }
-    common.report("ablation", args.out, {**result, "rows": [vars(row) | {"total": row.total} for row in rows]})
+    plain = {key: [row.figures() for row in found[key]] for key in ("rows", "oracle")}
+    common.report("ablation", args.out, {"device": args.device, "max_slowdown": args.max_slowdown, **found, **plain})
     if args.png:
-        title = f"techniques one by one, {args.gpu_model if args.device == 'sim' else 'on'} {args.device}"
+        title = f"techniques one by one, on {args.gpu_model + ' ' if args.device == 'sim' else ''}{args.device}"
         charts.stacked_bars(args.png, title, [r.label for r in rows], [r.high for r in rows], [r.low for r in rows])
     return 0
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """source, rows, what an oracle reaches, targets, graphs_gain. Raises ConfigError for a device that is not there."""
+    if args.device == "cuda":
+        raise ConfigError("there is no CUDA device yet", "use --device sim, or cpu")
+    if args.device == "cpu":
+        from microbench import ablation_cpu  # torch, and a daemon
+
+        rows, source = ablation_cpu.measure(args.steps, args.repeats, args.max_slowdown)
+        return {"source": source, "rows": rows, "oracle": [], "targets": {}, "graphs_gain": []}
+    spec = preset(args.gpu_model)
+    jobs = make_jobs(spec, args.max_slowdown, args.profile, args.high)
+    rows = simulated(jobs, spec, args.steps, args.warmup)
+    return {
+        "source": jobs.source,
+        "rows": rows,
+        "oracle": best(jobs, spec) if args.oracle else [],
+        "targets": targets(rows, args.max_slowdown),
+        "graphs_gain": graphs_gain(jobs.high, spec),
+    }
 
 
 def make_jobs(spec: GpuSpec, max_slowdown: float, path: Path | None, high: str | None) -> Jobs:
@@ -165,6 +175,24 @@ def simulated(jobs: Jobs, spec: GpuSpec, steps: int, warmup: int) -> list[Row]:
         per_s = beside.relative_throughput * beside.solo.steps_per_s * images
         of_large = per_s / (solo(jobs.low, spec).steps_per_s * jobs.images[0])
         rows.append(Row(label, high.relative_throughput, of_large, high.mean_slowdown, high.p99_slowdown))
+    return rows
+
+
+def best(jobs: Jobs, spec: GpuSpec) -> list[Row]:
+    """What an oracle reaches under the high job's promise, with the larger and the smaller low job."""
+    rows = []
+    alone = solo(jobs.high, spec)
+    for label, low, images in (
+        ("oracle", jobs.low, jobs.images[0]),
+        ("oracle, smaller batch", jobs.small, jobs.images[1]),
+    ):
+        found = oracle.Search(jobs.high, low, spec).run().best
+        images_per_s = found.harvest / cut_workload(low, spec).step_s * images
+        # A slower step makes the whole period, pause included, longer by as much.
+        period_s = 1 / alone.steps_per_s
+        high = period_s / (period_s + (found.mean - 1) * alone.step_s)
+        of_large = images_per_s / (solo(jobs.low, spec).steps_per_s * jobs.images[0])
+        rows.append(Row(label, high, of_large, found.mean, found.p99))
     return rows
 
 
