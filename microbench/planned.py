@@ -98,7 +98,7 @@ class Planned:
     def snapshot(self) -> dict[str, Any]:
         return {"policy": "planned"}
 
-    def story(self, job: JobId, step: StepId | None = None) -> list[str]:
+    def explain(self, job: JobId) -> list[str]:
         return []
 
     # ---- what happened

@@ -170,6 +170,7 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
     add("--warmup", metavar="N", type=_count, default=200, help="steps of each high job left out (default 200)")
     add("--seed", metavar="N", type=int, default=0, help="of clients that submit at random moments")
     add("--max-slowdown", metavar="X", type=_slowdown, default=1.10, help="what high jobs are promised (default 1.10)")
+    add("--explain", action="store_true", help="also print why each job is slow or held, as the scheduler says it")
     add("--plot", metavar="FILE.png", help="draw slowdowns and a timeline (pip install gpumux[plot])")
     add("--profiles", action="store_true", help="list the profiles that come with gpumux")
     add("--show-device", action="store_true", help="list the simulated device's constants with their sources")

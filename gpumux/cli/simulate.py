@@ -62,9 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit_json({"results": [result.figures() for result in results], "notes": notes})
     else:
-        emit(
-            "\n\n".join([*map(describe, results), *([compare(results)] if len(results) > 1 else []), "\n".join(notes)])
-        )
+        told = [describe(result, explain=args.explain) for result in results]
+        emit("\n\n".join([*told, *([compare(results)] if len(results) > 1 else []), "\n".join(notes)]))
     if args.plot:
         from gpumux.simulate import plot
 
@@ -149,8 +148,8 @@ def _simulate(jobs: Sequence[Workload], spec: GpuSpec, policy: str, args: argpar
 # ---- what came of it
 
 
-def describe(result: Result) -> str:
-    """One run as people read it."""
+def describe(result: Result, *, explain: bool = False) -> str:
+    """One run as people read it; with `explain`, what the scheduler says of each job at the end."""
     header = ("JOB", "PRIORITY", "STEPS", "ALONE", "SLOWDOWN", "P99", "OVER", "THROUGHPUT")
     rows = [
         (
@@ -170,7 +169,11 @@ def describe(result: Result) -> str:
     if result.interrupted:
         head += " (interrupted: this is what is known)"
     total = f"throughput of all jobs, each over its own alone: {_figure(result.total_throughput)}"
-    return "\n".join([head, table(header, rows), total])
+    return "\n".join([head, table(header, rows), total, *(_explained(result) if explain else [])])
+
+
+def _explained(result: Result) -> list[str]:
+    return [f"  {sentence}" for told in result.explanations.values() for sentence in told]
 
 
 def compare(results: Sequence[Result]) -> str:

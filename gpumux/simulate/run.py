@@ -27,7 +27,7 @@ from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.pieces import TARGET_S, recut
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
-from gpumux.model import DeviceInfo, Footprint, JobId, JobSpec, LaunchId, Peer, SessionId, StepId
+from gpumux.model import DeviceInfo, Footprint, JobId, JobSpec, LaunchId, Peer, SessionId
 from gpumux.simulate.client import PROGRAM, Client
 from gpumux.simulate.result import JobResult, Result, Row, Solo, percentile
 from gpumux.simulate.workload import Workload, cut_workload
@@ -50,7 +50,7 @@ class Scheduler(Protocol):
 
     def snapshot(self) -> dict[str, Any]: ...
 
-    def story(self, job: JobId, step: StepId | None = None) -> list[str]: ...
+    def explain(self, job: JobId) -> list[str]: ...
 
 
 class Simulation:
@@ -259,7 +259,9 @@ class Simulation:
 
     def _accepted(self, c: cmd.AcceptJob) -> None:
         footprint = Footprint(1 << 20, 1 << 20, 1 << 10)
-        self.feed(ev.ProgramOffered(c.job, PROGRAM, footprint, self._by_id[c.job].workload.content_hash))
+        workload = self._by_id[c.job].workload
+        names = tuple([kernel.name for kernel in workload.kernels])
+        self.feed(ev.ProgramOffered(c.job, PROGRAM, footprint, workload.content_hash, names))
 
     def _load(self, c: cmd.AcceptProgram) -> None:
         pieces = self._by_id[c.job].cuts[0]
@@ -285,7 +287,7 @@ class Simulation:
                 job.work_s = client.work_s - client.work_before_s
                 job.device_s = client.device_s - client.device_before_s
             jobs.append(job)
-        told = {client.workload.name: self.core.story(client.id)[-10:] for client in self.clients}
+        told = {client.workload.name: self.core.explain(client.id) for client in self.clients}
         return Result(
             device=self.spec.name,
             policy=self.policy,

@@ -43,6 +43,16 @@ def test_a_pair_is_told_in_a_table_with_what_it_rests_on(measured: str, capsys: 
     )
 
 
+def test_the_scheduler_explains_itself_if_asked(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = ["--high", "transformer-b2:think=200us", "--low", measured, "--policy", "guarded", *FEW]
+    assert main(["simulate", *jobs]) == 0
+    assert "Job 'mine'" not in capsys.readouterr().out
+    assert main(["simulate", *jobs, "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "Job 'transformer-b2' (high)" in out
+    assert "Job 'mine' (low)" in out
+
+
 def test_all_policies_are_compared_and_drawn(measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "out.png"
     jobs = ["--high", "transformer-b2:rate=200", "--low", f"{measured}:weight=2,start=1ms"]
