@@ -13,23 +13,34 @@ from gpumux.errors import CaptureError
 
 
 def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, int | None, Any]]:
-    """(optimizer, group, key, position in a tuple or None, value) for every number of every group."""
+    """(optimizer, group, key, position in a tuple or None, value) for every number of every group. Numbers
+    are Python's own. Raises CaptureError for what behaves like neither a float nor an int."""
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
-                if key == "params" or isinstance(value, (bool, str)):
+                if key == "params":
                     continue
-                if isinstance(value, numpy.generic) and not isinstance(value, float):
-                    raise CaptureError(
-                        f"param_groups[{j}][{key!r}] is a numpy.{type(value).__name__}",
-                        "give it as a Python float or int",
-                    )
-                if isinstance(value, (int, float)) or _is_host_tensor(value):
-                    yield i, j, key, None, value
+                place = f"param_groups[{j}][{key!r}]"
+                if _is_number(value, place) or _is_host_tensor(value):
+                    yield i, j, key, None, _plain(value)
                 elif isinstance(value, (tuple, list)):
                     for k, item in enumerate(value):
-                        if isinstance(item, (int, float)) and not isinstance(item, bool):
-                            yield i, j, key, k, item
+                        if _is_number(item, f"{place}[{k}]"):
+                            yield i, j, key, k, _plain(item)
+
+
+def _is_number(value: Any, place: str) -> bool:
+    """numpy.float64 is a float, to Python too. Its other numbers are not: they round and overflow by rules
+    of their own."""
+    if isinstance(value, numpy.generic) and not isinstance(value, (float, str)):
+        kind = "bool" if isinstance(value, numpy.bool_) else "float or int"
+        raise CaptureError(f"{place} is a numpy.{type(value).__name__}", f"give it as a Python {kind}")
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """A number without what a subclass of float may add: what crosses the wire is a float."""
+    return float(value) if isinstance(value, float) else value
 
 
 def _is_host_tensor(value: Any) -> bool:
@@ -38,6 +49,10 @@ def _is_host_tensor(value: Any) -> bool:
 
 def hyper_name(i: int, j: int, key: str, k: int | None) -> str:
     return f"o{i}.g{j}.{key}" if k is None else f"o{i}.g{j}.{key}.{k}"
+
+
+def _read(value: Any, place: str) -> Any:
+    return _plain(value) if _is_number(value, place) else value
 
 
 class HyperReader:
@@ -54,5 +69,8 @@ class HyperReader:
             value = optimizer.param_groups[j][key]  # asked anew: load_state_dict makes new groups
             if k is not None:
                 value = value[k]
-            out[name] = value.item() if isinstance(value, torch.Tensor) else value
+            kind = type(value)
+            if kind is not float and kind is not int:
+                value = value.item() if isinstance(value, torch.Tensor) else _read(value, f"param_groups[{j}][{key!r}]")
+            out[name] = value
         return out

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpumux import client, errors
 from tests.client.parity import Work, batches, check, simple_loop
 
 
@@ -105,3 +107,52 @@ def test_a_tensor_learning_rate_is_followed(endpoint: str) -> None:
         return w
 
     check(make, endpoint)
+
+
+def test_learning_rates_by_hand_with_numpy(endpoint: str) -> None:
+    """numpy's functions give numpy.float64, which is a float but not the wire's."""
+
+    def make() -> Work:
+        w = work(lambda p: optim.Adam(p, lr=numpy.float64(0.01), betas=(numpy.float64(0.9), numpy.float64(0.99))))
+        data, group = batches((8, 12)), w.optimizers[0].param_groups[0]
+        turns = iter(range(20))
+
+        def cosine() -> None:
+            group["lr"] = 0.01 * (1 + numpy.cos(next(turns) / 10)) / 2
+
+        w.loop = simple_loop(data, 20, cosine)
+        return w
+
+    check(make, endpoint)
+
+
+@pytest.mark.parametrize(
+    ("group", "place"),
+    [
+        ({"lr": numpy.float32(0.1)}, r"\['lr'\] is a numpy.float32.*Python float"),
+        ({"lr": numpy.int64(1)}, r"\['lr'\] is a numpy.int64"),
+        ({"betas": (0.9, numpy.float32(0.99))}, r"\['betas'\]\[1\] is a numpy.float32"),
+        ({"amsgrad": numpy.bool_(True)}, r"\['amsgrad'\] is a numpy.bool.*Python bool"),
+    ],
+    ids=["float32", "int64", "in a tuple", "bool"],
+)
+def test_numpys_other_numbers_are_named(group: dict[str, Any], place: str, endpoint: str) -> None:
+    """They round and overflow in ways of their own."""
+    w = work(lambda p: optim.Adam(p, lr=0.01))
+    w.optimizers[0].param_groups[0].update(group)
+    (step, example), *_ = w.functions
+    with pytest.raises(errors.CaptureError, match=place):
+        client.submit(step, example=example, model=w.models[0], optimizer=w.optimizers[0], endpoint=endpoint)
+
+
+def test_a_number_that_becomes_numpys_own_is_named(endpoint: str) -> None:
+    w = work(lambda p: optim.SGD(p, lr=0.01))
+    (step, example), *_ = w.functions
+    with client.submit(step, example=example, model=w.models[0], optimizer=w.optimizers[0], endpoint=endpoint) as job:
+        job.step(*example)
+        w.optimizers[0].param_groups[0]["lr"] = numpy.float32(0.1)
+        with pytest.raises(errors.CaptureError, match="numpy.float32"):
+            job.step(*example)
+        w.optimizers[0].param_groups[0]["lr"] = 0.1
+        job.step(*example).result()
+        job.sync()
