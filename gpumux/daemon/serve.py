@@ -115,7 +115,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
     raise_file_limit()
     keep_crashes(config, stack)
     texts = config.endpoint or (endpoints.default_endpoint(config.gpu),)
-    router = Router(texts, runtime_dir(texts, config.gpu), wire_limits(config), curve_keys(config))
+    router = Router(texts, endpoints.runtime_dir(config.gpu), wire_limits(config), curve_keys(config))
 
     def leave() -> None:
         router.close(stop.reason or "the daemon failed; see its log")
@@ -192,15 +192,6 @@ def raise_file_limit() -> None:
     """Descriptors are what a daemon has most of; the usual soft limit of 1024 is about 80 jobs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def runtime_dir(texts: tuple[str, ...], gpu: int) -> Path:
-    """Where the side channel lives: beside the first ipc endpoint, or in the default place."""
-    for text in texts:
-        path = endpoints.parse(text).path
-        if path is not None:
-            return path.parent
-    return endpoints.runtime_dir(gpu)
 
 
 def wire_limits(config: Config) -> Limits:

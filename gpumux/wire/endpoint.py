@@ -22,6 +22,7 @@ from gpumux.errors import ConfigError
 
 MAX_PATH_BYTES = 107  # sockaddr_un.sun_path less its closing zero
 SOCKET_NAME = "gpumux.sock"
+SIDE_SUFFIX = ".side"  # of the side channel's socket, so that several daemons can share a directory
 SYSTEM_RUNTIME = Path("/run")
 ENVIRONMENT = "GPUMUX_ENDPOINT"
 
@@ -60,18 +61,21 @@ def _ipc_path(text: str) -> Path:
             f"{text!r} names no socket file",
             "write ipc:// and an absolute path; abstract sockets (ipc://@name) can't be protected by file modes",
         )
-    check_path_length(name)
+    size, most = len(os.fsencode(name)), MAX_PATH_BYTES - len(SIDE_SUFFIX)
+    if size > most:
+        raise ConfigError(
+            f"the socket path {name!r} is {size} bytes long, {most} at most are possible (its side channel adds "
+            f"{SIDE_SUFFIX!r}, and the system ends at {MAX_PATH_BYTES})",
+            "choose a shorter directory with --endpoint or GPUMUX_ENDPOINT",
+        )
     return Path(name)
 
 
-def check_path_length(path: Path | str) -> None:
-    """Raises ConfigError when the kernel could not hold `path` as a socket address."""
-    size = len(os.fsencode(path))
-    if size > MAX_PATH_BYTES:
-        raise ConfigError(
-            f"the socket path {str(path)!r} is {size} bytes long, {MAX_PATH_BYTES} at most are possible",
-            "choose a shorter directory with --endpoint or GPUMUX_ENDPOINT",
-        )
+def side_channel(endpoints: Sequence[Endpoint], runtime_dir: Path) -> Path:
+    """The socket of a daemon's side channel: named after its first ipc endpoint, or, where it has none, after
+    the default one in `runtime_dir`."""
+    first = next((e.path for e in endpoints if e.path is not None), runtime_dir / SOCKET_NAME)
+    return first.with_name(first.name + SIDE_SUFFIX)
 
 
 def runtime_dir(gpu: int = 0, environ: Mapping[str, str] | None = None) -> Path:

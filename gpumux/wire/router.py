@@ -53,7 +53,8 @@ _SIDE_EVERY = 8  # busy passes between looks at the side channel, where nothing 
 
 
 class Router:
-    """Binds `endpoints` (texts) and a side channel in `runtime_dir`. Raises ConfigError for what
+    """Binds `endpoints` (texts) and a side channel beside the first ipc one (`runtime_dir`: where it
+    goes when all are tcp). Raises ConfigError for what
     can't be bound and EndpointBusy where another daemon serves.
 
     `device` is what Welcome tells clients about the device (model.DeviceInfo as a map); set it

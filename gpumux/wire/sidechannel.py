@@ -28,7 +28,6 @@ from pathlib import Path
 
 from gpumux.errors import ConfigError
 from gpumux.model import SessionId
-from gpumux.wire.endpoint import check_path_length
 
 NONCE_BYTES = 32
 HEADER = struct.Struct("!QQ")  # segment id, bytes
@@ -63,16 +62,17 @@ class SideChannel:
     called when a session's client has connected; False: the session can't go on."""
 
     def __init__(self, path: Path, introduced: Callable[[SessionId], bool] = lambda session: True) -> None:
-        check_path_length(path)
         self.path = path
         self._introduced = introduced
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind(str(path))
             self._listener.listen(MAX_PENDING)
-        except OSError as error:
+        except OSError as error:  # str(error): a path that is too long has no errno
             self._listener.close()
-            raise ConfigError(f"can't listen on {path}: {error.strerror}", "choose another --endpoint") from error
+            raise ConfigError(
+                f"can't listen on {path}: {error.strerror or error}", "choose another --endpoint"
+            ) from error
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)

@@ -10,7 +10,7 @@ import zmq
 
 from gpumux.model import SessionId
 from gpumux.wire.curve import ServerCurve
-from gpumux.wire.endpoint import check_distinct, ensure_runtime_dir, parse
+from gpumux.wire.endpoint import check_distinct, ensure_runtime_dir, parse, side_channel
 from gpumux.wire.gatekeeper import Gatekeeper
 from gpumux.wire.lanes import Lanes
 from gpumux.wire.limits import Limits
@@ -18,7 +18,6 @@ from gpumux.wire.listening import Listening
 from gpumux.wire.lock import EndpointLock, remove_stale
 from gpumux.wire.sidechannel import SideChannel
 
-SIDE_CHANNEL_NAME = "side.sock"
 Route = tuple[int, bytes]  # which listening socket, routing id
 _POLLIN = int(zmq.POLLIN)
 
@@ -41,7 +40,7 @@ class Sockets:
         self.touched = True  # a ZeroMQ socket was used since `unread` said no
         self._side_lock: EndpointLock | None = None
         parsed = [parse(text) for text in endpoints]
-        path = runtime_dir / SIDE_CHANNEL_NAME
+        path = side_channel(parsed, runtime_dir)
         check_distinct(parsed, path)
         self.lanes = Lanes(limits.max_control_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -50,7 +49,7 @@ class Sockets:
                 self.gatekeeper = Gatekeeper(self._context, curve.clients)
             for endpoint in parsed:
                 self.listening.append(Listening(self._context, endpoint, limits, curve))
-            ensure_runtime_dir(runtime_dir)
+            ensure_runtime_dir(path.parent)
             self._side_lock = EndpointLock(path)
             remove_stale(path)
             self.side = SideChannel(path, introduced)

@@ -146,7 +146,7 @@ def test_a_timeout_is_a_number_of_seconds(seconds, capsys):
         assert "seconds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("twice", [["g.sock", "g.sock"], ["side.sock"]])
+@pytest.mark.parametrize("twice", [["g.sock", "g.sock"], ["g.sock", "g.sock.side"]])
 def test_an_endpoint_that_is_taken_by_the_daemon_itself_is_a_wrong_configuration(runtime_dir, twice):
     flags = [flag for name in twice for flag in ("--endpoint", f"ipc://{runtime_dir}/{name}")]
     done = subprocess.run(

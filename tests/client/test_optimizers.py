@@ -151,7 +151,7 @@ def test_a_number_that_becomes_numpys_own_is_named(endpoint: str) -> None:
     with client.submit(step, example=example, model=w.models[0], optimizer=w.optimizers[0], endpoint=endpoint) as job:
         job.step(*example)
         w.optimizers[0].param_groups[0]["lr"] = numpy.float32(0.1)
-        with pytest.raises(errors.CaptureError, match="numpy.float32"):
+        with pytest.raises(errors.CaptureError, match=r"numpy\.float32"):
             job.step(*example)
         w.optimizers[0].param_groups[0]["lr"] = 0.1
         job.step(*example).result()

@@ -45,13 +45,26 @@ def test_a_client_takes_one_of_a_daemons_endpoints(several: str, taken: str):
         ["ipc:///r/g.sock", "ipc:///r/g.sock"],
         ["ipc:///r/g.sock", "ipc:///r/../r//g.sock"],
         ["tcp://h:1", "tcp://h:1"],
-        ["ipc:///r/side.sock"],
+        ["ipc:///r/g.sock", "ipc:///r/g.sock.side"],
     ],
 )
 def test_a_daemon_listens_at_different_places(texts: list[str]):
     with pytest.raises(ConfigError, match="every --endpoint once"):
-        endpoint.check_distinct([endpoint.parse(text) for text in texts], Path("/r/side.sock"))
-    endpoint.check_distinct([endpoint.parse(t) for t in ("tcp://*:*", "tcp://*:*")], Path("/r/side.sock"))
+        check_distinct(texts)
+    check_distinct(["tcp://*:*", "tcp://*:*"])
+
+
+def check_distinct(texts: list[str]) -> None:
+    endpoints = [endpoint.parse(text) for text in texts]
+    endpoint.check_distinct(endpoints, endpoint.side_channel(endpoints, Path("/run")))
+
+
+def test_the_side_channel_is_named_after_the_first_socket():
+    def name(*texts: str) -> str:
+        return str(endpoint.side_channel([endpoint.parse(text) for text in texts], Path("/run")))
+
+    assert name("tcp://h:1", "ipc:///r/a.sock", "ipc:///r/b.sock") == "/r/a.sock.side"
+    assert name("tcp://h:1") == "/run/gpumux.sock.side"
 
 
 @pytest.mark.parametrize(
@@ -72,9 +85,9 @@ def test_bad_endpoints(text: str):
 
 
 def test_the_longest_path():
-    endpoint.parse("ipc:///" + "x" * 106)
-    with pytest.raises(ConfigError, match="108 bytes long, 107"):
-        endpoint.parse("ipc:///" + "x" * 107)
+    endpoint.parse("ipc:///" + "x" * 101)
+    with pytest.raises(ConfigError, match="103 bytes long, 102"):
+        endpoint.parse("ipc:///" + "x" * 102)
     with pytest.raises(ConfigError, match="bytes long"):
         endpoint.parse("ipc:///" + "é" * 54)
 

@@ -322,8 +322,20 @@ def test_a_message_that_does_not_fit_the_protocol_is_our_error(world, make_clien
 def test_one_daemon_an_endpoint(world, runtime_dir: Path):
     with pytest.raises(EndpointBusy, match=str(os.getpid())):
         Router([f"ipc://{runtime_dir}/g.sock"], runtime_dir)
-    with pytest.raises(EndpointBusy):  # another socket, the same directory
-        Router([f"ipc://{runtime_dir}/h.sock"], runtime_dir)
+
+
+def test_several_daemons_share_a_directory(world, make_client, runtime_dir: Path):
+    """Each has a side channel of its own: a client's nonce would mean nothing to the other one."""
+    router = Router([f"ipc://{runtime_dir}/h.sock"], runtime_dir)
+    other = World(router)
+    try:
+        assert world.router.side.path == runtime_dir / "g.sock.side"
+        assert router.side.path == runtime_dir / "h.sock.side"
+        for each in (world, other, world):
+            assert isinstance(each.open(make_client(each)), Opened)
+        assert (world.router.session_count, router.session_count) == (2, 1)
+    finally:
+        router.close()
 
 
 @pytest.mark.leaves_runtime_files
