@@ -109,7 +109,20 @@ class Pair:
     """One low program beside one high program. `rates`, `uppers` and `banned` are the cells' figures in the
     form the look-ahead walks through."""
 
-    __slots__ = ("banned", "cells", "key", "known", "launches", "lows", "rate", "rates", "speed", "spots", "uppers")
+    __slots__ = (
+        "banned",
+        "cells",
+        "fed",
+        "key",
+        "known",
+        "launches",
+        "lows",
+        "rate",
+        "rates",
+        "speed",
+        "spots",
+        "uppers",
+    )
 
     def __init__(self, key: PairKey, pieces: int) -> None:
         self.key = key
@@ -123,6 +136,7 @@ class Pair:
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.speed = key.share  # solo seconds of low work done in a second beside this program
         self.known = 0  # cells that have a sample
+        self.fed = 0  # the high job's step in which the low program was last launched, on whatever share
 
     def add(self, piece: int, rate: float, weight: float) -> None:
         cell = self.cells[piece]

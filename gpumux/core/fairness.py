@@ -78,21 +78,14 @@ class ReadyQueue:
 
     def candidates(self, most: int) -> list[Job]:
         """The ready jobs whose turn comes first, at most `most`, in order. Changes nothing that counts."""
-        first = self.first()  # drops what is outdated from the top
-        if self.size <= 1:
-            return [] if first is None else [first]
-        heap = self._heap
-        found: list[Entry] = []
-        frontier = [(heap[0], 0)]
-        # The smallest entries of a heap without taking it apart: a parent comes before its children.
-        while frontier and len(found) < most:
-            entry, at = heappop(frontier)
-            if entry[2].entry is entry:
-                found.append((self.key(entry[2]), entry[1], entry[2]))
-            for child in (2 * at + 1, 2 * at + 2):
-                if child < len(heap):
-                    heappush(frontier, (heap[child], child))
-        return [job for _, _, job in sorted(found)]
+        found: list[Job] = []
+        taken: list[Entry] = []
+        while len(found) < most and (job := self.first()) is not None:
+            found.append(job)
+            taken.append(heappop(self._heap))  # the one `first` left on top
+        for entry in taken:
+            heappush(self._heap, entry)
+        return found
 
     def charge(self, job: Job, predicted: float) -> None:
         """A piece of `predicted` seconds was launched."""

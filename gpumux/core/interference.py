@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from gpumux.core.bans import PROBE_EVERY, Ban
 from gpumux.core.board import Board, PairKey
-from gpumux.core.estimates import CREDIBLE, GAP, Pair, Spot
+from gpumux.core.estimates import CREDIBLE, FLOOR_S, GAP, Pair, Spot
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.queue import Job
 from gpumux.core.record import KNOWN, LEAST_SPEED, Answer, Record
 from gpumux.core.scene import Idle, Running, Scene
-from gpumux.core.track import Track
+from gpumux.core.track import LEARNING_STEPS, Track
 from gpumux.model import Priority
 
 _LOW = Priority.LOW
@@ -28,12 +28,12 @@ _LOW = Priority.LOW
 STRETCH = 1.05  # of a low piece's predicted time: where it is taken to end
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
 SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
-LEARNING_STEPS = 200  # in which what is not known is tried as long as there is credit
 HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
 STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
 STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
+LEAST_PRICE = 2.0  # low seconds for a high second, where a smaller share would do
 SHORTEST_WAIT_S = 100e-6
-EVERYBODY = frozenset(("calibration",))  # reasons that have nothing to do with who asks
+EVERYBODY = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
 LONG = frozenset(("tail", "gap", "ban"))
 PINCHING = frozenset(("tail", "price", "budget"))
 
@@ -63,21 +63,30 @@ class Guard(Record):
         step = job.head_step()
         bounds = step.bounds if step.launched else step.program.bounds
         piece = Piece(step.program.key, bounds[step.launched], seconds)
-        # Between steps a smaller share would only last longer.
         answer = self._consider(piece, 1.0, scene, now)
-        if answer.hold is not None and scene.running and answer.hold.reason not in EVERYBODY:
-            for share in self.shares[1:]:
-                other = self._consider(piece, share, scene, now)
-                if other.hold is None:
-                    answer = other
-                    break
+        # Between steps a smaller share would only last longer.
+        if scene.running and len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
+            answer = self._best_share(piece, answer, scene, now)
         self.answers[job.id] = answer
         return 0.0 if answer.hold is not None else answer.share
+
+    def _best_share(self, piece: Piece, whole: Answer, scene: Scene, now: float) -> Answer:
+        """The share that gives most low work a second, what it costs taken off; `whole` is the answer for all of it."""
+        if whole.hold is not None and whole.hold.piece < 0 and whole.hold.reason in EVERYBODY:
+            return whole
+        best, most = whole, _worth(piece, whole, scene)
+        for share in self.shares[1:]:
+            other = self._consider(piece, share, scene, now)
+            worth = _worth(piece, other, scene)
+            if worth > most:
+                best, most = other, worth
+        return best
 
     def holds_all(self, job: Job) -> bool:
         """Whether what holds this job, just asked about, holds every low job."""
         answer = self.answers.get(job.id)
-        return answer is not None and answer.hold is not None and answer.hold.reason in EVERYBODY
+        hold = answer.hold if answer is not None else None
+        return hold is not None and hold.piece < 0 and hold.reason in EVERYBODY
 
     def _consider(self, piece: Piece, share: float, scene: Scene, now: float) -> Answer:
         key, seconds = PairKey(piece.program, share), piece.seconds
@@ -86,13 +95,18 @@ class Guard(Record):
             track = high.track
             if track.calibrating:
                 return _held("calibration", track, -1, None)
-            answer.beside.append(track)
             pair = high.model.pair(key)
-            lasts = seconds / (pair.speed if pair.speed > LEAST_SPEED else LEAST_SPEED)
+            answer.beside.append((track, high.model))
+            speed = pair.speed
+            if share < 1.0 and not pair.known:
+                speed = share * high.model.pair(PairKey(piece.program, 1.0)).speed
+            lasts = seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
             answer.seconds = max(answer.seconds, lasts)
             if pair.known < KNOWN:
-                if scene.low_out or track.pieces < track.explored + 2:
+                if track.pieces < track.explored + 2:
                     return _held("learning", track, high.at, None)
+                if scene.low_out:  # everybody waits, or there would always be somebody out
+                    return _held("learning", track, -1, None)
                 answer.exploring = track
             cost = self._cost(high, pair, piece.operator, scene.free_at, lasts, answer)
             refused, ban = self._refused(high, pair, piece, cost, scene)
@@ -140,7 +154,7 @@ class Guard(Record):
 
     def _refused(self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene) -> tuple[str, Ban | None]:
         track = high.track
-        if cost.banned >= 0 and track.steps - track.fed < STARVED:
+        if cost.banned >= 0 and track.steps - pair.fed < STARVED:
             return "ban", pair.cells[cost.banned].ban
         if cost.upper <= 0.0:
             return "", None
@@ -167,7 +181,7 @@ class Guard(Record):
             hopeless = alike.peak > HOPELESS * track.account.limit()
             if hopeless:
                 return False
-        return learning or track.steps - track.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
+        return learning or track.steps - pair.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
 
     def _between(
         self, idle: Idle, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
@@ -243,3 +257,11 @@ class Guard(Record):
 
 def _held(reason: str, track: Track, piece: int, ban: Ban | None) -> Answer:
     return Answer(hold=Hold(reason, track.job.id, piece, ban, inf))
+
+
+def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:
+    """Low seconds gained in a second of the launch; a high second is worth at least two low ones."""
+    if answer.hold is not None:
+        return -inf
+    price = max([LEAST_PRICE, *[high.track.account.price for high in scene.running]])
+    return (piece.seconds - price * answer.expected) / max(answer.seconds, SHORTEST_WAIT_S)

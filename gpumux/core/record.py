@@ -35,7 +35,7 @@ class Answer:
     expected: float = 0.0  # excess high seconds
     seconds: float = 0.0  # the launch is predicted to take
     spots: list[tuple[Pair, Spot]] = field(default_factory=list)
-    beside: list[Track] = field(default_factory=list)  # high jobs that run
+    beside: list[tuple[Track, HighModel]] = field(default_factory=list)  # high jobs that run
     probe: Ban | None = None
     probed: Track | None = None
     exploring: Track | None = None
@@ -98,8 +98,9 @@ class Record:
             return
         launch.expected = answer.expected
         launch.spots = answer.spots
-        for track in answer.beside:
-            track.fed = track.steps
+        for track, model in answer.beside:
+            for share in self.shares:
+                model.pair(PairKey(launch.key.low, share)).fed = track.steps
         if answer.exploring is not None:
             answer.exploring.explored = answer.exploring.pieces
             answer.exploring.explored_step = answer.exploring.steps

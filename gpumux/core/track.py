@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from gpumux.core.baseline import WANTED, Baseline
-from gpumux.core.controller import Account
+from gpumux.core.controller import TOKENS, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
 from gpumux.core.queue import Job
@@ -13,6 +13,7 @@ from gpumux.core.queue import Job
 FIRST_CLEAN = 3  # steps without low work a program begins with
 CLEAN_EVERY = 64  # steps after which another one is wanted
 TRIES = 4  # steps a calibration may take at most: low work still out spoils some
+LEARNING_STEPS = 200  # in which what is not known is tried as long as there is credit
 RECENT = 256  # steps whose slowdown is reported
 
 
@@ -29,7 +30,6 @@ class Track:
         "excess",
         "explored",
         "explored_step",
-        "fed",
         "from_idle",
         "gaps",
         "host_wait",
@@ -70,7 +70,6 @@ class Track:
         self.explored_step = -1  # `steps` when that was
         self.probed = -(1 << 30)  # `steps` when a ban was last probed
         self.lows: set[tuple[str, float]] = set()
-        self.fed = 0  # `steps` when low work was last launched beside it
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
         self.over = 0  # steps over the target
         self.ratios: deque[float] = deque(maxlen=RECENT)
@@ -108,6 +107,8 @@ class Track:
         excess = self.excess if self.beside or not model.step_known() else seconds - solo
         self.account.end(excess, self.shared, not self.tried)
         self.steps += 1
+        if self.steps == LEARNING_STEPS:
+            self.account.tokens = TOKENS
         self._calibrated(clean, baseline)
         if solo > 0.0 and (model.step_known() or self.beside):
             ratio = 1.0 + excess / solo

@@ -1,0 +1,192 @@
+"""The guard on the simulated GPU: what it finds out, what it holds back, and that it names the true cause.
+
+Virtual time, no randomness but seeded arrivals: every figure here is the same in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpumux.device.sim.kernel import Kernel
+from gpumux.device.sim.spec import A100, GpuSpec
+from gpumux.model import JobId, Priority
+from gpumux.simulate.run import Simulation
+from gpumux.simulate.workload import Workload, cut_workload
+
+WHOLE = replace(A100, shares=(1.0,))  # where a launch can't be confined
+SMALL = Kernel("small", 54, 100e-6, 1, 0)  # half of the multiprocessors: low work fits beside it
+REDUCE = Kernel("reduce", 24, 350e-6, 1, 0, 2.2)  # few multiprocessors, but it suffers from company
+LIGHT = Kernel("light", 40, 50e-6, 1, 0)  # fits beside SMALL and REDUCE
+
+
+def high(kernels: tuple[Kernel, ...], name: str = "high", **rest: float | int) -> Workload:
+    return Workload(name, Priority.HIGH, kernels, **{"max_slowdown": 1.05, **rest})  # type: ignore[arg-type]
+
+
+def low(kernels: tuple[Kernel, ...], name: str = "low", **rest: float | int) -> Workload:
+    return Workload(name, Priority.LOW, kernels, **rest)  # type: ignore[arg-type]
+
+
+def world(*workloads: Workload, spec: GpuSpec = WHOLE) -> Simulation:
+    return Simulation(workloads, spec, "guarded")
+
+
+def ident(simulation: Simulation, name: str) -> JobId:
+    return next(client.id for client in simulation.clients if client.workload.name == name)
+
+
+def bans(simulation: Simulation) -> list[dict[str, object]]:
+    return list(simulation.core.snapshot()["guard"]["bans"])
+
+
+def explained(simulation: Simulation, name: str) -> str:
+    return "\n".join(simulation.core.explain(ident(simulation, name)))
+
+
+def story(simulation: Simulation, name: str) -> str:
+    return "\n".join(simulation.core.story(ident(simulation, name)))
+
+
+SENSITIVE = (SMALL,) * 16 + (REDUCE,) * 2  # 4 pieces of small ones, then the all-reduces
+
+
+def test_a_sensitive_operator_is_banned_within_a_few_steps_and_nothing_else_is() -> None:
+    simulation = world(high(SENSITIVE), low((LIGHT,) * 24))
+    simulation.run(steps=20)
+    found = bans(simulation)
+    pieces = cut_workload(high(SENSITIVE), WHOLE)
+    reduces = [(a, b) for a, b in zip(pieces.bounds, pieces.bounds[1:], strict=False) if b > 16]
+    assert {tuple(ban["operators"]) for ban in found} == set(reduces)  # type: ignore[arg-type]
+    assert all(ban["ratio"] > 1.5 for ban in found)  # type: ignore[operator]
+    result = simulation.run(steps=400)
+    job = result.job("high")
+    late = job.step_seconds[100:]
+    assert sum(late) / len(late) <= 1.05 * job.solo.step_s
+    assert sorted(late)[int(0.99 * len(late))] <= 1.10 * job.solo.step_s
+    assert result.job("low").work_s > 0.3 * result.ended_at, "everywhere else low work runs"
+    assert "16" in explained(simulation, "low")
+    assert "Banned: job 'low' while operator" in explained(simulation, "high")
+    assert "held (ban): it would run into operator" in story(simulation, "low")
+
+
+def test_a_pair_that_stops_hurting_is_freed() -> None:
+    simulation = world(high(SENSITIVE), low((LIGHT,) * 24))
+    simulation.run(steps=100)
+    assert bans(simulation)
+    simulation.change("high", (SMALL,) * 16 + (REDUCE._replace(sensitivity=1.0),) * 2)
+    simulation.run(steps=700)
+    assert bans(simulation) == []
+    assert simulation.core.snapshot()["guard"]["probes_total"] > 0
+
+
+def test_what_does_not_hurt_is_not_held() -> None:
+    simulation = world(high((SMALL,) * 16), low((LIGHT,) * 24))
+    result = simulation.run(steps=400, warmup_steps=100)
+    assert result.job("high").mean_slowdown < 1.02
+    assert bans(simulation) == []
+    assert result.job("low").relative_throughput > 0.8
+    assert "not held" in explained(simulation, "low") or "policy" in explained(simulation, "low")
+
+
+def test_a_low_job_whose_pieces_are_too_long_is_told_so() -> None:
+    hog = Kernel("hog", 108, 2e-3, 1, 0)  # one kernel that holds every multiprocessor for two milliseconds
+    simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12), low((hog,)))
+    result = simulation.run(steps=500, warmup_steps=200)
+    assert result.job("high").p99_slowdown <= 1.10
+    told = explained(simulation, "low")
+    assert "too long: the next takes 2.0" in told
+    assert "microbatches" in told
+    (job,) = [j for j in simulation.core.snapshot()["jobs"] if j["name"] == "low"]
+    assert job["guard"]["too_long"]["piece_seconds"] == pytest.approx(2e-3, rel=0.01)
+    assert job["guard"]["too_long"]["fits_seconds"] < 1e-3
+    assert job["guard"]["held"]["high"] == ident(simulation, "high")
+
+
+def test_the_mean_is_spent_where_everything_costs_the_same() -> None:
+    full = Kernel("full", 108, 50e-6, 1, 0)
+    simulation = world(high((full,) * 40), low((Kernel("other", 108, 20e-6, 1, 0),) * 15))
+    result = simulation.run(steps=800, warmup_steps=200)
+    job = result.job("high")
+    assert 1.035 <= job.mean_slowdown <= 1.05, "zero-sum work: the credit is spent, and no more"
+    assert job.p99_slowdown <= 1.10
+    assert "budget" in story(simulation, "low") or "tail" in story(simulation, "low")
+
+
+def test_a_change_of_the_solo_time_is_noticed() -> None:
+    slower = tuple([kernel._replace(block_s=kernel.block_s * 1.4) for kernel in (SMALL,) * 16])
+    simulation = world(high((SMALL,) * 16), low((LIGHT,) * 24))
+    before = simulation.run(steps=150).job("low").work_s
+    simulation.change("high", slower)
+    after = simulation.run(steps=500)
+    (job,) = [j for j in simulation.core.snapshot()["jobs"] if j["name"] == "high"]
+    assert job["guard"]["solo_step_seconds"] == pytest.approx(1.4 * 16 * 100e-6, rel=0.05)
+    assert job["guard"]["slowdown"] <= 1.05
+    assert after.job("low").work_s > 2 * before, "it is not held for what is not its fault"
+
+
+def test_pieces_that_fit_into_the_gaps_run_there() -> None:
+    full = Kernel("full", 108, 100e-6, 1, 0)
+    simulation = world(high((full,) * 20, think_s=4e-3), low((Kernel("other", 108, 50e-6, 1, 0),) * 20))
+    result = simulation.run(steps=400, warmup_steps=100)
+    assert result.job("high").mean_slowdown <= 1.05
+    assert result.job("high").p99_slowdown <= 1.10
+    assert result.harvest > 0.5, "two thirds of the time the device is free"
+
+
+def test_an_idle_high_job_holds_nobody_back() -> None:
+    simulation = world(high((SMALL,) * 16, rate=2.0), low((LIGHT,) * 24))
+    result = simulation.run(seconds=2.0)
+    assert result.job("low").relative_throughput > 0.9
+
+
+def test_two_high_jobs_share_and_low_work_pays_for_neither_s_company() -> None:
+    one, two = high((SMALL,) * 16, "one"), high((SMALL._replace(blocks=40),) * 12, "two")
+    together = Simulation([one, two], WHOLE, "guarded").run(steps=300, warmup_steps=100)
+    beside = world(one, two, low((LIGHT._replace(blocks=14),) * 24)).run(steps=300, warmup_steps=100)
+    for name in ("one", "two"):
+        alone = sum(together.job(name).measured) / together.job(name).steps
+        shared = sum(beside.job(name).measured) / beside.job(name).steps
+        assert shared <= 1.05 * alone
+    assert beside.job("low").work_s > 0.2 * beside.window_s
+
+
+def test_ten_low_jobs_share_by_weight_while_one_of_them_is_banned() -> None:
+    harmful = tuple([Kernel("hog", 108, 250e-6, 1, 0)] * 8)
+    lows = [low((LIGHT._replace(name=f"light{i}"),) * 24, f"low{i}", weight=1.0 + i % 2) for i in range(9)]
+    simulation = world(high(SENSITIVE), *lows, low(harmful, "harmful"))
+    result = simulation.run(steps=1500, warmup_steps=500)
+    assert result.job("high").mean_slowdown <= 1.05
+    assert result.job("high").p99_slowdown <= 1.10
+    rates = {job.name: job.device_s / (1.0 + int(job.name[-1]) % 2) for job in result.jobs if job.name[-1].isdigit()}
+    assert max(rates.values()) <= 1.25 * min(rates.values()), "by weight, whoever is held"
+    assert result.job("low0").work_s > 0.0
+
+
+def test_a_recut_keeps_what_is_known() -> None:
+    simulation = world(high(SENSITIVE), low((LIGHT,) * 24))
+    simulation.run(steps=60)
+    before = bans(simulation)
+    assert before
+    simulation.recut("high", (0, 3, 8, 12, 16, 17, 18))
+    simulation.run(steps=64)
+    kept = {tuple(ban["operators"]) for ban in bans(simulation)}  # type: ignore[arg-type]
+    assert kept & {tuple(ban["operators"]) for ban in before}  # type: ignore[arg-type]
+    result = simulation.run(steps=400)
+    assert sum(result.job("high").step_seconds[150:]) / len(result.job("high").step_seconds[150:]) <= (
+        1.05 * result.job("high").solo.step_s
+    )
+
+
+def test_a_smaller_share_is_chosen_where_the_whole_device_costs_too_much() -> None:
+    # Half of the device is left free by the high job; a low kernel on all of it delays each of its kernels.
+    spread = Kernel("spread", 432, 120e-6, 1, 0)
+    simulation = Simulation([high((SMALL,) * 16), low((spread,) * 8)], A100, "guarded", timeline=True)
+    result = simulation.run(steps=600, warmup_steps=200)
+    assert result.job("high").mean_slowdown <= 1.05
+    assert result.job("high").p99_slowdown <= 1.10
+    shares = {row.share for row in result.timeline if row.job == "low"}
+    assert shares & {0.5, 0.25}
+    whole = world(high((SMALL,) * 16), low((spread,) * 8)).run(steps=600, warmup_steps=200)
+    assert result.harvest > whole.harvest
