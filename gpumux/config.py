@@ -62,7 +62,7 @@ class Config:
     endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")
     gpu_model: str = _setting("a100", "the GPU that --device sim simulates", choices=GPU_MODELS)
     profiles: tuple[str, ...] = _setting((), "files of `gpumux jobs profile` whose times a simulated GPU uses")
-    policy: str = _setting("paced", "who runs next", choices=POLICIES)
+    policy: str = _setting("guarded", "who runs next", choices=POLICIES)
     threads: int = _setting(0, "intra-op threads a piece on the CPU; 0 leaves it to the device", low=0, high=1024)
     low_nice: int = _setting(
         19, "niceness of low jobs' processes on the CPU, so that they give way to high ones; 0 for none", low=0, high=19

@@ -123,7 +123,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="|".join(config.DEVICES), help="what runs the work (default auto)")
     add("--gpu-model", metavar="|".join(config.GPU_MODELS), help="the GPU that --device sim simulates (default a100)")
     add("--endpoint", metavar="URL", action="append", help="ipc://PATH or tcp://HOST:PORT; may be given again")
-    add("--policy", metavar="|".join(config.POLICIES), help="who runs next (default paced)")
+    add("--policy", metavar="|".join(config.POLICIES), help="who runs next (default guarded)")
     add("--threads", metavar="N", help="intra-op threads a piece on the CPU")
     add("--metrics-host", metavar="ADDRESS", help="address of /metrics (default 127.0.0.1)")
     add("--metrics-port", metavar="N", help="port of /metrics (default 9402); 0 picks one, off serves none")

@@ -12,13 +12,14 @@ class CoreConfig:
     """Limits and windows of one daemon. Raises ConfigError when a value makes no sense.
 
     `memory_bytes` caps what jobs may take below the device's own size. The `*_launches` and
-    `*_window_s` fields are the paced policy's windows: outstanding launches and predicted seconds
-    of the high class, of the low class while a high job is active, and of the low class while none
-    is. A window in seconds that is None is twice its launches times the device's piece target:
-    pieces are cut at operators, so they miss the target by up to about that much.
+    `*_window_s` fields are windows: outstanding launches and predicted seconds of the high class, of
+    the low class while a high job is active, and of the low class while none is (`guarded` widens the
+    second up to the third where that costs nothing). A window in seconds that is None is twice its
+    launches times the device's piece target: pieces are cut at operators, so they miss the target by
+    up to about that much.
     """
 
-    policy: str = "paced"
+    policy: str = "guarded"
     max_jobs: int = 1024
     max_jobs_per_uid: int = 256
     max_inflight: int = 64

@@ -102,7 +102,7 @@ class Guard(Record):
                 speed = share * high.model.pair(PairKey(piece.program, 1.0)).speed
             lasts = seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
             answer.seconds = max(answer.seconds, lasts)
-            if pair.known < KNOWN:
+            if pair.known < KNOWN and pair.known < len(pair.cells):
                 if track.pieces < track.explored + 2:
                     return _held("learning", track, high.at, None)
                 if scene.low_out:  # everybody waits, or there would always be somebody out
@@ -124,7 +124,8 @@ class Guard(Record):
             if held is None:
                 continue
             track = idle.track
-            if held.reason == "calibration" or not self._may_try(track, *answer.spots[-1], None, now):
+            learning = held.reason == "gap" and track.steps < LEARNING_STEPS
+            if not learning or not self._may_try(track, *answer.spots[-1], None, now):
                 return Answer(hold=held)
             answer.probed = answer.exploring = track
         return answer
@@ -202,7 +203,7 @@ class Guard(Record):
         if answer.expected < cost:
             answer.expected = cost
         dear = chance > RARE and scene.pending + delay.upper > account.limit()
-        if not dear and chance * cost <= max(account.balance, 0.0) + account.credit:
+        if not dear and chance * cost <= account.balance + account.credit:
             return None
         return self._wait("gap", idle, piece, now)
 

@@ -289,12 +289,6 @@ class Record:
             self.width = max(self.width - 1, self.narrow)
         elif account.full:
             self.width = min(self.width + 1, self.wide)
-        self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
-        self.version = 0  # of what an answer depends on, but for the time
-        self._scene = Scene(Board("fair"), {}, {}, 0.0)  # for the version and time `_seen`
-        self._seen = (-1.0, 0)
-        self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
-        self._low_until = 0.0  # when the newest low launch should be over
         self._pinched = False
 
     def forgotten(self, job: Job) -> None:
