@@ -22,8 +22,8 @@ from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.path import Entry, LaunchPath
 from gpumux.device.sim.sms import Multiprocessors
 from gpumux.device.sim.spec import GpuSpec
-from gpumux.device.sim.stream import EPS, Stream
-from gpumux.device.sim.work import SM_UNITS, Workshop
+from gpumux.device.sim.stream import Stream
+from gpumux.device.sim.work import EPS, SM_UNITS, Workshop
 from gpumux.errors import ConfigError
 
 
@@ -168,7 +168,7 @@ class Gpu:
         if sms.running:
             for stream in sms.settle(now):
                 self._kernel_over(stream, now)
-        if not self._path.idle:
+        if self._path.holds:
             self._path.move(now)
         if self._waiting:
             self._begin_kernels(now)
@@ -181,7 +181,8 @@ class Gpu:
         waiting, sms = self._waiting, self._sms
         if self._solo is not None or (len(waiting) == 1 and not sms.running):
             return
-        ready = [stream for stream in waiting if stream.ready_at <= now + EPS]
+        now_too = now + EPS
+        ready = [stream for stream in waiting if stream.ready_at <= now_too]
         if len(ready) > 1:
             ready.sort(key=_job)  # some order, but always the same
         for stream in ready:
@@ -194,11 +195,12 @@ class Gpu:
         if not sms.running and self._solo is None and len(waiting) == 1:
             self._solo = waiting.pop()
             self._solo.go_solo()
-        at = self._path.next_at()
+        at = self._path.next_at
         if sms.running:
-            at = min(at, sms.next_at)
-        elif self._solo is not None:
-            at = min(at, self._solo.next_at)
+            if sms.next_at < at:
+                at = sms.next_at
+        elif self._solo is not None and self._solo.next_at < at:
+            at = self._solo.next_at
         for stream in waiting:
             if stream.ready_at < at:
                 at = stream.ready_at
@@ -221,7 +223,7 @@ class Gpu:
         if stream.entries:
             stream.begin_launch(now)
             self._waiting.append(stream)
-        if not self._path.idle:
+        if self._path.holds:
             self._path.move(now)
 
     def _accept(self, entry: Entry, now: float) -> bool:

@@ -46,14 +46,8 @@ class LaunchPath:
         self._free_at = 0.0  # when the host is done with all it was told before
         self._done_at = inf  # when it is done with the first of `_waiting`
         self.launching_s = 0.0  # host seconds spent so far
-
-    @property
-    def idle(self) -> bool:
-        return not self._waiting and not self._queue
-
-    def next_at(self) -> float:
-        """When an entry moves without any launch ending first."""
-        return self._done_at if len(self._queue) < self._length else inf
+        self.holds = False  # whether anything is on its way
+        self.next_at = inf  # when an entry moves without any launch ending first
 
     def submit(self, entry: Entry, now: float) -> None:
         """The host is told to launch `entry`."""
@@ -68,6 +62,7 @@ class LaunchPath:
                 return
             self._done_at = done
         self._waiting.append(entry)
+        self._look()
 
     def move(self, now: float) -> None:
         """Move what can move at `now`."""
@@ -76,6 +71,7 @@ class LaunchPath:
             while queue and self._accept(queue[0], now):
                 queue.popleft()
             if not waiting or self._done_at > now or len(queue) >= self._length:
+                self._look()
                 return
             entry = waiting.popleft()
             entry.arrived = max(now, self._done_at + self._transmit_s)
@@ -94,3 +90,8 @@ class LaunchPath:
         if at_it is not None and at_it.job == job:
             self._free_at = now
             self._done_at = now + self._waiting[0].cost if self._waiting else inf
+        self._look()
+
+    def _look(self) -> None:
+        self.holds = bool(self._waiting or self._queue)
+        self.next_at = self._done_at if len(self._queue) < self._length else inf

@@ -63,11 +63,14 @@ class Multiprocessors:
         settled."""
         resident = []
         for stream in self.running:
-            if stream.pending and self._room:
+            pending = stream.pending
+            if pending and self._room:
                 size = stream.shape.size
                 room = self._room if stream.work.cap == self._units else self._room_in_share(stream)
                 if room >= size:
-                    blocks = min(stream.pending, room // size)
+                    blocks = room // size
+                    if blocks > pending:
+                        blocks = pending
                     stream.start_blocks(blocks)
                     self._room -= blocks * size
             if stream.resident:
@@ -85,35 +88,37 @@ class Multiprocessors:
 
     def _pace(self, resident: list[Stream]) -> None:
         """Rates for the blocks that are resident now."""
+        bandwidth = self._bandwidth
         if len(resident) == 1:
             stream = resident[0]
             demand = stream.resident * stream.shape.demand
-            stream.rate = 1.0 if demand <= self._bandwidth else self._bandwidth / demand
+            stream.rate = 1.0 if demand <= bandwidth else bandwidth / demand
             return
         total = 0.0
         for stream in resident:
             shape = stream.shape
-            stream.rate = 1.0 / shape.sensitivity
-            total += stream.resident * shape.demand * stream.rate
-        if total > self._bandwidth:
+            stream.rate = shape.beside
+            total += stream.resident * shape.demand * shape.beside
+        if total > bandwidth:
             groups = [(s.resident * s.shape.demand * s.rate, s.shape.bound) for s in resident]
-            f = granted(groups, self._bandwidth)
+            f = granted(groups, bandwidth)
             for stream in resident:
                 stream.rate *= rate(stream.shape.bound, f)
 
     def _foresee(self) -> None:
         """When the next blocks end whose room another stream could take, or that end a kernel."""
-        self.next_at = inf
+        next_at = inf
         may_cycle = True
         for stream in self.running:
             if stream.resident:
                 at = stream.foresee(may_cycle)
-                if at < self.next_at:
-                    self.next_at = at
+                if at < next_at:
+                    next_at = at
             # One that waits for room takes whatever those after it leave, unless its own blocks fill its share.
             if may_cycle and stream.pending:
                 size, cap = stream.shape.size, stream.work.cap
                 may_cycle = cap < self._units and (stream.resident + 1) * size > cap
+        self.next_at = next_at
 
     def _insert(self, stream: Stream) -> None:
         at = len(self.running)

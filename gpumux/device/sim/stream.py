@@ -15,13 +15,7 @@ from collections import deque
 from math import ceil, inf
 
 from gpumux.device.sim.path import Entry
-from gpumux.device.sim.work import Shape, Work
-
-EPS = 1e-9  # seconds; what is nearer than this happens at the same time
-# Blocks that start within this part of their block time become one cohort, which ends at their mean time. Without
-# it the blocks of two jobs that share the device spread out until each ends by itself: 5 times the events, and
-# times that differ by less than 1 %.
-GRAIN = 0.1
+from gpumux.device.sim.work import EPS, Shape, Work
 
 
 class Stream:
@@ -71,10 +65,10 @@ class Stream:
 
     def start_blocks(self, blocks: int) -> None:
         """Start some of the pending ones, now (the stream is settled)."""
-        block_s = self.shape.block_s
-        v_end = self.v0 + block_s
+        shape = self.shape
+        v_end = self.v0 + shape.block_s
         cohorts = self.cohorts
-        if cohorts and v_end - cohorts[-1][0] < max(EPS, GRAIN * block_s):
+        if cohorts and v_end - cohorts[-1][0] < shape.grain_s:
             last = cohorts[-1]
             last[1] += blocks
             last[0] += (v_end - last[0]) * blocks / last[1]
@@ -95,7 +89,7 @@ class Stream:
         v += EPS
         if cohorts[0][0] > v:
             return 0
-        ended = 0
+        ended = int(cohorts.pop(0)[1])
         while cohorts and cohorts[0][0] <= v:
             ended += int(cohorts.pop(0)[1])
         self.resident -= ended

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.device.sim import stream
+from gpumux.device.sim import work
 from gpumux.device.sim.bandwidth import granted, rate
 from gpumux.device.sim.gpu import Finished, Gpu
 from gpumux.device.sim.kernel import Kernel, solo_seconds
@@ -77,7 +77,7 @@ def test_aggregated_waves_are_the_same_as_single_blocks(
     reference = Reference(spec, graphs, priorities)
     wanted = {d.launch: d for d in reference.run(asked)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "GRAIN", 0.0)
+        patch.setattr(work, "GRAIN", 0.0)
         gpu, done = engine(spec, asked, graphs, priorities)
     assert set(wanted) == {d.launch for d in done}
     for d in done:
@@ -195,7 +195,7 @@ def test_cohorts_that_share_an_end_change_times_by_little() -> None:
         asked = [Asked(0.0, n, "ab"[n], 1 - n, jobs[n]) for n in range(2)]
         rough = sorted(engine(A100, asked)[1])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stream, "GRAIN", 0.0)
+            patch.setattr(work, "GRAIN", 0.0)
             exact = sorted(engine(A100, asked)[1])
         off += [r.ended / e.ended - 1 for r, e in zip(rough, exact, strict=True)]
     assert max(map(abs, off)) < 0.03
