@@ -256,3 +256,55 @@ def test_every_constant_has_its_source() -> None:
             replace(spec, sources={name: text for name, text in spec.sources.items() if name != "call_s"})
     with pytest.raises(ConfigError, match="a100, h200"):
         preset("h100")
+
+
+# ---- two jobs that train side by side
+
+SMALL = tuple(compute(60, 30.0) for _ in range(4))  # a piece of the high job: room for two jobs in each wave
+LARGE = tuple(compute(300, 60.0) for _ in range(3))
+
+
+def steps_beside(*, priorities: bool, high_depth: int, low_depth: int) -> float:
+    """Seconds a piece of a high job takes from its launch to its end, on average, while a greedy low one keeps
+    `low_depth` launches outstanding. 0: it is alone."""
+    gpu = Gpu(A100, priorities=priorities)
+    launched: dict[int, tuple[str, float]] = {}
+
+    def launch(job: str) -> None:
+        number = len(launched)
+        launched[number] = (job, gpu.now)
+        gpu.launch(number, job, int(job == "high"), SMALL if job == "high" else LARGE, gpu.now)
+
+    for _ in range(low_depth):
+        launch("low")
+    for _ in range(high_depth):
+        launch("high")
+    waits: list[float] = []
+    while len(waits) < 40:
+        for done in gpu.advance_to_finish():
+            job, at = launched[done.launch]
+            if job == "high":
+                waits.append(gpu.now - at)
+            launch(job)
+    return sum(waits[8:]) / len(waits[8:]) / high_depth
+
+
+def test_a_naive_second_job_hurts_priorities_alone_give_little_back_and_pacing_most() -> None:
+    alone = steps_beside(priorities=True, high_depth=2, low_depth=0)
+    naive = steps_beside(priorities=False, high_depth=8, low_depth=16)
+    preferred = steps_beside(priorities=True, high_depth=8, low_depth=16)
+    paced = steps_beside(priorities=True, high_depth=2, low_depth=1)
+    assert naive > 1.5 * alone
+    assert preferred > naive - 0.5 * (naive - alone), "launches of both wait in one queue"
+    assert paced < naive - 0.7 * (naive - alone)
+
+
+def test_longer_low_blocks_hurt_a_short_high_kernel_more() -> None:
+    """Nothing is preempted: the figure of DeepPool's section 7.3, by one kernel of each."""
+    waited = []
+    for block_us in (10.0, 100.0, 1000.0):
+        gpu = Gpu(A100)
+        gpu.launch(1, "low", 0, (compute(108 * 50, block_us),), 0.0)
+        gpu.launch(2, "high", 1, (compute(108, 10.0),), 5.5 * block_us * US)
+        waited.append(seconds(run(gpu)[2]) / (10 * US))
+    assert waited[0] < 2.0 < 5.0 < waited[1] < 12.0 < 40.0 < waited[2]
