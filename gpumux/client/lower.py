@@ -17,11 +17,12 @@ import torch.utils._pytree as pytree
 from gpumux.client.fingerprint import Change
 from gpumux.client.host import Evaluator, Expr
 from gpumux.client.ledger import RawOp, RawStorage, Record
+from gpumux.client.numerics import numerics_now
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, path_name
 from gpumux.client.trace import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
 from gpumux.program.builder import contiguous_strides
-from gpumux.program.ir import ITEM_BYTES, Arg, Numerics, Op, Out, Program, ScalarRef, Storage, Tag, TensorRef, View
+from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, ScalarRef, Storage, Tag, TensorRef, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,6 @@ class Lowered:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "returns_leaf", self.result_spec.is_leaf())
-
-
-def numerics_now() -> Numerics:
-    """The process-wide settings the step was captured under."""
-    tiny = torch.tensor(1e-310, dtype=torch.float64)
-    return Numerics(
-        matmul_precision=torch.get_float32_matmul_precision(),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        flush_denormal=bool((tiny * 1.0).item() == 0.0),
-        mkldnn=bool(torch.backends.mkldnn.enabled),
-        default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
-    )
 
 
 def place_of(record: Record, view: int) -> Place | None:
@@ -150,7 +139,7 @@ def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = 
     program = Program(
         storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
         results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
-        numerics=numerics_now(), device=device,
+        numerics=numerics_now(device), device=device,
     )  # fmt: skip
     groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
     wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]

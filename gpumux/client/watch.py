@@ -6,7 +6,6 @@ Unchanged readings compare by identity, in C; only what differs is looked at clo
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 
+from gpumux.client.numerics import precisions
 from gpumux.errors import NotRepeatable
 
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
@@ -242,23 +242,20 @@ def _kind(value: Any) -> Any:
 
 def modes() -> Watch:
     """Torch's own settings that decide which operators run, asked below torch's Python functions: they
-    are read at every call. The one that torch makes anew for every answer is interned, so that
-    unchanged readings are identical."""
+    are read at every call."""
     c, mha = torch._C, torch.backends.mha
     grad, inference, autocast, dtype = (
         torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype
     )  # fmt: skip
-    precision, deterministic, default = (
-        c._get_float32_matmul_precision, c._get_deterministic_algorithms, torch.get_default_dtype
-    )  # fmt: skip
+    deterministic, default = c._get_deterministic_algorithms, torch.get_default_dtype
     mkldnn, flash, efficient, plain = (
         c._get_mkldnn_enabled, c._get_flash_sdp_enabled, c._get_mem_efficient_sdp_enabled, c._get_math_sdp_enabled
     )  # fmt: skip
 
     def read() -> Reading:
         return (
-            grad(), inference(), autocast("cpu"), dtype("cpu"), sys.intern(precision()), deterministic(), default(),
-            mkldnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled,
+            grad(), inference(), autocast("cpu"), dtype("cpu"), deterministic(), default(),
+            mkldnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled, *precisions(),
         )  # fmt: skip
 
     return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", lambda old: None)
