@@ -85,6 +85,12 @@ class Schedule(Generic[T]):
         if stream is not None:
             self._running[stream] = self._running.get(stream, 0) + change
 
+    def _takes_ahead(self, lane: Lane[T], stream: int) -> bool:
+        """Whether a launch of the stream may follow the piece that runs in its slot: one of another stream
+        has other pieces in its way."""
+        runs = lane.handed[0].stream if len(lane.handed) == 1 else None
+        return runs is not None and (runs == stream or not self._preempts)
+
     def open(self, job: JobId) -> None:
         self._lanes[job] = Lane()
 
@@ -149,7 +155,7 @@ class Schedule(Generic[T]):
             yield self._hand(job, lane)
         for job, lane in busy:
             stream = lane.next_stream  # None, too, when all it had has just been handed over
-            if stream is None or len(lane.handed) != 1 or not lane.runs_piece:
+            if stream is None or not self._takes_ahead(lane, stream):
                 continue
             if highest_left is None or stream > highest_left:
                 yield self._hand(job, lane)
@@ -160,7 +166,7 @@ class Schedule(Generic[T]):
             if lane.next_stream is not None and self._room(lane.next_stream) < 1:
                 return
             yield self._hand(job, lane)
-        if len(lane.handed) == 1 and lane.runs_piece and lane.next_stream is not None:
+        if lane.next_stream is not None and self._takes_ahead(lane, lane.next_stream):
             yield self._hand(job, lane)
 
     def _hand(self, job: JobId, lane: Lane[T]) -> tuple[JobId, T]:

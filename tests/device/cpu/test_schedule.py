@@ -138,6 +138,18 @@ def test_without_preemption_a_high_launch_waits_for_a_low_piece() -> None:
     assert not s.claim(B, "b1", 1)
 
 
+def test_with_preemption_a_low_launch_does_not_follow_its_jobs_high_piece_past_the_slots() -> None:
+    s: Schedule[str] = Schedule(1, preempts=True)
+    s.open(A)
+    s.open(B)
+    for job, what, stream in ((A, "a1", 0), (B, "b1", 1), (B, "b2", 0)):
+        s.submit(job, what, stream)
+    assert handed(s) == ["b1"]
+    s.done(B)
+    assert handed(s) == ["a1"]
+    assert handed(s) == []
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), st.sampled_from([A, B, C]), st.sampled_from([None, 0, 0, 1])),
     st.tuples(st.just("done"), st.sampled_from([A, B, C]), st.none()),
