@@ -45,7 +45,9 @@ class Recorder(TorchDispatchMode):
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
+        self.fake_mode = FakeTensorMode(
+            allow_non_fake_inputs=False, allow_fallback_kernels=False
+        )  # like the daemon's check
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
         self._lookup = lookup
         self._mkldnn = torch.backends.mkldnn.enabled

@@ -24,17 +24,49 @@ _LIKE: dict[Any, int] = {
     aten.binomial.default: 0,
 }
 
+# Fused optimizers without any shape rule: they return nothing, and change their lists in place.
+_FUSED = frozenset(
+    (
+        aten._fused_sgd_.default,
+        aten._fused_sgd_.tensor_lr,
+        aten._fused_adagrad_.default,
+        aten._fused_adagrad_.tensor_lr,
+    )
+)
+
 
 def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
     """`func(*args, **kwargs)` under the FakeTensorMode that is active."""
     if func in _LIKE:
         return torch.empty_like(args[_LIKE[func]])
+    if func in _FUSED:
+        return _same_lists(func, args)
     out = func(*args, **kwargs)
     if device == "cpu" and func in _STATISTICS:
         return _statistics(args[0], args[_STATISTICS[func]], out)
     if device == "cpu" and func is aten.native_group_norm_backward.default and out[0] is not None:
         return torch.empty_like(out[0], dtype=args[1].dtype), out[1], out[2]
     return out
+
+
+def _same_lists(func: Any, args: tuple[Any, ...]) -> None:
+    """The kernels walk all lists by the length of the first, and each tensor by the size of its parameter."""
+    params, *others = args
+    if func.overloadpacket is aten._fused_sgd_ and not others[-1]:
+        others.pop()  # no momentum
+    for at, items in enumerate(others):
+        counts = func.overloadpacket is aten._fused_adagrad_ and at == 2
+        if len(items) != len(params):
+            raise ValueError(f"{func} takes lists of equal length, not of {len(params)} and {len(items)}")
+        for param, other in zip(params, items, strict=True):
+            if counts and other.numel() != 1:
+                raise ValueError(f"{func} takes step counts of one element, not of shape {tuple(other.shape)}")
+            if not counts and _form(param) != _form(other):
+                raise ValueError(f"{func} takes tensors alike, not {_form(param)} and {_form(other)}")
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 # Normalizations that return (result, mean, inverse deviation), with the position of their weight.

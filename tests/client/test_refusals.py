@@ -405,3 +405,17 @@ def test_a_new_parameter_group_after_submit_is_no_secret(endpoint: str) -> None:
         job.step(X, Y).result()
         assert len(job._remote.programs) > before, "the group is part of the step from now on"
         job.sync()
+
+
+def test_an_operator_without_a_shape_rule_is_named_at_capture(endpoint: str) -> None:
+    """torch would run its real kernel to see what comes out; the daemon's check never does."""
+    weight = nn.Parameter(torch.ones(6))
+    given = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            out = torch.ops.aten._fused_sgd([weight], [x[0]], [], **given, is_first_step=False)  # this one
+        return out[0][0]
+
+    error = refusal(step, endpoint, errors.UnsupportedOperator, model=nn.ParameterList([weight]))
+    assert line_of(step, "this one") in error.message

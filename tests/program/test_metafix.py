@@ -60,3 +60,33 @@ def test_fake_and_real_agree(name, func, args):
         fakes = tuple(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)
         fake = fake_call(func, fakes, {}, "cpu")
     assert seen(fake) == seen(real)
+
+
+SGD = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+ADAGRAD = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+
+
+def test_fused_optimizers_have_a_rule():
+    sgd, adagrad = aten._fused_sgd_.default, aten._fused_adagrad_.default
+    with FakeTensorMode(allow_fallback_kernels=False):
+        two = [ones(3), ones(2, 2)]
+        assert fake_call(sgd, (two, two, two), {**SGD, "is_first_step": False}, "cpu") is None
+        assert fake_call(sgd, (two, two, []), {**SGD, "is_first_step": False}, "cpu") is None
+        assert fake_call(adagrad, (two, two, two, [ones(), ones()]), ADAGRAD, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    "grads", [[(3,)], [(3,), (2, 2), (1,)], [(3,), (2, 3)], []], ids=["fewer", "more", "of another shape", "none"]
+)
+def test_fused_optimizers_get_lists_that_fit(grads: list[tuple[int, ...]]):
+    """Their kernels walk all lists by the length of the first one."""
+    with FakeTensorMode(allow_fallback_kernels=False):
+        params, wrong, counts = [ones(3), ones(2, 2)], [ones(*size) for size in grads], [ones(), ones()]
+        calls = [
+            (aten._fused_sgd_.default, (params, wrong, params), {**SGD, "is_first_step": False}),
+            (aten._fused_adagrad_.default, (params, params, wrong, counts), ADAGRAD),
+            (aten._fused_adagrad_.default, (params, params, params, wrong), ADAGRAD),
+        ]
+        for func, args, kwargs in calls:
+            with pytest.raises(ValueError, match="takes"):
+                fake_call(func, args, kwargs, "cpu")
