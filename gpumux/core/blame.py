@@ -20,20 +20,18 @@ class Recent:
     def __init__(self) -> None:
         self.launches: deque[Launch] = deque(maxlen=RECENT)
         self.last_end = 0.0
-        self._open: list[Launch] = []  # that a high piece still running may be late by
+        self.open: list[Launch] = []  # that a high piece still running may be late by
 
     def add(self, launch: Launch) -> None:
         self.launches.appendleft(launch)
         self.last_end = max(self.last_end, launch.ended)
         if launch.spots:
-            self._open.append(launch)
+            self.open.append(launch)
 
     def settle(self, until: float, step: int) -> None:
         """High pieces that began before `until` are done: what launches that ended by then cost is known."""
-        if not self._open:
-            return
         still: list[Launch] = []
-        for launch in self._open:
+        for launch in self.open:
             if launch.ended > until:
                 still.append(launch)
                 continue
@@ -41,11 +39,11 @@ class Recent:
             for pair, spot in launch.spots:
                 if spot.piece != GAP or launch.caught:
                     pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step)
-        self._open = still
+        self.open = still
 
     def end_step(self, out: Iterable[Launch]) -> None:
         """A high step ended: what follows is another one's loss."""
-        for launch in (*out, *self._open):
+        for launch in (*out, *self.open):
             if launch.here > launch.peak:
                 launch.peak = launch.here
             launch.here = 0.0

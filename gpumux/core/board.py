@@ -6,6 +6,7 @@ Nothing here grows with the number of jobs but the ready heaps, so an event cost
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,7 +64,7 @@ class Launch:
     here: float = 0.0  # of that, in the high step that runs
     peak: float = 0.0
     tried: bool = False
-    spots: list[tuple[Pair, Spot]] = field(default_factory=list)
+    spots: Sequence[tuple[Pair, Spot]] = ()
     touched: list[Cell] = field(default_factory=list)
 
 

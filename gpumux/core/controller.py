@@ -14,7 +14,7 @@ over, so the credit goes where it buys most. A piece is never held by the price 
 
 from __future__ import annotations
 
-MARGIN = 0.95  # of the credit is spent: the estimates' errors need the rest
+MARGIN = 0.92  # of the credit is spent: the rest is for what the core does not see, a host that is busy with low work
 BANK = 3.0  # credits an account holds at most
 DEBT = 8.0  # credits it can owe: after a disaster low work is held for so many steps, not for ever
 TAIL = 2.0  # credits one step may lose

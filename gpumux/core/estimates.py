@@ -23,6 +23,7 @@ CREDIBLE = 3  # samples before an estimate may ban
 FLOOR_S = 5e-6  # what launches of one kind may cost more or less, and it means nothing
 FIRST_SPREAD = 0.15  # of what a first launch cost: how far the next may be off
 LEAST_HARM = 0.25
+BEST_EVERY = 4  # steps for which the best place known stays that
 MAX_RATE = 0.95  # excess seconds of an overlapped second: all but all of it
 
 
@@ -110,7 +111,9 @@ class Pair:
     form the look-ahead walks through."""
 
     __slots__ = (
+        "any_ban",
         "banned",
+        "bests",
         "cells",
         "fed",
         "key",
@@ -130,8 +133,10 @@ class Pair:
         self.rates = [0.0] * pieces
         self.uppers = [0.0] * pieces
         self.banned = [False] * pieces
+        self.any_ban = False
         self.launches: dict[Spot, Launched] = {}
         self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low operator
+        self.bests: dict[int, tuple[int, float]] = {}  # see `best`
         self.lows: dict[int, Launched] = {}  # wherever they were made, by low operator
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.speed = key.share  # solo seconds of low work done in a second beside this program
@@ -150,6 +155,7 @@ class Pair:
         cell = self.cells[piece]
         self.rates[piece], self.uppers[piece] = max(0.0, cell.mean), max(0.0, cell.upper)
         self.banned[piece] = cell.ban is not None
+        self.any_ban = True in self.banned
 
     def harm(self, low: int) -> float:
         """What a second of the launch that begins with `low` costs over what one of any launch does."""
@@ -173,11 +179,16 @@ class Pair:
 
     def best(self, low: int, since: int) -> float:
         """The least that launches beginning with `low` were found to cost since step `since`; inf: nothing known."""
+        at, found = self.bests.get(low, (-(1 << 30), inf))
+        if 0 <= since - at < BEST_EVERY:
+            return found
         found = inf
         for launched in self.spots.get(low, ()):
             if launched.cell.mean < found and launched.seen >= since:
                 found = launched.cell.mean
-        return found if found > 0.0 else 0.0
+        found = max(0.0, found)
+        self.bests[low] = (since, found)
+        return found
 
     def elsewhere(self, piece: int) -> float:
         """What the other ranges cost: the median of those known; 0.0 where there are none."""

@@ -37,23 +37,22 @@ class Holds:
         self.since: dict[JobId, float] = {}
         self.newest: dict[JobId, Hold] = {}
         self.fresh: list[tuple[JobId, Hold]] = []  # who was not held before the event
-        self._reason = ""  # of the low job whose turn it is
+        self.reason = ""  # of the low job whose turn it is
         self._asked = 0.0
 
     def nobody(self, now: float) -> None:
         """After an event: nobody was asked to wait."""
-        if self._reason:
-            self.seconds[self._reason] += now - self._asked
-            self._reason = ""
+        self.seconds[self.reason] += now - self._asked
+        self.reason = ""
 
     def note(self, held: Iterable[tuple[JobId, Hold]], now: float) -> None:
         """After an event: who is held now, the one whose turn it is first."""
-        if self._reason:
-            self.seconds[self._reason] += now - self._asked
-        self._reason, self._asked = "", now
+        if self.reason:
+            self.seconds[self.reason] += now - self._asked
+        self.reason, self._asked = "", now
         for job, hold in held:
-            if not self._reason:
-                self._reason = hold.reason
+            if not self.reason:
+                self.reason = hold.reason
             self.newest[job] = hold
             if job not in self.since:
                 self.since[job] = now

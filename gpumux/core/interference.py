@@ -52,7 +52,8 @@ class Guard(Record):
     def admit(self, job: Job, board: Board, now: float) -> float:
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
         seconds = job.next_seconds()
-        if now + self.lag + seconds * STRETCH < self._calm and not board.windows[_LOW].launches:
+        start = self._low_until if self._low_until > now and board.windows[_LOW].launches else now
+        if start + self.lag + seconds * STRETCH < self._calm:
             return 1.0
         scene = self._scene
         if self._seen != (now, self.version):
@@ -133,14 +134,16 @@ class Guard(Record):
     def _cost(self, high: Running, pair: Pair, operator: int, start: float, lasts: float, answer: Answer) -> Cost:
         """By the ranges it will meet, or by what launches of the same kind cost, where there were some."""
         refs = high.model.refs
-        end = start + STRETCH * lasts
-        cost = overlap_cost(refs, pair.rates, pair.uppers, pair.banned, high.at, high.until, high.more, start, end)
         at, began, until = high.at, high.began, high.until
         while start > until and at + 1 < len(refs):
             at, began, until = at + 1, until, until + refs[at + 1]
         spot = Spot(at, int(2 * (start - began) >= until - began), operator)
         answer.spots.append((pair, spot))
         known = pair.launches.get(spot) or pair.lows.get(operator)
+        if known is not None and not pair.any_ban:
+            return Cost(max(0.0, known.cell.mean), max(0.0, known.upper), at, -1)
+        end = start + STRETCH * lasts
+        cost = overlap_cost(refs, pair.rates, pair.uppers, pair.banned, high.at, high.until, high.more, start, end)
         if known is not None:
             return cost._replace(expected=max(0.0, known.cell.mean), upper=max(0.0, known.upper))
         answer.exploring = high.track
@@ -215,9 +218,6 @@ class Guard(Record):
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
-        if not self.answers:
-            self.holds.nobody(now)
-            return inf
         held = [(job, answer.hold) for job, answer in self.answers.items() if answer.hold is not None]
         self.holds.note(held, now)
         wake = inf

@@ -87,10 +87,13 @@ class Gaps:
         self.longest = min(known[-1], IDLE_FACTOR * self.usual) * 1.01
 
     def soonest(self, waited: float) -> float:
-        """The shortest known gap longer than `waited`, where many are known; there is no counting on few."""
+        """The shortest known gap longer than `waited`, or half of it where few are known; 0.0: anything may be."""
         known = self._sorted
         behind = bisect_right(known, waited)
-        return known[behind] if len(known) - behind >= MANY else 0.0
+        left = len(known) - behind
+        if left >= MANY:
+            return known[behind]
+        return 0.5 * known[behind] if left else 0.0
 
     def arrival(self, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""

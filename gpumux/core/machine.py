@@ -69,7 +69,10 @@ class Core:
             while (low.size or high.size) and (choice := policy.choose(state.board, now)) is not None:
                 self._launch(policy, *choice)
             if guard is not None:
-                self._settle(guard)
+                if guard.answers:
+                    self._settle(guard)
+                elif guard.holds.reason:
+                    guard.holds.nobody(now)
         if state.touched:
             for job in state.touched:
                 if job.queue:

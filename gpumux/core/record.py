@@ -102,6 +102,7 @@ class Record:
             for share in self.shares:
                 model.pair(PairKey(launch.key.low, share)).fed = track.steps
         if answer.exploring is not None:
+            answer.exploring.watching = True
             answer.exploring.explored = answer.exploring.pieces
             answer.exploring.explored_step = answer.exploring.steps
             launch.tried = True
@@ -174,9 +175,15 @@ class Record:
         found = []
         if low or self.recent.last_end > start:
             found = blame.beside(low.values(), self.recent, start, ended)
+            if found and not track.watching:
+                for out, _ in found:
+                    out.spots = ()
         span = ended - start
-        self.recent.settle(start, track.steps)
-        if found:
+        if self.recent.open:
+            self.recent.settle(start, track.steps)
+        if found and not track.watching:
+            self._unwatched(track, model, piece, span, beside)
+        elif found:
             track.shared = True
             for other, _ in found:
                 if other.tried:
@@ -228,6 +235,15 @@ class Record:
         for low, _ in found:
             self._touched.append((model, track, low, piece))
 
+    def _unwatched(self, track: Track, model: HighModel, piece: int, span: float, beside: bool) -> None:
+        """What low work costs is well known and this step only pays for it."""
+        baseline = model.reference(piece, beside, track.from_idle)
+        track.shared = True
+        if baseline.count:
+            excess = span - baseline.value
+            track.excess += excess
+            track.account.used += excess
+
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
         self.recent.end_step(board.windows[_LOW].launches.values())
@@ -241,7 +257,7 @@ class Record:
             self._adapt(track)
         if job.inflight == 1:  # the step that just ended
             self._calm = 0.0
-            track.idle_since = ended
+            track.idle_since, track.soonest = ended, 0.0
             self.idle[job.id] = track
 
     def _judge(self, model: HighModel, track: Track, low: Launch, piece: int, now: float) -> None:
@@ -251,6 +267,8 @@ class Record:
         ban = cell.ban
         if ban is not None and not ban.probing:
             return
+        if ban is None and (cell.count < CREDIBLE or cell.mean * (1.0 + account.slack) <= account.slack):
+            return  # nothing credible, or within the target
         rate = cell.newest[-1] if ban is not None else min(cell.mean, cell.median)
         rate = max(rate, 0.0)
         ratio = 1.0 / (1.0 - rate)

@@ -80,10 +80,12 @@ def _idle(tracks: Reversible[Track], now: float) -> list[Idle]:
     """Those idle for no longer than they usually are, newest first."""
     found: list[Idle] = []
     for track in islice(reversed(tracks), MAX_IDLE):
-        since = track.idle_since
+        since, gaps = track.idle_since, track.gaps
         if since is None or track.job.paused:
             continue
         waited = now - since
-        if waited <= track.gaps.longest:
-            found.append(Idle(track, since, waited, since + track.gaps.soonest(waited)))
+        if waited <= gaps.longest:
+            if track.soonest <= now:
+                track.soonest = since + gaps.soonest(waited)
+            found.append(Idle(track, since, waited, track.soonest))
     return found

@@ -14,6 +14,8 @@ FIRST_CLEAN = 3  # steps without low work a program begins with
 CLEAN_EVERY = 64  # steps after which another one is wanted
 TRIES = 4  # steps a calibration may take at most: low work still out spoils some
 LEARNING_STEPS = 200  # in which what is not known is tried as long as there is credit
+KNOWN_STEPS = 300  # after which what low work costs is learned from only
+WATCH_EVERY = 4  # one step in so many: it is known by then, and learning is what the guard spends its time on
 RECENT = 256  # steps whose slowdown is reported
 
 
@@ -43,8 +45,9 @@ class Track:
         "ratios",
         "shared",
         "shared_steps",
+        "soonest",
         "steps",
-        "tried", "tries",
+        "tried", "tries", "watched_until", "watching",
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
@@ -54,6 +57,7 @@ class Track:
         self.model: HighModel | None = None  # of the newest step launched
         self.ended = 0.0  # of its newest piece, by the device's word
         self.idle_since: float | None = None
+        self.soonest = 0.0  # the next step is not expected before this, while it is in the future
         self.arrived = 0.0  # when a step came that found the job idle
         # Of the step that runs:
         self.began = 0.0
@@ -73,6 +77,8 @@ class Track:
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
         self.over = 0  # steps over the target
         self.ratios: deque[float] = deque(maxlen=RECENT)
+        self.watched_until = KNOWN_STEPS
+        self.watching = True  # what low work costs this step is charged to launches, to learn from
         self.calibrating = FIRST_CLEAN  # steps without low work still wanted
         self.clean_at = 0  # `steps` when there last was one
         self.tries = 0
@@ -107,6 +113,9 @@ class Track:
         excess = self.excess if self.beside or not model.step_known() else seconds - solo
         self.account.end(excess, self.shared, not self.tried)
         self.steps += 1
+        if excess > self.account.limit() and self.shared:  # not so well known, then
+            self.watched_until = self.steps + CLEAN_EVERY
+        self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
         if self.steps == LEARNING_STEPS:
             self.account.tokens = TOKENS
         self._calibrated(clean, baseline)
