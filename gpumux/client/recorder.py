@@ -169,6 +169,12 @@ class Recorder(TorchDispatchMode):
                 f"{user_line()}{inside_optimizer()} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)",
                 "keep the decision on the device (torch.where, masks), or return the tensor from the step and read it outside",
             )
+        if func is aten._is_all_true.default or func is aten._is_any_true.default:
+            raise DataDependent(
+                f"{user_line()} checks the values of a tensor in Python",
+                "torch.distributions does so by default: pass validate_args=False, or call "
+                "torch.distributions.Distribution.set_default_validate_args(False) before you submit",
+            )
         if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):
             functional = functional_overload(func)
             if functional is not None:

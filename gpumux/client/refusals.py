@@ -1,7 +1,9 @@
-"""What a trace may not have done, looked at when it is over."""
+"""What a batch may not hold, and what a trace may not have done, looked at when it is over."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,45 @@ import torch
 from gpumux.client import blame
 from gpumux.client.ledger import Record
 from gpumux.errors import CaptureError, NotRepeatable
+from gpumux.program.ir import ITEM_BYTES
+
+
+def refuse_odd_tensors(tensors: Sequence[Any]) -> None:
+    """Only plain strided memory can be laid into shared memory. What is no tensor is passed over."""
+    for i, tensor in enumerate(t for t in tensors if isinstance(t, torch.Tensor)):
+        what, remedy = _odd(tensor)
+        if what:
+            raise CaptureError(f"tensor {i} of the batch is {what}", remedy)
+
+
+def _odd(tensor: torch.Tensor) -> tuple[str, str]:
+    if tensor.is_nested:
+        return "a nested tensor", "pass it padded, with its lengths or a mask"
+    if tensor.layout is not torch.strided:
+        return f"laid out as {tensor.layout}", "pass .to_dense()"
+    if tensor.is_quantized:
+        return "quantized", "pass .dequantize() or .int_repr()"
+    if tensor.is_meta:
+        return "on the meta device and has no values", "pass a real tensor"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        return f"of type {dtype}", f"convert it to one of {', '.join(ITEM_BYTES)}"
+    return "", ""
+
+
+def refuse_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+    """A call that never got into the step is about the batch, not about a line of it."""
+    if not isinstance(error, TypeError):
+        return
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError:
+        raise CaptureError(
+            f"the step ({blame.definition(fn)}) can't be called with this batch: {error}",
+            "give one value for each of its arguments, in example= and at every call",
+        ) from error
+    except ValueError:
+        return  # it has no signature
 
 
 def refuse_batch_gradients(given: list[Any], fakes: list[Any]) -> None:

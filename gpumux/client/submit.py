@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from gpumux.client.arguments import job_spec, several, whole
 from gpumux.client.job import Job
 from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.session import Session
 from gpumux.client.stale import refuse_stale
 from gpumux.client.state import StateTable
 from gpumux.errors import ConfigError, SimulatedDeviceWarning
-from gpumux.model import JobSpec, Priority
 from gpumux.wire import messages as m
+from gpumux.wire.fields import MAX_INT
 
 
 def submit(
@@ -44,15 +45,14 @@ def submit(
     Raises CaptureError (and its kin, naming the line or tensor), ConfigError for a bad argument,
     AdmissionRefused, DaemonGone. Nothing local is changed by a failed submit.
     """
-    models = _several(model, torch.nn.Module, "model")
+    models = several(model, torch.nn.Module, "model")
     if any(isinstance(m, torch.jit.ScriptModule) for m in models):
         raise ConfigError(
             "model= is a TorchScript module, whose Python can't be captured", "submit the module it was made from"
         )
-    optimizers = _several(optimizer, torch.optim.Optimizer, "optimizer")
-    spec = _spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)
-    if max_variants < 1:
-        raise ConfigError(f"max_variants is {max_variants}", "use 1 or more")
+    optimizers = several(optimizer, torch.optim.Optimizer, "optimizer")
+    spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)
+    max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
     check_microbatches(microbatches)
     session = Session.connect(endpoint)
     job_id = uuid.uuid4().hex
@@ -88,36 +88,3 @@ def _tensors_on(session: Session) -> str:
         stacklevel=3,
     )
     return "cpu"  # where steps for it are traced
-
-
-def _several(given: Any, kind: type[Any], what: str) -> list[Any]:
-    items = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    for item in items:
-        if not isinstance(item, kind):
-            raise ConfigError(f"{what}= holds a {type(item).__name__}", f"pass a {kind.__name__} or a sequence of them")
-    return items
-
-
-def _spec(
-    step: Any, priority: str, name: str | None, weight: float, max_slowdown: float, memory_limit: int | None,
-    max_inflight: int, seed: int | None,
-) -> JobSpec:  # fmt: skip
-    if not callable(step):
-        raise ConfigError(f"step is a {type(step).__name__}", "pass the function that runs one training step")
-    if priority not in ("high", "low"):
-        raise ConfigError(f"priority is {priority!r}", 'use "high" or "low"')
-    if not weight > 0 or weight > 1e6:
-        raise ConfigError(f"weight is {weight}", "use a number above 0, at most 1e6")
-    if not 1.0 <= max_slowdown <= 100:
-        raise ConfigError(f"max_slowdown is {max_slowdown}", "use 1.0 or more: 1.10 allows 10 % longer steps")
-    if memory_limit is not None and memory_limit <= 0:
-        raise ConfigError(f"memory_limit is {memory_limit}", "give bytes above 0, or None for no limit")
-    if not 1 <= max_inflight <= 64:
-        raise ConfigError(f"max_inflight is {max_inflight}", "use 1 to 64; 2 keeps the device busy")
-    if seed is None:
-        seed = torch.initial_seed()
-    if not 0 <= seed < 2**64:
-        raise ConfigError(f"seed is {seed}", "use an integer from 0 to 2**64 - 1")
-    level = Priority.HIGH if priority == "high" else Priority.LOW
-    label = name if name is not None else getattr(step, "__name__", "job")
-    return JobSpec(label, level, float(weight), float(max_slowdown), memory_limit, max_inflight, seed)

@@ -21,7 +21,7 @@ from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
 from gpumux.client.patches import RngTape, patched
 from gpumux.client.recorder import Recorder
-from gpumux.client.refusals import refuse_batch_gradients, refuse_draws, refuse_written_batch
+from gpumux.client.refusals import refuse_batch_gradients, refuse_call, refuse_draws, refuse_written_batch
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.client.watch import Reading
@@ -139,6 +139,7 @@ class Tracer:
                 _undo(prints, before)
                 if isinstance(error, GpumuxError) or not isinstance(error, Exception):
                     raise
+                refuse_call(fn, args, kwargs, error)
                 raise CaptureError(
                     f"the step raised {type(error).__name__} while it was captured, at {blame.traceback_line(error)}: {error}",
                     "run the step once without gpumux to see whether it works; a step may not read tensor values in Python",

@@ -18,6 +18,7 @@ from gpumux.client.host import Number
 from gpumux.client.hyper import HyperReader
 from gpumux.client.lower import Lowered, lower
 from gpumux.client.microbatch.split import first_part, split
+from gpumux.client.refusals import refuse_odd_tensors
 from gpumux.client.repeat import first_difference
 from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
@@ -183,7 +184,11 @@ class StepFunction:
             raise
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
-        key, tensors = batch_key(args, kwargs)
+        try:
+            key, tensors = batch_key(args, kwargs)
+        except (NotImplementedError, RuntimeError):  # torch's own, of tensors that have no strides
+            refuse_odd_tensors(pytree.tree_leaves((args, kwargs)))
+            raise
         case = self._case(key, tensors)
         env = case.hyper.read()
         for i, value in enumerate(state.host):
@@ -212,6 +217,7 @@ class StepFunction:
                 "keep batches of equal shape (drop the last one or pad it) and changing numbers out of closures; "
                 "raise max_variants= if the variety is meant",
             )
+        refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)
         prints = Fingerprint(self.fn, self._table.models, self._table.optimizers, self._table.params)
         case = Case(key, prints, prints.read(), HyperReader(self._table.optimizers))

@@ -43,9 +43,9 @@ class Endpoint:
 
 def parse(text: str) -> Endpoint:
     """Check an endpoint's form. Raises ConfigError that says what is wrong with it."""
-    if text.startswith("ipc://"):
+    if isinstance(text, str) and text.startswith("ipc://"):
         return Endpoint(text, _ipc_path(text))
-    match = _TCP.fullmatch(text)
+    match = _TCP.fullmatch(text) if isinstance(text, str) else None
     if match and (match[2] == "*" or 0 < int(match[2]) < 65536):
         return Endpoint(text, None)
     raise ConfigError(

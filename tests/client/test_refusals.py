@@ -311,11 +311,70 @@ def test_the_users_own_error_keeps_its_line_and_cause_and_local_state_survives(e
         ({"model": "resnet"}, "model="),
         ({"optimizer": [1]}, "optimizer="),
         ({"max_variants": 0}, "max_variants"),
+        ({"weight": "x"}, "weight is 'x'"),
+        ({"weight": float("nan")}, "weight"),
+        ({"weight": True}, "weight"),
+        ({"max_slowdown": None}, "max_slowdown"),
+        ({"memory_limit": "1G"}, "memory_limit is '1G'"),
+        ({"memory_limit": 1.5}, "memory_limit"),
+        ({"memory_limit": 2**70}, "memory_limit"),
+        ({"max_inflight": 2.5}, "max_inflight is 2.5"),
+        ({"max_variants": None}, "max_variants"),
+        ({"seed": 1.5}, "seed"),
+        ({"name": 5}, "name is 5"),
+        ({"name": "two\nlines"}, "name"),
+        ({"name": "x" * 1000}, "name"),
+        ({"endpoint": 5}, "5 is not an endpoint"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
 def test_bad_arguments(given: dict[str, Any], word: str, endpoint: str) -> None:
-    assert word in refusal(lambda x, y: x, endpoint, errors.ConfigError, **given).message
+    where = given.pop("endpoint", endpoint)
+    assert word in refusal(lambda x, y: x, where, errors.ConfigError, **given).message
+
+
+def test_numpys_numbers_are_arguments_too(endpoint: str) -> None:
+    given = {"weight": numpy.float32(2), "max_inflight": numpy.int64(3), "seed": numpy.uint64(7)}
+    submit(lambda x, y: x * 1, endpoint, model=nn.Linear(6, 3), name=numpy.str_("n"), **given)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: X.to_sparse(), "torch.sparse_coo"),
+        (lambda: X.to_sparse_csr(), "torch.sparse_csr"),
+        (lambda: X.to("meta"), "meta device"),
+        (lambda: torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged), "a nested tensor"),
+        (lambda: X.to(torch.float8_e4m3fn), "of type float8_e4m3fn"),
+    ],
+    ids=["sparse", "compressed", "meta", "nested", "float8"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+def test_a_batch_that_is_no_plain_memory(make: Callable[[], torch.Tensor], word: str, endpoint: str) -> None:
+    batch = make()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y * 1
+
+    with pytest.raises(errors.CaptureError, match="tensor 1 of the batch") as caught:
+        client.submit(step, example=(X, batch), endpoint=endpoint)
+    assert word in caught.value.message
+    assert caught.value.remedy
+    with (
+        client.submit(step, example=(X, Y), endpoint=endpoint) as job,
+        pytest.raises(errors.CaptureError, match="tensor 1 of the batch"),
+    ):
+        job.step(X, batch)
+
+
+def test_a_batch_of_the_wrong_length_names_the_step(endpoint: str) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    error = refusal(step, endpoint, errors.CaptureError)
+    assert line_of(step, "def step") in error.message
+    assert "takes 1 positional argument but 2 were given" in error.message
+    assert "example=" in error.remedy
 
 
 def test_a_batch_of_something_else(endpoint: str) -> None:
@@ -405,6 +464,22 @@ def test_a_new_parameter_group_after_submit_is_no_secret(endpoint: str) -> None:
         job.step(X, Y).result()
         assert len(job._remote.programs) > before, "the group is part of the step from now on"
         job.sync()
+
+
+def test_checks_of_distributions_are_named(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+
+    def step(x: torch.Tensor, y: torch.Tensor, check: bool) -> torch.Tensor:
+        return torch.distributions.Categorical(logits=model(x), validate_args=check).log_prob(y)  # this one
+
+    given = {"model": model, "endpoint": endpoint}
+    with pytest.raises(errors.DataDependent) as caught:
+        client.submit(step, example=(X, Y, None), **given)  # type: ignore[arg-type]
+    assert line_of(step, "this one") in caught.value.message
+    assert "validate_args=False" in caught.value.remedy
+    want = step(X, Y, False)
+    with client.submit(step, example=(X, Y, False), **given) as job:  # type: ignore[arg-type]
+        assert torch.equal(job.step(X, Y, False).result(), want)
 
 
 def test_an_operator_without_a_shape_rule_is_named_at_capture(endpoint: str) -> None:

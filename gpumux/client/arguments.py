@@ -1,0 +1,65 @@
+"""What a user passes to submit(), checked before anything else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from gpumux.errors import ConfigError
+from gpumux.model import JobSpec, Priority
+from gpumux.wire.fields import MAX_INT, MAX_NAME
+
+
+def job_spec(
+    step: Any, priority: Any, name: Any, weight: Any, max_slowdown: Any, memory_limit: Any, max_inflight: Any, seed: Any
+) -> JobSpec:
+    """Raises ConfigError, naming the argument and what it may be."""
+    if not callable(step):
+        raise ConfigError(f"step is a {type(step).__name__}", "pass the function that runs one training step")
+    if priority not in ("high", "low"):
+        raise ConfigError(f"priority is {priority!r}", 'use "high" or "low"')
+    level = Priority.HIGH if priority == "high" else Priority.LOW
+    share = number("weight", weight, lambda w: 0 < w <= 1e6, "use a number above 0, at most 1e6")
+    slowdown = number(
+        "max_slowdown", max_slowdown, lambda s: 1.0 <= s <= 100, "use 1.0 to 100: 1.10 allows 10 % longer steps"
+    )
+    if memory_limit is not None:
+        memory_limit = whole("memory_limit", memory_limit, 1, MAX_INT, "give bytes above 0, or None for no limit")
+    inflight = whole("max_inflight", max_inflight, 1, 64, "use 1 to 64; 2 keeps the device busy")
+    if seed is None:
+        seed = torch.initial_seed()
+    seed = whole("seed", seed, 0, 2**64 - 1, "use a whole number from 0 to 2**64 - 1")
+    return JobSpec(_label(step, name), level, share, slowdown, memory_limit, inflight, seed)
+
+
+def _label(step: Callable[..., Any], name: Any) -> str:
+    if name is None:
+        return str(getattr(step, "__name__", "job"))[:MAX_NAME]
+    if not isinstance(name, str) or len(name) > MAX_NAME or not name.isprintable():
+        raise ConfigError(f"name is {name!r:.60}", f"use a string of at most {MAX_NAME} printable characters")
+    return str(name)
+
+
+def whole(what: str, value: Any, low: int, high: int, remedy: str) -> int:
+    """A whole number (numpy's too) from `low` to `high`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
+        raise ConfigError(f"{what} is {value!r:.60}", remedy)
+    return int(value)
+
+
+def number(what: str, value: Any, fits: Callable[[float], bool], remedy: str) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool) or not fits(float(value)):
+        raise ConfigError(f"{what} is {value!r:.60}", remedy)
+    return float(value)
+
+
+def several(given: Any, kind: type[Any], what: str) -> list[Any]:
+    """One `kind` or a sequence of them, as a list."""
+    items = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for item in items:
+        if not isinstance(item, kind):
+            raise ConfigError(f"{what}= holds a {type(item).__name__}", f"pass a {kind.__name__} or a sequence of them")
+    return items
