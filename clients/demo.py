@@ -2,7 +2,8 @@
 
 A daemon starts; a high-priority and a low-priority client train on digits at the same time, each in
 its own process. Then each runs again alone, without gpumux, and the final states are compared bit
-for bit. Exit status 0 only if all of it held.
+for bit. At last a high job runs next to a greedy low one, without the guard and with it. Exit status 0
+only if all of it held.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clients import promise
 from clients.common import INTERRUPTED, READY
 from clients.compare import compare
 from microbench.daemon import DaemonFailed, running_daemon
@@ -206,7 +208,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             share(clients, scratch)
             alone(clients, scratch)
             print(f"\n{table(clients, scratch)}\n{waits(clients, scratch)}\n")
-            if found := complaints(clients, scratch):
+            found = complaints(clients, scratch)
+            print("\nnow a high job next to a greedy low one, without the guard and with it\n", flush=True)
+            promised = promise.measure(args.quick)
+            print(f"{promise.table(promised)}\n{promise.verdict(promised)}\n")
+            if not args.quick:  # a handful of steps is no measurement
+                found += promise.complaints(promised)
+            if found:
                 raise DemoFailed("\n  ".join(["this did not hold:", *found]))
     except KeyboardInterrupt:
         print("\ninterrupted; everything that was started has been stopped", file=sys.stderr)

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clients import compare, demo, digits_cnn, digits_gan, digits_inference, digits_transformer
+from clients import compare, demo, digits_cnn, digits_gan, digits_inference, digits_transformer, promise
 from clients.common import INTERRUPTED
+from microbench import common
 from microbench.daemon import RunningDaemon, running_daemon
 
 
@@ -96,6 +97,22 @@ def test_the_demo_shows_what_it_claims(capfd: pytest.CaptureFixture[str]):
     assert status == 0, out + err
     assert "bit for bit" in out
     assert [line for line in out.splitlines() if line.startswith("priority: a step of the high job waited ")]
+    assert [line for line in out.splitlines() if line.startswith("promised: at most 1.10 of the time alone; ")]
+
+
+@pytest.mark.parametrize(("guarded", "said"), [(1.04, "kept"), (1.3, "not kept on this machine")])
+def test_the_demo_says_whether_the_promise_was_kept(guarded: float, said: str):
+    def found(slowdown: float) -> dict[str, object]:
+        return {
+            "alone_s": common.figure([0.010]), "shared_s": common.figure([0.010 * slowdown]),
+            "slowdown": common.figure([slowdown]), "low_steps_per_s": common.figure([7.0]),
+        }  # fmt: skip
+
+    measured = {"fifo": found(20.0), "guarded": found(guarded)}
+    assert promise.verdict(measured).endswith(f"{guarded:.2f}: {said}")
+    assert [line.split()[3] for line in promise.table(measured).splitlines()[1:]] == ["20.00", f"{guarded:.2f}"]
+    assert promise.complaints(measured) == []
+    assert promise.complaints({"fifo": found(1.2), "guarded": found(1.3)})
 
 
 @pytest.mark.parametrize(
