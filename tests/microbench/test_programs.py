@@ -20,6 +20,7 @@ QUICK = {
     "rtt": ["--repeats", "2", "--trips", "20"],
     "copies": ["--repeats", "3"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
+    "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "8", "--parts", "1", "4"],
 }
 
 
@@ -87,6 +88,17 @@ def core_rate(report: Report) -> None:
         is_figure(figure, 1)
 
 
+def microbatches(report: Report) -> None:
+    assert report["parts"].keys() == {"1", "4"}
+    for part in report["parts"].values():
+        for figure in part.values():
+            is_figure(figure, 1)
+    one, four = (report["parts"][k]["longest_operator_s"]["median"] for k in ("1", "4"))
+    (target,) = report["targets"].values()
+    assert target["value"] == four / one
+    assert report["parts"]["4"]["temporary_bytes"]["median"] < report["parts"]["1"]["temporary_bytes"]["median"]
+
+
 def leaves(value: object) -> list[object]:
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     return [value, *(leaf for item in inner for leaf in leaves(item))]
@@ -94,6 +106,7 @@ def leaves(value: object) -> list[object]:
 
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "core_rate": core_rate,
+    "microbatches": microbatches,
 }  # fmt: skip
 
 
