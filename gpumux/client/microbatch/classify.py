@@ -17,7 +17,7 @@ from gpumux.client.microbatch.tables import (
     PATTERN_ONLY,
     PRODUCTS,
 )  # fmt: skip
-from gpumux.client.microbatch.values import Kind, Level, Plan, Values, training
+from gpumux.client.microbatch.values import Kind, Level, Plan, Values, training, writes
 from gpumux.errors import NotSplittable
 
 
@@ -87,12 +87,20 @@ class _Walk(Values):
 
     def _tail_op(self, j: int, pair: Pair, kinds: list[Kind]) -> tuple[Level, list[tuple[int, int, Kind]]]:
         if Kind.SAMPLE in kinds or Kind.DATA in kinds:
-            late = [self.full.storages[self.full.views[a].storage] for a, _ in pair.refs if self.kind(a) is Kind.LATE]
-            if any(s.kind == "state" for s in late):
+            late = [self.full.views[a].storage for a, _ in pair.refs if self.kind(a) is Kind.LATE]
+            if not late:
+                raise self.refuse(
+                    pair, "changes a value after the whole batch has used it, together with single samples"
+                )
+            if any(self.full.storages[s].kind == "state" for s in late):
                 raise self.refuse(pair, "reads state that the step has changed by then, together with single samples")
+            cause = self.causes[late[0]]
             raise self.refuse(
-                pair, "uses a value that is known only when the whole batch has run, together with single samples"
+                pair,
+                f"uses, together with single samples, what {cause.name} at {cause.full.where} makes of the whole batch",
             )
+        known = [self.causes[s] for a, _ in pair.refs if (s := self.full.views[a].storage) in self.causes]
+        self.causes.update(dict.fromkeys(writes(pair), known[0] if known else pair))
         for view, _ in pair.refs:
             self.need(self.full.views[view].storage, j, pair.full.where)
         return Level.TAIL, self.outs(pair, Kind.LATE, Kind.LATE)

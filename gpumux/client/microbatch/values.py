@@ -80,6 +80,7 @@ class Values:
         self.part_read: set[int] = set()
         self.part_wrote: set[int] = set()
         self.tail: set[int] = set()  # storages the tail read or wrote so far
+        self.causes: dict[int, Pair] = {}  # storage written by the tail -> the operator that made it wait for all parts
 
     # ---- what the tail and the beginning need -------------------------------------------------------
 
