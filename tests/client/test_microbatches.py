@@ -128,7 +128,7 @@ class Small(nn.Module):
         self.embed = nn.Embedding(20, 16)
         self.position = nn.Embedding(6, 16)
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True, norm_first=norm_first)
-        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(16, 20, bias=False)
         self.head.weight = self.embed.weight
 
@@ -203,16 +203,15 @@ def test_a_mean_over_a_mask_given_with_the_batch(endpoint: str) -> None:
 
 def test_recurrent_networks_with_time_first(endpoint: str) -> None:
     def make() -> Work:
-        model = nn.ModuleList([nn.LSTM(6, 12), nn.GRU(12, 12), nn.Linear(12, 10)])
+        model = nn.ModuleList([nn.LSTM(6, 8), nn.Linear(8, 10)])
         opt = torch.optim.Adam(model.parameters())
-        data = data_of((8, 5, 6))
+        data = data_of((8, 3, 6))
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             opt.zero_grad()
             h, _ = model[0](x.transpose(0, 1))
-            h, _ = model[1](h)
-            flat = model[2](h.reshape(-1, 12))
-            loss = F.cross_entropy(flat, y.repeat(5))
+            flat = model[1](h.reshape(-1, 8))
+            loss = F.cross_entropy(flat, y.repeat(3))
             loss.backward()
             opt.step()
             return loss
@@ -296,6 +295,29 @@ def test_indexing_by_position_and_checkpointing(endpoint: str) -> None:
             opt.step()
             opt.zero_grad()
             return loss
+
+        return Work([model], [opt], [(step, data[0])], simple_loop(data, 6), {"microbatches": 4})
+
+    check(make, endpoint)
+
+
+def test_two_backward_passes_into_gradients_that_stay(endpoint: str) -> None:
+    def make() -> Work:
+        model = mlp()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = data_of((8, 12))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out = model(x)
+            first, second = F.cross_entropy(out, y), 0.1 * out.square().mean()
+            first.backward(retain_graph=True)
+            second.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.99)
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+            return first, first + second
 
         return Work([model], [opt], [(step, data[0])], simple_loop(data, 6), {"microbatches": 4})
 
@@ -406,7 +428,7 @@ REFUSED: list[tuple[str, Callable[..., torch.Tensor], str]] = [
     ("contrastive", lambda m, x, y: F.cross_entropy(m(x) @ m(x).T, torch.arange(len(x))), "relates samples"),
     ("softmax over the batch", lambda m, x, y: (m(x).softmax(0) * x[:, :10]).sum(), "_softmax mixes samples"),
     ("centred", lambda m, x, y: (m(x) - m(x).mean(0)).square().mean(), "together with single samples"),
-    ("clamped mean", lambda m, x, y: F.cross_entropy(m(x), y).clamp(min=0.1), "what clamp at"),
+    ("clamped mean", lambda m, x, y: F.cross_entropy(m(x), y).clamp(min=0.1), "together with single samples"),
     ("squared mean", lambda m, x, y: F.cross_entropy(m(x), y) ** 2, "what pow at"),
     ("worst sample", lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").max(), "single samples"),
     ("hardest samples", lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").topk(4)[0].mean(), "single samples"),

@@ -17,20 +17,18 @@ from gpumux.client.microbatch.tables import (
     PATTERN_ONLY,
     PRODUCTS,
 )  # fmt: skip
-from gpumux.client.microbatch.values import Kind, Level, Plan, Values, training, writes
+from gpumux.client.microbatch.values import Kind, Level, Plan, Setting, Values, training, writes
 from gpumux.errors import NotSplittable
 
 
 def classify(
-    pairs: list[Pair], full: Record, part: Record, count: int, split: set[int], fixed: set[int], exits: list[int],
-    results: list[int],
-) -> Plan:  # fmt: skip
-    """`split`: positions of the batch tensors that are cut in parts. `fixed`: job buffers without parameters.
-    `exits`, `results`: views of the whole trace that outlive the step, that it returns. Raises NotSplittable."""
+    pairs: list[Pair], full: Record, part: Record, count: int, setting: Setting, exits: list[int], results: list[int]
+) -> Plan:
+    """`exits`, `results`: views of the whole trace that outlive the step, that it returns. Raises NotSplittable."""
     forced: set[int] = set()
     border = len(pairs)
     while True:
-        walk = _Walk(pairs, full, part, count, split, fixed, forced, border)
+        walk = _Walk(pairs, full, part, count, setting, forced, border)
         walk.run()
         if walk.force - forced:
             forced |= walk.force
@@ -58,8 +56,13 @@ class _Walk(Values):
             born_shares = any(k is Kind.SHARE for _, _, k in outs)
             if level is Level.PART and born_shares and not self.has(pair, Kind.SHARE):
                 last_reduction = j
-            if level is Level.TAIL and self.changes_state(pair) and self.border == self.limit:
+            if level is Level.TAIL and self._updates(pair) and self.border == self.limit:
                 self.border = min(self.limit, last_reduction + 1)
+
+    def _updates(self, pair: Pair) -> bool:
+        """Whether the backward passes are over: a change to state other than gradients that add up in it."""
+        changed = [self.full.storages[s] for s in self.changed(pair)]
+        return any(s.kind == "state" and s.key not in self.setting.gradients for s in changed)
 
     # ---- one operator ------------------------------------------------------------------------------
 

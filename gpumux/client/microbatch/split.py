@@ -13,7 +13,7 @@ from gpumux.client.microbatch.join import join
 from gpumux.client.microbatch.load import Loader
 from gpumux.client.microbatch.pairs import pair_up, scaled
 from gpumux.client.microbatch.proof import prove
-from gpumux.client.microbatch.values import Kind
+from gpumux.client.microbatch.values import Kind, Setting
 from gpumux.client.state import StateTable
 from gpumux.client.structure import thaw
 from gpumux.client.trace import DeviceExit, RawTrace, TensorResult
@@ -70,7 +70,8 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
     returned = [
         (a.view, b.view) for a, b in zip(full.results, part.results, strict=True) if isinstance(a, TensorResult)
     ]
-    plan = classify(pairs, full.record, part.record, count, cut, _fixed(table), _exits(full), [a for a, _ in returned])
+    setting = Setting(cut, _fixed(table), {place.buffer for _, place in full.entry.gradients})
+    plan = classify(pairs, full.record, part.record, count, setting, _exits(full), [a for a, _ in returned])
 
     def emitter(shared: set[int] | None = None) -> Emitter:
         return Emitter(pairs, full.record, part.record, plan, count, cut, shared)

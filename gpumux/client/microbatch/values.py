@@ -27,6 +27,16 @@ class Level(IntEnum):
     TAIL = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`split`: positions of the batch tensors that are cut in parts. `fixed`: job buffers without parameters.
+    `gradients`: job buffers of gradients that exist before the step."""
+
+    split: set[int]
+    fixed: set[int]
+    gradients: set[int]
+
+
 @dataclass(slots=True)
 class Plan:
     """`whole`, `late`: operators of parts that also run on the whole batch, first of all or in the tail.
@@ -60,21 +70,23 @@ class Values:
     """Kinds by storage, as of the operator that a walk over both traces has come to."""
 
     def __init__(
-        self, pairs: list[Pair], full: Record, part: Record, count: int, split: set[int], fixed: set[int],
-        forced: set[int], border: int,
-    ) -> None:  # fmt: skip
+        self, pairs: list[Pair], full: Record, part: Record, count: int, setting: Setting, forced: set[int], border: int
+    ) -> None:
         self.pairs = pairs
         self.full = full
         self.part = part
         self.count = count
+        self.setting = setting
         self.forced = forced
         self.force: set[int] = set()
         self.limit = border
         self.border = border  # from here on shares are used summed up
-        kinds = [Kind.DATA if s.kind == "input" and s.key in split else Kind.SAME for s in full.storages]
+        kinds = [Kind.DATA if s.kind == "input" and s.key in setting.split else Kind.SAME for s in full.storages]
         self.kinds = kinds
         # Made of the batch, constants and buffers alone: what is reduced of it over the batch is cheap to know ahead.
-        self.pure = [s.kind in ("input", "const") or (s.kind == "state" and s.key in fixed) for s in full.storages]
+        self.pure = [
+            s.kind in ("input", "const") or (s.kind == "state" and s.key in setting.fixed) for s in full.storages
+        ]
         self.plan = Plan([], kinds, [])
         self._writers: dict[int, list[int]] = {}
         self.part_read: set[int] = set()
