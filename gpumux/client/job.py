@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from gpumux.client import patience
 from gpumux.client.future import StepFuture
 from gpumux.client.localstate import dictionaries, install
 from gpumux.client.microbatch.split import TOLERANCE, check_microbatches
@@ -190,7 +191,7 @@ class Job:
     def _wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         """The predicate is about this job's steps: a job that ends answers them all."""
         try:
-            return self._session.wait(predicate, timeout)
+            return patience.wait(self._session, self.id, predicate, timeout)
         except DaemonGone as gone:
             self._pending.fail(gone)
             if predicate():
@@ -246,7 +247,9 @@ class Job:
     # ---- control ---------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Start no further piece of this job until resume(). What runs now finishes."""
+        """Start no further piece of this job until resume(). What runs now finishes. Steps can still be
+        submitted, up to max_inflight; whatever waits for them (sync(), a result, one step more) waits until another
+        thread or an operator resumes the job, and logs a warning after five seconds."""
         self._check_open()
         self._remote.call(m.PauseJob)
 

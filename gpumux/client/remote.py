@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gpumux.client import patience
 from gpumux.client.lower import Lowered
 from gpumux.client.session import Session
 from gpumux.client.state import StateTable
@@ -165,7 +166,7 @@ class Remote:
         return self._transfers, memory
 
     def _wait_transfer(self, number: int) -> Sequence[Any]:
-        self.session.wait(lambda: number in self._ended or self.ended is not None, None)
+        patience.wait(self.session, self.job, lambda: number in self._ended or self.ended is not None, None)
         if number not in self._ended:
             raise self.end_error()
         done, frames = self._ended.pop(number)
