@@ -38,7 +38,7 @@ class Recent:
             peak = max(launch.peak, launch.here)
             for pair, spot in launch.spots:
                 if spot.piece != GAP or launch.caught:
-                    pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step)
+                    pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step, launch.exposed)
         self.open = still
 
     def end_step(self, out: Iterable[Launch]) -> None:

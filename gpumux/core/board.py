@@ -60,6 +60,7 @@ class Launch:
     blamed: float = 0.0
     beside_high: bool = False
     alone: bool = False
+    exposed: float = 1.0
     caught: bool = False
     here: float = 0.0  # of that, in the high step that runs
     peak: float = 0.0

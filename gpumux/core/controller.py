@@ -18,10 +18,14 @@ MARGIN = 0.92  # of the credit is spent: the rest is for what the core does not 
 BANK = 3.0  # credits an account holds at most
 DEBT = 8.0  # credits it can owe: after a disaster low work is held for so many steps, not for ever
 TAIL = 2.0  # credits one step may lose
-TAIL_START = 0.9
+TAIL_START = 0.88
 TAIL_FALL = 0.9  # for a step over the limit
 TAIL_RISE = 1.0009  # for one that is not
 TAIL_LEAST = 0.3
+TAIL_MOST = 0.94
+TAIL_RECOVER = 1.01  # for each step without low work beyond so many
+PATIENCE = 16
+NEAR = 0.97  # of the limit: a step that loses so much counts as over it
 TOKENS = 2.0  # steps over the limit that may be risked to find something out
 TOKEN_RATE = 0.005  # for each step
 PRICE_START = 1.0
@@ -34,7 +38,7 @@ LEAST_SLOWDOWN = 0.002  # what a job that allows none is still measured by
 class Account:
     """One high job's. Seconds, but for `price` (low seconds for a high second) and factors."""
 
-    __slots__ = ("balance", "credit", "full", "price", "short", "slack", "tail", "tokens", "used")
+    __slots__ = ("balance", "credit", "full", "price", "short", "slack", "tail", "tokens", "unshared", "used")
 
     def __init__(self, max_slowdown: float) -> None:
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
@@ -44,6 +48,7 @@ class Account:
         self.price = PRICE_START
         self.tail = TAIL_START
         self.tokens = TOKENS  # steps over the tail limit that may still be risked
+        self.unshared = 0  # steps since low work last ran beside one
         self.short = False  # in this step low work waited for credit
         self.full = False  # the account could not hold the last step's credit
 
@@ -73,13 +78,18 @@ class Account:
         `foreseen`: none of it was there to find out what it costs."""
         credit = self.credit
         if shared:
-            if excess <= TAIL * credit / MARGIN:
-                self.tail = min(1.0, self.tail * TAIL_RISE)
+            if excess <= NEAR * TAIL * credit / MARGIN:
+                self.tail = min(TAIL_MOST, self.tail * TAIL_RISE)
             else:
                 self.tokens = max(self.tokens - 1.0, -TOKENS)
                 if foreseen:
                     self.tail = max(TAIL_LEAST, self.tail * TAIL_FALL)
             self.balance -= min(max(excess, -credit), DEBT * credit)
+            self.unshared = 0
+        else:
+            self.unshared += 1
+            if self.unshared > PATIENCE:  # a limit that lets nothing through would never learn that it is too low
+                self.tail = min(TAIL_MOST, self.tail * TAIL_RECOVER)
         self.tokens = min(self.tokens + TOKEN_RATE, TOKENS)
         self.balance += credit
         self.full = self.balance >= BANK * credit

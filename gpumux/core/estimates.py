@@ -23,6 +23,8 @@ CREDIBLE = 3  # samples before an estimate may ban
 FLOOR_S = 5e-6  # what launches of one kind may cost more or less, and it means nothing
 FIRST_SPREAD = 0.15  # of what a first launch cost: how far the next may be off
 LEAST_HARM = 0.25
+FORGET = 0.98
+LEAST_EXPOSED = 0.3  # of a launch: what is felt of less says little of the whole
 BEST_EVERY = 4  # steps for which the best place known stays that
 MAX_RATE = 0.95  # excess seconds of an overlapped second: all but all of it
 
@@ -84,11 +86,12 @@ class Cell:
 class Launched:
     """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
 
-    __slots__ = ("cell", "peak", "rate", "seen")
+    __slots__ = ("cell", "peak", "rate", "seen", "worst")
 
     def __init__(self) -> None:
         self.cell = Cell(FLOOR_S)
         self.peak = 0.0
+        self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another place may do
         self.rate = 0.0  # high seconds lost in a second of it
         self.seen = 0  # the high job's step when it was last seen
 
@@ -96,6 +99,7 @@ class Launched:
         self.cell.add(cost)
         part = max(1.0 / self.cell.count, 0.2)
         self.peak += part * (max(0.0, peak) - self.peak)
+        self.worst = max(peak, FORGET * self.worst)
         self.rate += part * (rate - self.rate)
         self.seen = step
 
@@ -164,8 +168,8 @@ class Pair:
             return 1.0
         return min(max(known.rate / self.rate, LEAST_HARM), 1.0 / LEAST_HARM)
 
-    def learn(self, spot: Spot, cost: float, peak: float, seconds: float, step: int) -> None:
-        """A launch of `seconds` was blamed for `cost`, `peak` of it in one step."""
+    def learn(self, spot: Spot, cost: float, peak: float, seconds: float, step: int, exposed: float) -> None:
+        """A launch of `seconds`, `exposed` of them beside the high job, was blamed for `cost`, `peak` in one step."""
         rate = max(0.0, cost) / seconds if seconds > 0.0 else 0.0
         launched = self.launches.get(spot)
         if launched is None:
@@ -174,7 +178,8 @@ class Pair:
                 self.spots.setdefault(spot.low, []).append(launched)
         launched.add(cost, peak, rate, step)
         if spot.piece != GAP:
-            self.lows.setdefault(spot.low, Launched()).add(cost, peak, rate, step)
+            whole = max(exposed, LEAST_EXPOSED)
+            self.lows.setdefault(spot.low, Launched()).add(cost / whole, peak / whole, rate, step)
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
 
     def best(self, low: int, since: int) -> float:

@@ -113,7 +113,7 @@ class Guard(Record):
             refused, ban = self._refused(high, pair, piece, cost, scene)
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
-            elif scene.low_out or not self._may_try(track, *answer.spots[-1], ban, now):
+            elif scene.low_out or not self._may_try(track, *answer.spots[-1], ban, now, answer.exposed):
                 return _held(refused, track, cost.piece if ban is None else cost.banned, ban)
             else:
                 answer.probe, answer.probed, answer.exploring = ban, track, track
@@ -139,21 +139,28 @@ class Guard(Record):
             at, began, until = at + 1, until, until + refs[at + 1]
         spot = Spot(at, int(2 * (start - began) >= until - began), operator)
         answer.spots.append((pair, spot))
-        known = pair.launches.get(spot) or pair.lows.get(operator)
-        if known is not None and not pair.any_ban:
-            return Cost(max(0.0, known.cell.mean), max(0.0, known.upper), at, -1)
+        answer.exposed = _exposed(high, at, until, start, lasts)
+        known, part = pair.launches.get(spot), 1.0
+        upper = 0.0
+        if known is None:
+            known, part = pair.lows.get(operator), answer.exposed
+            upper = known.worst if known is not None else 0.0
+        if known is not None:
+            upper = part * max(known.upper, upper)
+            if not pair.any_ban:
+                return Cost(max(0.0, part * known.cell.mean), max(0.0, upper), at, -1)
         end = start + STRETCH * lasts
         cost = overlap_cost(refs, pair.rates, pair.uppers, pair.banned, high.at, high.until, high.more, start, end)
         if known is not None:
-            return cost._replace(expected=max(0.0, known.cell.mean), upper=max(0.0, known.upper))
+            return cost._replace(expected=max(0.0, part * known.cell.mean), upper=max(0.0, upper))
         answer.exploring = high.track
         whole = high.model.pairs.get(PairKey(pair.key.low, 1.0))
         known = whole.lows.get(operator) if whole is not None else None
         if known is None:
             return cost
         # On a smaller share it costs about as much, but over more steps.
-        spread = min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0
-        expected = max(0.0, known.cell.mean)
+        spread = answer.exposed * (min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0)
+        expected = max(0.0, answer.exposed * known.cell.mean)
         return cost._replace(expected=expected, upper=max(cost.upper, known.upper * spread))
 
     def _refused(self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene) -> tuple[str, Ban | None]:
@@ -167,7 +174,7 @@ class Guard(Record):
         pending = scene.pending if scene.pending > high.late else high.late
         return track.account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds), None
 
-    def _may_try(self, track: Track, pair: Pair, spot: Spot, ban: Ban | None, now: float) -> bool:
+    def _may_try(self, track: Track, pair: Pair, spot: Spot, ban: Ban | None, now: float, exposed: float = 1.0) -> bool:
         """Whether one launch is let out where it should not, to find out what it costs: where a ban has expired,
         and what is not known while the job is new, or low work starves, or long after it was known."""
         learning = track.steps < LEARNING_STEPS
@@ -182,7 +189,7 @@ class Guard(Record):
         if known is not None and known.seen > fresh:
             return False
         if alike is not None and alike.cell.count >= CREDIBLE and alike.seen > fresh:
-            hopeless = alike.peak > HOPELESS * track.account.limit()
+            hopeless = exposed * alike.peak > HOPELESS * track.account.limit()
             if hopeless:
                 return False
         return learning or track.steps - pair.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
@@ -258,6 +265,19 @@ class Guard(Record):
 
 def _held(reason: str, track: Track, piece: int, ban: Ban | None) -> Answer:
     return Answer(hold=Hold(reason, track.job.id, piece, ban, inf))
+
+
+def _exposed(high: Running, at: int, until: float, start: float, lasts: float) -> float:
+    """The part of a launch from `start` on, beside piece `at` that ends at `until`, that the high job is there to feel: the rest
+    falls between its steps."""
+    pause = high.track.gaps.short
+    if high.more or pause <= 0.0 or lasts <= 0.0:
+        return 1.0
+    leaves = until + sum(high.model.refs[at + 1 :])
+    beyond = start + lasts - leaves
+    if beyond <= 0.0:
+        return 1.0
+    return min(1.0, (max(0.0, leaves - start) + max(0.0, beyond - pause)) / lasts)
 
 
 def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:

@@ -32,6 +32,7 @@ class Answer:
     """What `admit` last said of a job."""
 
     share: float = 1.0
+    exposed: float = 1.0  # part of the launch that high work is there to feel
     expected: float = 0.0  # excess high seconds
     seconds: float = 0.0  # the launch is predicted to take
     spots: list[tuple[Pair, Spot]] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Record:
         if answer is None:
             return
         launch.expected = answer.expected
-        launch.spots = answer.spots
+        launch.spots, launch.exposed = answer.spots, answer.exposed
         for track, model in answer.beside:
             for share in self.shares:
                 model.pair(PairKey(launch.key.low, share)).fed = track.steps
