@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -35,6 +36,7 @@ ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
 ENV_OTHERS = frozenset({ENV_CONFIG, "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"})  # the last two are for clients
 GIB = 1 << 30
+_OPERATOR = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)  # namespace.name.overload
 MIB = 1 << 20
 
 
@@ -71,7 +73,9 @@ class Config:
     metrics_port: int = _setting(
         9402, "port of /metrics; 0 picks a free one, off serves none", low=-1, high=65535, words={"off": -1}
     )
-    state_dir: str = _setting("", "directory for what must outlive the process; empty keeps nothing")
+    state_dir: str = _setting(
+        "", "directory for crash.log, the stacks of a daemon that crashes; empty writes them to stderr"
+    )
     log_level: str = _setting("info", "least important line that is logged", choices=LOG_LEVELS)
     heartbeat_s: float = _setting(2.0, "a side silent for this long sends a heartbeat", low=0.05, high=3600)
     lease_s: float = _setting(10.0, "a client unheard for this long is gone, and its jobs with it", low=0.1, high=86400)
@@ -108,6 +112,13 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else "known are: " + ", ".join(names)
+
+
+def _nearest_in(table: str, name: str, known: Mapping[str, Field[Any]]) -> str:
+    """The same for an unknown key of a table: the near name may be another table's, the list is its own."""
+    if difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        return _nearest(name, known)
+    return f"[{table}] has: " + ", ".join(sorted(key for key, spec in known.items() if spec.metadata["table"] == table))
 
 
 def _number(kind: type[Any], value: Any, where: str) -> Any:
@@ -173,7 +184,7 @@ def from_file(path: Path) -> dict[str, Any]:
         for key, value in body.items():
             where = f"{path}: [{table}] {key}"
             if key not in known:
-                raise ConfigError(f"{where} is not a setting", _nearest(key, known))
+                raise ConfigError(f"{where} is not a setting", _nearest_in(table, key, known))
             if known[key].metadata["table"] != table:
                 raise ConfigError(f"{where} is in the wrong table", f"move it into [{known[key].metadata['table']}]")
             found[key] = _check(known[key], value, where)
@@ -214,6 +225,11 @@ def _together(config: Config) -> None:
             f"lease_s ({config.lease_s}) is shorter than two heartbeats ({config.heartbeat_s} each)",
             "a lease of at least twice heartbeat_s forgives one lost heartbeat",
         )
+    for op in config.allow_ops:
+        if not _OPERATOR.fullmatch(op):
+            raise ConfigError(
+                f"allow_ops: {op!r} is not an operator's name", "write it like aten.add.Tensor or mylib.scale.default"
+            )
     for endpoint in config.endpoint:
         if not endpoint.startswith(("ipc://", "tcp://")):
             raise ConfigError(

@@ -58,6 +58,8 @@ def test_the_environment_names_the_file_and_an_argument_beats_it(tmp_path):
         ("[daemon]\nheartbeat_s = 9.0\n", "lease_s", "heartbeat_s"),
         ("[daemon]\nendpoint = 'tcp://*:1'\n", "tcp://", "curve_secret_key"),
         ("[daemon\n", "TOML", "mend"),
+        ("[access]\nallow_ops = ['rm -rf']\n", "'rm -rf'", "aten.add.Tensor"),
+        ("[access]\nallow_ops = ['aten.add']\n", "'aten.add'", "aten.add.Tensor"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name_with_a_remedy(tmp_path, text, names, remedy):
@@ -65,6 +67,15 @@ def test_a_wrong_file_is_refused_by_name_with_a_remedy(tmp_path, text, names, re
         load({}, {}, written(tmp_path, text))
     assert names in caught.value.message
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("table", config.TABLES)
+def test_a_key_like_no_other_gets_the_list_of_its_own_table(tmp_path, table):
+    with pytest.raises(ConfigError) as caught:
+        load({}, {}, written(tmp_path, f"[{table}]\nzzz = 1\n"))
+    assert {f.name for f in fields(Config) if f.metadata["table"] == table} == set(
+        caught.value.remedy.removeprefix(f"[{table}] has: ").split(", ")
+    )
 
 
 def test_a_missing_file_is_refused(tmp_path):

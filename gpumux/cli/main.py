@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gpumux import __version__, config
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
@@ -82,6 +82,13 @@ examples:
 class _Parser(argparse.ArgumentParser):
     """argparse, but wrong usage exits with EX_USAGE."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A command complains itself about what it does not know, and so with its own usage."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return known, rest
+
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(EX_USAGE, f"{self.prog}: error: {message}\n")
@@ -127,7 +134,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--threads", metavar="N", help="intra-op threads a piece on the CPU")
     add("--metrics-host", metavar="ADDRESS", help="address of /metrics (default 127.0.0.1)")
     add("--metrics-port", metavar="N", help="port of /metrics (default 9402); 0 picks one, off serves none")
-    add("--state-dir", metavar="DIR", help="directory for what must outlive the process")
+    add("--state-dir", metavar="DIR", help="directory for crash.log, the stacks of a daemon that crashes")
     add("--log-level", metavar="LEVEL", help="|".join(config.LOG_LEVELS))
 
 

@@ -177,7 +177,9 @@ class Remote:
     def end_error(self) -> GpumuxError:
         ended = self.ended
         if ended is None or not ended.code:
-            return from_code("job_closed", "the job is closed", "submit it again")
+            said = ended if ended is not None and ended.message else None
+            message, remedy = (said.message, said.remedy) if said else ("the job is closed", "submit it again")
+            return from_code("job_closed", message, remedy)
         return from_code(ended.code, ended.message, ended.remedy)
 
     def push(self, buffers: Sequence[int]) -> None:

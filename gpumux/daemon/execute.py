@@ -142,7 +142,7 @@ class Executor:
         if job is None:
             return
         job.over = True
-        fault = c.fault or Fault("", "", "")
+        fault = c.fault or _closed(job)
         if c.fault is not None:
             self._desk.metrics.job_failed(fault.code)
             level = logging.INFO if fault.code in _NOT_ITS_FAULT else logging.WARNING
@@ -290,3 +290,10 @@ def _results(step: StepRecord) -> tuple[bytes, ...]:
     base = step.slot * program.slot_bytes
     places = zip(program.outline.layout.results, program.outline.result_bytes, strict=True)
     return tuple(program.segment.read(base + offset, nbytes) for offset, nbytes in places)
+
+
+def _closed(job: JobRecord) -> Fault:
+    """Closed as asked: what there is to say to a client that did not ask."""
+    if not job.stopped_by:
+        return Fault("", "", "")
+    return Fault("", f"{job.stopped_by} stopped the job (gpumux jobs stop)", "ask why, then submit it again")

@@ -122,6 +122,8 @@ class Requests:
     def _close(self, session: SessionRecord, m: msg.CloseJob, frames: Sequence[bytes]) -> None:
         record = self._governed(session, m.job)
         who = "its client" if record.session is session else f"user {session.peer.uid}"
+        if record.session is not session:
+            record.stopped_by = who
         log.info("job %s: close asked for by %s", record.short, who)
         self._desk.feed(ev.CloseRequested(record.id, m.drain, f"closed by {who}"))
         self._desk.reply(session, msg.Done(m.ref))

@@ -157,6 +157,7 @@ class OpenDevice:
 
 def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     """Choose and open the device, saying which and why."""
+    check_gpu(config)
     log.info("device: %s", choice(config.device))
     low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo: no job comes before another
     device = registry.make(
@@ -177,6 +178,18 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     if info.kind == "sim":
         log.warning("this daemon SIMULATES its device: steps take time and compute nothing, and every result is zero")
     return opened
+
+
+def check_gpu(config: Config, driver: Path = DRIVER) -> None:
+    """Who asks for the second GPU should not get the CPU instead. Raises ConfigError."""
+    gpus = driver.parent / "gpus"
+    count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    if config.device == "auto" and config.gpu and config.gpu >= count:
+        there = f"has {count} GPU(s)" if driver.exists() else "has no NVIDIA driver"
+        raise ConfigError(
+            f"there is no GPU {config.gpu}: this machine {there}",
+            "choose another --gpu, or name the device (--device cpu)",
+        )
 
 
 def choice(name: str, driver: Path = DRIVER) -> str:

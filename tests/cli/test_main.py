@@ -263,3 +263,11 @@ def test_status_in_words():
     assert "metrics  off" in out
     assert "no jobs" in out
     assert "512.0 MiB free of 1.0 GiB" in out
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "jobs", "doctor", "simulate"])
+def test_a_command_answers_wrong_usage_with_its_own(command, capsys):
+    assert main([command, "--bogus"]) == EX_USAGE
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: gpumux {command} ")
+    assert "unrecognized arguments: --bogus" in said

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpumux import client
+from gpumux import client, errors
 from gpumux.client.session import Session
 from gpumux.wire import messages as m
 
@@ -133,3 +133,13 @@ def test_a_fork_leaves_a_dropped_job_to_its_parent(endpoint: str) -> None:
     assert job.step(X).result(LONG).shape == (4, 3), "the parent's job is none the worse"
     assert "parent" in jobs(endpoint)
     job.close()
+
+
+def test_a_job_that_somebody_else_stops_says_so(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    with client.submit(lambda x: model(x), example=(X,), model=model, endpoint=endpoint) as job:
+        with Session.connect(endpoint, LONG, role="control") as control:
+            control.call(m.CloseJob(0, job.id, False))
+        assert job._session.wait(lambda: job._remote.ended is not None, LONG)
+        with pytest.raises(errors.JobClosed, match=f"user {os.getuid()} stopped the job"):
+            job.step(X)

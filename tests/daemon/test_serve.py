@@ -43,6 +43,20 @@ def test_auto_says_what_it_chose_and_why(tmp_path):
     assert "can't run work on a GPU yet" in serve.choice("auto", tmp_path / "version")
 
 
+def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(tmp_path):
+    absent, driver = tmp_path / "none" / "version", tmp_path / "version"
+    with pytest.raises(ConfigError, match="no GPU 1: this machine has no NVIDIA driver"):
+        serve.check_gpu(Config(gpu=1), absent)
+    driver.write_text("x")
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no GPU 1: this machine has 1 GPU"):
+        serve.check_gpu(Config(gpu=1), driver)
+    serve.check_gpu(Config(gpu=0), absent)
+    serve.check_gpu(Config(gpu=1, device="cpu"), absent)
+    (tmp_path / "gpus" / "0000:02:00.0").mkdir()
+    serve.check_gpu(Config(gpu=1), driver)
+
+
 def test_a_state_directory_that_can_not_be_made_is_a_configuration_error(tmp_path):
     (tmp_path / "file").write_text("")
     code = serve.run(Config(state_dir=str(tmp_path / "file"), endpoint=(f"ipc://{tmp_path}/s",)))
@@ -169,6 +183,7 @@ def check_operators_verbs(daemon, capsys):
         assert main(["jobs", "resume", listed["short"], *flags]) == 0
         assert main(["jobs", "stop", job.id[:8], *flags]) == 0
         assert session.wait(lambda: bool(job.ended), SOON_S)
+        assert (job.ended[0].code, f"user {os.getuid()} stopped the job" in job.ended[0].message) == ("", True)
         assert main(["jobs", "pause", "operated", *flags]) == 1
         capsys.readouterr()
         assert main(["doctor", *flags]) in (0, 1)

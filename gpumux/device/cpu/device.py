@@ -66,6 +66,7 @@ class CpuDevice:
         self._checks_at_once = max(2, self._cores // 2)
         self._checks = Checks(self._checks_at_once, limits, allow_ops)
         self._low_nice = low_nice
+        self._allow_ops = allow_ops
         self._schedule: Schedule[Command] = Schedule(self._parallel, preempts=low_nice > 0)
         self._jobs: dict[JobId, Executor] = {}
         self._by_token: dict[int, Executor] = {}
@@ -84,7 +85,7 @@ class CpuDevice:
         self._fds = (self._epoll.fileno(),)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._keeper = Keeper(self._epoll, self)
+        self._keeper = Keeper(self._epoll, self, self._allow_ops)
         self._keeper.start()
         self._epoll.poll(OPEN_S)
         self._keeper.hear()
@@ -92,6 +93,12 @@ class CpuDevice:
             self.close()
             remedy = "see what it printed; try python -c 'import torch'"
             raise ConfigError("the process that runs torch did not start", remedy)
+        unknown = self._warm.facts["unknown"]
+        if unknown:
+            self.close()
+            raise ConfigError(
+                f"allow_ops names {', '.join(unknown)}, which torch does not have", "mend [access] allow_ops"
+            )
         targets = {"low": PIECE_S, "high": PIECE_S}
         torch, width = str(self._warm.facts["torch"]), self._parallel
         return DeviceInfo("cpu", cpu_name(), self._total, width, self._threads, torch, targets, self._checks_at_once)

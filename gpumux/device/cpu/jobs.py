@@ -156,17 +156,23 @@ class Executor:
 
     def crash(self, launch: Launch | None) -> Fault:
         """Why the job is lost when the process said nothing before it ended."""
+        if not isinstance(self.status, int):  # no fault of its own
+            return Fault(
+                "executor_crashed",
+                f"the process running the job {ending(self.status)}",
+                "submit it again; if it happens again, look at the daemon's log and at the machine's memory",
+            )
         doing = ""
         if launch is not None:
             listing = self.programs.get(launch.program)
             named = int.from_bytes(self.page[:4], "little") - 1
             last_op = named if named >= 0 and launch.cut == 0 else None
             doing = f" while running {listing.describe(launch, last_op)} of program {launch.program}" if listing else ""
-        return Fault(
-            "executor_crashed",
-            f"the process running the job {ending(self.status)}{doing}",
-            "look for values the operator can't take (indices out of range, division by zero); other jobs are unharmed",
-        )
+        remedy = "look for values the operator can't take (indices out of range, division by zero)"
+        if self.status == signal.SIGKILL:
+            remedy = "look whether the machine ran out of memory, or somebody killed it"
+        message = f"the process running the job {ending(self.status)}{doing}"
+        return Fault("executor_crashed", message, f"{remedy}; other jobs are unharmed")
 
 
 def ending(status: int | str | None) -> str:

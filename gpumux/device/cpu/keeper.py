@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from collections.abc import Sequence
 from typing import Protocol
 
 from gpumux.device.cpu.warm import WarmProcess
@@ -23,14 +24,15 @@ class Owner(Protocol):
 class Keeper:
     """`warm` is None before `start`, after `close`, and when a new one would not become ready either."""
 
-    def __init__(self, epoll: select.epoll, owner: Owner) -> None:
+    def __init__(self, epoll: select.epoll, owner: Owner, operators: Sequence[str] = ()) -> None:
         self.warm: WarmProcess | None = None
         self._epoll = epoll
         self._owner = owner
+        self._operators = operators
         self._writes = False
 
     def start(self) -> None:
-        self.warm = WarmProcess()
+        self.warm = WarmProcess(self._operators)
         self._writes = False
         self._epoll.register(self.warm.channel.fileno(), select.EPOLLIN)
 

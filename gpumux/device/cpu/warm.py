@@ -19,13 +19,15 @@ _CLOSE_S = 10.0
 
 class WarmProcess:
     """`start` it, then `fork` and `kill`; call `receive` when its descriptor is readable and `flush` when
-    it is writable and `wants_write` says so. Tokens name its children."""
+    it is writable and `wants_write` says so. Tokens name its children.
+    `operators`: names it looks up; those torch lacks are its fact "unknown"."""
 
-    def __init__(self) -> None:
+    def __init__(self, operators: Sequence[str] = ()) -> None:
         ours, theirs = wire.pair()
         with theirs:
             # -P: modules lying in the daemon's working directory are nobody's to import.
             arguments = [sys.executable, "-P", "-m", "gpumux.device.cpu.zygote", str(theirs.fileno())]
+            arguments += operators
             self._process = subprocess.Popen(
                 arguments,
                 pass_fds=[theirs.fileno()],

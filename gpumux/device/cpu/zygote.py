@@ -1,7 +1,7 @@
 """The warm process: torch imported, nothing run. It forks an executor for each job and a checker for
 each check, and tells the daemon how they ended.
 
-Run as `python -m gpumux.device.cpu.zygote FD`. It stays single-threaded and runs no parallel region:
+Run as `python -m gpumux.device.cpu.zygote FD [OPERATOR...]`; the operators are looked up. It stays single-threaded and runs no parallel region:
 a fork after OpenMP has started its threads hangs in the child. When the daemon goes, its socket
 ends and so does this process, and the kernel kills the children with it.
 """
@@ -22,6 +22,8 @@ import torch
 
 from gpumux.device.cpu import checker, executor, process
 from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, WARMED, Channel, unpack
+from gpumux.errors import ProgramError
+from gpumux.program.schemas import schema
 
 _CHILDREN = {"executor": executor.main, "checker": checker.main}
 
@@ -104,12 +106,20 @@ def _child(parent: int, kind: str, settings: dict[str, Any], fds: list[int], hel
         os._exit(code)
 
 
-def main(fd: int) -> None:
+def _known(target: str) -> bool:
+    try:
+        schema(target)
+    except ProgramError:
+        return False
+    return True
+
+
+def main(fd: int, operators: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.name_process("gpumux-zygote")
     control = Channel(socket.socket(fileno=fd))
     try:
-        control.send(READY, {"torch": torch.__version__})
+        control.send(READY, {"torch": torch.__version__, "unknown": [op for op in operators if not _known(op)]})
         checker.warm()  # while the daemon and its first client get going
         gc.collect()
         gc.freeze()  # what is here now is never garbage, here or in a child
@@ -120,4 +130,4 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

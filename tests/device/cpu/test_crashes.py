@@ -13,6 +13,7 @@ import pytest
 
 from gpumux.device.contract import JobLost, LaunchFailed, ProgramChecked, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
+from gpumux.errors import ConfigError
 from gpumux.model import ProgramId
 from gpumux.program.codec import encode
 from gpumux.program.ir import Program
@@ -150,6 +151,7 @@ def test_a_killed_executor_is_noticed_while_idle(driver: Driver, device: CpuDevi
     assert isinstance(lost, JobLost)
     assert lost.fault.code == "executor_crashed"
     assert "SIGKILL" in lost.fault.message
+    assert "out of memory" in lost.fault.remedy
     assert job.job not in device.memory().by_job
     neighbour.check()
 
@@ -165,6 +167,8 @@ def test_the_zygotes_death_loses_the_jobs_and_new_ones_can_be_opened(own: Driver
     lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
     assert isinstance(lost, JobLost)
     assert lost.fault.code == "executor_crashed"
+    assert "ended with the process that started it" in lost.fault.message
+    assert "operator" not in str(lost.fault), "no operator has to do with it"
     for event in driver.unread:
         if isinstance(event, LaunchFailed):
             assert event.launch in launches
@@ -241,3 +245,9 @@ def test_two_checks_run_side_by_side_on_two_cores(own: Driver) -> None:
     own.device.check(hog.job, ProgramId(1), long(40_000))
     job.load(samples.counter(), [4])
     assert not any(isinstance(event, ProgramChecked) for event in own.unread)
+
+
+def test_an_allowed_operator_that_torch_lacks_is_named() -> None:
+    device = CpuDevice(threads=1, cores=1, allow_ops=("aten.add.Tensor", "aten.nope.default"))
+    with pytest.raises(ConfigError, match=r"allow_ops names aten\.nope\.default, which torch does not have"):
+        device.open()
