@@ -64,10 +64,12 @@ class Bans:
             ban.lifted = True
             self.active.remove(ban)
 
-    def forget(self, job: JobId) -> None:
-        """The job is gone. What concerns it stays measured, but is nobody's ban."""
-        for ban in [ban for ban in self.active if job in (ban.high, ban.low)]:
+    def forget(self, job: JobId) -> bool:
+        """The job is gone. What concerns it stays measured, but is nobody's ban. True if there were any."""
+        gone = [ban for ban in self.active if job in (ban.high, ban.low)]
+        for ban in gone:
             self.lift(ban)
+        return bool(gone)
 
 
 def _length(failures: int, step_seconds: float) -> float:

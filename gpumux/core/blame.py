@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from gpumux.core.board import Launch
-from gpumux.core.estimates import GAP, Cell, HighModel
+from gpumux.core.cells import GAP, Cell
+from gpumux.core.estimates import HighModel
 
 RECENT = 8  # low launches that ended, kept to be blamed
 UNKNOWN = 0.05  # weight of a launch nothing is known of: what all share equally

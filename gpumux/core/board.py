@@ -15,7 +15,8 @@ from gpumux.core.queue import Job, Step
 from gpumux.model import LaunchId, Priority
 
 if TYPE_CHECKING:
-    from gpumux.core.estimates import Cell, Pair, Spot
+    from gpumux.core.cells import Cell, Spot
+    from gpumux.core.estimates import Pair
 
 
 class Limit(NamedTuple):

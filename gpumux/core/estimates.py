@@ -11,103 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from gpumux.core.bans import Ban
 from gpumux.core.baseline import Baseline
 from gpumux.core.board import PairKey
+from gpumux.core.cells import GAP, Cell, Launched, Spot
 
-MEMORY = 10  # samples an estimate is the running mean of
-CLIP = 3.0  # deviations: what a sample may differ and still count in full
-CREDIBLE = 3  # samples before an estimate may ban
-FLOOR_S = 5e-6  # what launches of one kind may cost more or less, and it means nothing
-FIRST_SPREAD = 0.15  # of what a first launch cost: how far the next may be off
 LEAST_HARM = 0.25
-FORGET = 0.98
+MOST_PAIRS = 256  # low programs and shares remembered of a high program: the oldest go first
+MOST_PLACES = 4096  # kinds of launches remembered of one of them
 LEAST_EXPOSED = 0.3  # of a launch: what is felt of less says little of the whole
 BEST_EVERY = 4  # steps for which the best place known stays that
 MAX_RATE = 0.95  # excess seconds of an overlapped second: all but all of it
-
-
-class Spot(NamedTuple):
-    """A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was
-    out), in which half of it, and the low operator it begins with."""
-
-    piece: int
-    half: int
-    low: int
-
-
-GAP = -1
-
-
-class Cell:
-    """A running mean that one outlier can't move far, with its deviation and the newest three samples."""
-
-    __slots__ = ("ban", "count", "deviation", "floor", "mean", "newest", "speed")
-
-    def __init__(self, floor: float = 0.02) -> None:
-        self.floor = floor  # a difference that means nothing
-        self.count = 0
-        self.mean = 0.0
-        self.deviation = 0.0
-        self.newest: tuple[float, ...] = ()
-        self.speed = 0.0  # solo seconds of low work done in a second; 0.0: not known
-        self.ban: Ban | None = None
-
-    @property
-    def upper(self) -> float:
-        """What is seldom exceeded."""
-        return self.mean + 2 * self.deviation
-
-    @property
-    def median(self) -> float:
-        """Of the newest three samples: what at least two of them say."""
-        return sorted(self.newest)[len(self.newest) // 2] if self.newest else 0.0
-
-    def add(self, rate: float, weight: float = 1.0) -> None:
-        self.newest = (*self.newest[-2:], rate)
-        self.count += 1
-        if self.count <= CREDIBLE:
-            self.mean = self.median
-            self.deviation = sum([abs(x - self.mean) for x in self.newest]) / self.count
-            return
-        part = weight / min(self.count, MEMORY)
-        bound = CLIP * self.deviation + self.floor + 0.1 * abs(self.mean)
-        off = max(-bound, min(bound, rate - self.mean))
-        self.mean += part * off
-        self.deviation += part * (min(abs(rate - self.mean), 2 * bound) - self.deviation)
-
-    def restart(self) -> None:
-        """Forget the samples, but not the ban: what was known is no longer so."""
-        self.count, self.newest, self.mean, self.deviation = 0, (), 0.0, 0.0
-
-
-class Launched:
-    """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
-
-    __slots__ = ("cell", "peak", "rate", "seen", "worst")
-
-    def __init__(self) -> None:
-        self.cell = Cell(FLOOR_S)
-        self.peak = 0.0
-        self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another place may do
-        self.rate = 0.0  # high seconds lost in a second of it
-        self.seen = 0  # the high job's step when it was last seen
-
-    def add(self, cost: float, peak: float, rate: float, step: int) -> None:
-        self.cell.add(cost)
-        part = max(1.0 / self.cell.count, 0.2)
-        self.peak += part * (max(0.0, peak) - self.peak)
-        self.worst = max(peak, FORGET * self.worst)
-        self.rate += part * (rate - self.rate)
-        self.seen = step
-
-    @property
-    def upper(self) -> float:
-        """What a step seldom loses more of."""
-        spread = 2 * self.cell.deviation
-        return self.peak + (spread if self.cell.count > 1 else FIRST_SPREAD * self.peak)
 
 
 class Pair:
@@ -173,6 +88,9 @@ class Pair:
         rate = max(0.0, cost) / seconds if seconds > 0.0 else 0.0
         launched = self.launches.get(spot)
         if launched is None:
+            if len(self.launches) >= MOST_PLACES:  # `lows` still knows
+                self.launches.clear()
+                self.spots.clear()
             launched = self.launches[spot] = Launched()
             if spot.piece != GAP:
                 self.spots.setdefault(spot.low, []).append(launched)
@@ -228,6 +146,8 @@ class HighModel:
     def pair(self, key: PairKey) -> Pair:
         found = self.pairs.get(key)
         if found is None:
+            if len(self.pairs) >= MOST_PAIRS:
+                del self.pairs[next(iter(self.pairs))]
             found = self.pairs[key] = Pair(key, len(self.refs))
         return found
 
@@ -266,6 +186,15 @@ class HighModel:
         self.total += baseline.value - self.refs[piece]
         self.refs[piece] = baseline.value
         return changed
+
+    def unban(self) -> None:
+        """Free what lifted bans still mark."""
+        for pair in self.pairs.values():
+            if pair.any_ban:
+                for piece, cell in enumerate(pair.cells):
+                    if cell.ban is not None and cell.ban.lifted:
+                        cell.ban = None
+                        pair.restate(piece)
 
     def recut(self, bounds: Bounds, predicted: Sequence[float]) -> HighModel:
         """The same program under another cut: what was learned of its operators is kept."""

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from gpumux.core.bans import PROBE_EVERY, Ban
 from gpumux.core.board import Board, PairKey
-from gpumux.core.estimates import CREDIBLE, FLOOR_S, GAP, Pair, Spot
+from gpumux.core.cells import CREDIBLE, FLOOR_S, GAP, Spot
+from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.queue import Job

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpumux.core import blame
-from gpumux.core.bans import Ban, Bans, Why
+from gpumux.core.bans import Ban, Bans
 from gpumux.core.board import Board, Launch, PairKey
+from gpumux.core.cells import GAP, Spot
 from gpumux.core.config import CoreConfig
-from gpumux.core.estimates import CREDIBLE, GAP, HighModel, Pair, Spot
+from gpumux.core.estimates import HighModel, Pair
 from gpumux.core.holds import Hold, Holds
-from gpumux.core.queue import Job, Program
+from gpumux.core.judge import judge
+from gpumux.core.queue import Job, JobState, Program
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.model import DeviceInfo, JobId, Priority
@@ -23,7 +25,8 @@ from gpumux.model import DeviceInfo, JobId, Priority
 _LOW, _HIGH = Priority.LOW, Priority.HIGH
 LEAST_SPEED = 0.05
 KNOWN = 3  # ranges of a pair that are measured before the rest is taken to be like them
-WORSE = 3.0  # times what other ranges cost: a range that does is banned
+MOST_MODELS = 1024 + 64  # high programs remembered: all that may be in use, and some that were
+MOST_CUTS = 4  # of each
 ADAPT_EVERY = 16  # steps
 
 
@@ -134,6 +137,11 @@ class Record:
             newest = next(reversed(cuts.values())) if cuts else None
             model = newest.recut(bounds, predicted) if newest else HighModel(program.key, bounds, predicted)
             cuts[bounds] = model
+            if len(cuts) > MOST_CUTS:
+                del cuts[next(iter(cuts))]
+            if len(self.models) > MOST_MODELS:
+                used = {track.model.key for track in self.tracks.values() if track.model is not None}
+                del self.models[next(key for key in self.models if key not in used)]
         return model
 
     def done(self, launch: Launch, started: float, ended: float, board: Board) -> None:
@@ -234,7 +242,8 @@ class Record:
                 return
         blame.share_out(model, piece, excess, found)
         for low, _ in found:
-            self._touched.append((model, track, low, piece))
+            if low.job.state is not JobState.CLOSING:
+                self._touched.append((model, track, low, piece))
 
     def _unwatched(self, track: Track, model: HighModel, piece: int, span: float, beside: bool) -> None:
         """What low work costs is well known and this step only pays for it."""
@@ -251,7 +260,7 @@ class Record:
         if self._touched:
             for touched in self._touched:
                 if touched[1] is track:
-                    self._judge(*touched, ended)
+                    judge(self.bans, *touched, ended)
             self._touched = [touched for touched in self._touched if touched[1] is not track]
         track.account.begin(track.solo_step())
         if track.steps % ADAPT_EVERY == 0:
@@ -260,39 +269,6 @@ class Record:
             self._calm = 0.0
             track.idle_since, track.soonest = ended, 0.0
             self.idle[job.id] = track
-
-    def _judge(self, model: HighModel, track: Track, low: Launch, piece: int, now: float) -> None:
-        """After a step: is low work of this kind to be banned beside the range, or to be freed again?"""
-        pair, account = model.pair(low.key), track.account
-        cell = pair.cells[piece]
-        ban = cell.ban
-        if ban is not None and not ban.probing:
-            return
-        if ban is None and (cell.count < CREDIBLE or cell.mean * (1.0 + account.slack) <= account.slack):
-            return  # nothing credible, or within the target
-        rate = cell.newest[-1] if ban is not None else min(cell.mean, cell.median)
-        rate = max(rate, 0.0)
-        ratio = 1.0 / (1.0 - rate)
-        length = min(min(low.step.pieces) / max(cell.speed, pair.speed, LEAST_SPEED), model.refs[piece] * ratio)
-        why: Why | None = None
-        if ratio > 1.0 + account.slack and length * rate > account.limit():
-            why = "tail"
-        elif ratio > 1.0 + account.slack and rate > WORSE * pair.elsewhere(piece) + account.slack:
-            why = "price"
-        if ban is None:
-            if why and cell.count >= CREDIBLE:
-                operators = (model.bounds[piece], model.bounds[piece + 1])
-                cell.ban = Ban(track.job.id, low.job.id, operators, low.key.share, ratio, cell.count, why, now, now)
-                self.bans.impose(cell.ban, model.total)
-        elif why:
-            ban.ratio, ban.samples = ratio, ban.samples + 1
-            self.bans.lengthen(ban, now, model.total)
-        else:
-            self.bans.lift(ban)
-            cell.ban = None
-            cell.restart()
-            cell.add(rate)
-        pair.restate(piece)
 
     def _adapt(self, track: Track) -> None:
         """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
@@ -317,6 +293,7 @@ class Record:
         self.idle.pop(job.id, None)
         self.answers.pop(job.id, None)
         self.holds.freed(job.id)
-        for ban in [ban for ban in self.bans.active if job.id in (ban.high, ban.low)]:
-            self.bans.lift(ban)
+        if self.bans.forget(job.id):
+            for model in [model for cuts in self.models.values() for model in cuts.values()]:
+                model.unban()
         self._touched = [t for t in self._touched if t[1].job is not job and t[2].job is not job]

@@ -1,0 +1,46 @@
+"""Whether low work is to be banned beside a range, or freed again: after each step that shows what it cost."""
+
+from __future__ import annotations
+
+from gpumux.core.bans import Ban, Bans, Why
+from gpumux.core.board import Launch
+from gpumux.core.cells import CREDIBLE
+from gpumux.core.estimates import HighModel
+from gpumux.core.track import Track
+
+LEAST_SPEED = 0.05
+WORSE = 3.0  # times what other ranges cost: a range that does is banned
+
+
+def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, now: float) -> None:
+    """After a step: is low work of this kind to be banned beside the range, or to be freed again?"""
+    pair, account = model.pair(low.key), track.account
+    cell = pair.cells[piece]
+    ban = cell.ban
+    if ban is not None and not ban.probing:
+        return
+    if ban is None and (cell.count < CREDIBLE or cell.mean * (1.0 + account.slack) <= account.slack):
+        return  # nothing credible, or within the target
+    rate = cell.newest[-1] if ban is not None else min(cell.mean, cell.median)
+    rate = max(rate, 0.0)
+    ratio = 1.0 / (1.0 - rate)
+    length = min(min(low.step.pieces) / max(cell.speed, pair.speed, LEAST_SPEED), model.refs[piece] * ratio)
+    why: Why | None = None
+    if ratio > 1.0 + account.slack and length * rate > account.limit():
+        why = "tail"
+    elif ratio > 1.0 + account.slack and rate > WORSE * pair.elsewhere(piece) + account.slack:
+        why = "price"
+    if ban is None:
+        if why and cell.count >= CREDIBLE:
+            operators = (model.bounds[piece], model.bounds[piece + 1])
+            cell.ban = Ban(track.job.id, low.job.id, operators, low.key.share, ratio, cell.count, why, now, now)
+            bans.impose(cell.ban, model.total)
+    elif why:
+        ban.ratio, ban.samples = ratio, ban.samples + 1
+        bans.lengthen(ban, now, model.total)
+    else:
+        bans.lift(ban)
+        cell.ban = None
+        cell.restart()
+        cell.add(rate)
+    pair.restate(piece)
