@@ -34,6 +34,7 @@ ROWS = (
     "single launches", "graphs", "naive second job", "+ stream priorities", "+ launch pacing", "+ slowdown feedback",
     "+ smaller background batch",
 )  # fmt: skip
+PACED_SMALL = "(pacing, smaller batch)"  # beside the paper's order: what a smaller batch is worth without feedback
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ def simulated(jobs: Jobs, spec: GpuSpec, steps: int, warmup: int) -> list[Row]:
         (ROWS[4], "paced", True, jobs.low),
         (ROWS[5], "guarded", True, jobs.low),
         (ROWS[6], "guarded", True, jobs.small),
+        (PACED_SMALL, "paced", True, jobs.small),
     )
     for label, policy, priorities, low in ways:
         pair = [jobs.high, low]

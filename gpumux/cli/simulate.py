@@ -165,7 +165,7 @@ def describe(result: Result, *, explain: bool = False) -> str:
         for job in result.jobs
     ]
     busy = result.busy.device_s / result.ended_at if result.ended_at else 0.0
-    head = f"{result.policy} on a simulated {result.device}: {result.ended_at:.3f} s, device busy {min(busy, 1.0):.0%}"
+    head = f"{result.policy} on a simulated {result.device}: {result.ended_at:.3f} s, device busy {busy:.0%}"
     if result.interrupted:
         head += " (interrupted: this is what is known)"
     total = f"throughput of all jobs, each over its own alone: {_figure(result.total_throughput)}"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 HIGH_COLOR, LOW_COLOR, LINE_COLOR = "#c44e52", "#4c72b0", "#555555"
 STEPS_SHOWN = 6  # of the slowest high job, in a timeline
 DPI = 110
+MOST_EDGED = 150  # bars; with more of them the edges would be all there is to see
 
 
 def figure(width: float, height: float) -> Figure:
@@ -74,7 +75,8 @@ def _launches(axes: Axes, result: Result) -> None:
         for share in sorted({row.share for row in rows}):
             bars = [((r.started - first) * 1e3, (r.ended - r.started) * 1e3) for r in rows if r.share == share]
             height = 0.8 * share  # a launch confined to half of the device is drawn half as high
-            axes.broken_barh(bars, (lane - height / 2, height), color=color, edgecolor="white", lw=0.4)
+            edge = {"edgecolor": "white", "lw": 0.4} if len(bars) < MOST_EDGED else {"lw": 0}
+            axes.broken_barh(bars, (lane - height / 2, height), facecolor=color, **edge)
     axes.set_yticks(range(len(result.jobs)), [job.name for job in result.jobs], fontsize=8)
     axes.set_ylim(len(result.jobs) - 0.4, -0.6)
     axes.set_xlim(0, max(last - first, 1e-9) * 1e3)

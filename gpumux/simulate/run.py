@@ -62,7 +62,7 @@ class Simulation:
         self,
         workloads: Sequence[Workload],
         spec: GpuSpec,
-        policy: str = "paced",
+        policy: str = "guarded",
         *,
         seed: int = 0,
         graphs: bool = True,
@@ -305,7 +305,7 @@ class Simulation:
 def simulate(
     workloads: Sequence[Workload],
     spec: GpuSpec,
-    policy: str = "paced",
+    policy: str = "guarded",
     *,
     seconds: float | None = None,
     steps: int | None = None,
