@@ -4,20 +4,21 @@ The oracle has what the guard has: the same pieces, the same non-preemptive devi
 time within `max_slowdown` of alone, the 99th percentile within twice that excess). It knows what the guard has to
 learn: every duration, when the next step comes, and what each choice will lead to, because it tries it.
 
-The search is over plans (planned.py): what share of the GPU low work may have beside each high piece, and how many low
-launches are outstanding. Every plan is simulated exactly, on the same engine, and only one that keeps the promise counts:
+The search is over plans (planned.py). Each is simulated exactly, on the same engine, and only one that keeps the promise counts:
 
-1. Beside every high piece, each share: what that costs the piece and what low work gets there. One run a share.
-2. For a price on high seconds, the best share of each piece is then known: Lagrange's relaxation of the choice. The price is
-   bisected until the dearest plan that keeps the promise and the cheapest that breaks it are known.
-3. Steps take turns between those two plans, as often as the promise bears: a mean between what single plans reach.
-4. Single pieces of the best plan are given more or less, as long as that finds something better.
+1. For each high piece and share: low pieces are launched there and nowhere else, one in every second step. So each launch's
+   cost is known, by low piece, high piece and share: what it adds to its step and the next.
+2. Each low piece gets the places where it costs least for the work it does: the best one and those not much dearer, to several
+   meanings of "much".
+3. Every high step adds a credit to an account that launches are paid from. The credit is bisected to where the promise is just kept
+   in mean and tail. So that the tail holds, what one step may bear is bounded, too, to several bounds.
 
-Why this is near the optimum: with steps that repeat, cost and gain belong to the moment of a step at which low work
-runs, and the relaxation is the exact answer where the moments don't affect one another; where they do, 2 to 4 work on
-exact simulations. It is not above the optimum, since everything it reports was reached, and not proven to be it: a plan can't tell low pieces apart, nor moments within a high piece. So the
-harvest of the guard itself, where it kept the promise, is one of the candidates: nobody's share exceeds 1 unless the
-promise was broken.
+Why this is near the optimum: with steps that repeat, cost and gain of a low launch belong to its place in the step and to its
+kind; the low job's pieces come in order, so each has to run somewhere, and where launches don't affect one another nothing is
+better than the cheapest places as often as the promise bears. It is not above the optimum, since
+everything it reports was reached; and it is not proven to be it: a plan tells no moments within a high piece apart and does not
+look ahead in the low job. So the harvest of the guard itself, where it kept the promise, is one of the candidates
+(sweep.py): nobody's share exceeds 1 unless the promise was broken.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.model import Priority
-from gpumux.simulate.result import Result, Row
-from gpumux.simulate.run import Simulation
+from gpumux.simulate.result import Result
+from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload
-from microbench.planned import Plan, Planned
+from microbench.planned import GAP, Cost, Entry, Plan, Planned
 
 STEPS, WARMUP = 100, 20  # of every plan tried
-BISECTIONS = 7
-DEPTHS = (1, 2)
-TRIES = 8  # of step 4
-SETTLE = 3  # times a mixture that breaks the promise is thinned
+BISECTIONS = 6
+LOWER_LIMIT = 0.75  # of the tail's room: what one step may bear in the stricter of two plans
+DEARER = (1.15, 2.0, inf)  # times a low piece's least cost at which a place is still used
+SHORTEST_GAP_S = 20e-6
+MIN_COST_S = 1e-6  # below this a launch is as good as free
+PROBES = 2  # launches of each low piece at each place
+MOST_PROBES = 60  # launches at each place
 
 
 @dataclass(frozen=True)
@@ -70,40 +75,36 @@ class Search:
     def __init__(self, high: Workload, low: Workload, spec: GpuSpec) -> None:
         self._jobs, self._spec = (high, low), spec
         self._pieces = cut_workload(high, spec), cut_workload(low, spec)
-        self._count = len(self._pieces[0].seconds)
+        self._high_count, self._low_count = (len(pieces.seconds) for pieces in self._pieces)
         self._gap_s = gap_seconds(replace(high, name="alone"), spec)
-        self._all: dict[Plan, Tried] = {}
+        self._tried = 0
 
     def run(self) -> Oracle:
-        nothing = self._try(self._even(0.0))
+        nothing = self._try(Plan({}))
         candidates = [nothing]
-        for depth in DEPTHS:
-            candidates += self._priced(depth)
-        best = self._best(candidates)
-        for _ in range(2):
-            better = self._improve(best)
-            if better.harvest <= best.harvest:
-                break
-            best = better
-        return Oracle(best, len(self._all))
+        costs = self._costs()
+        for dearer in DEARER:
+            for widest in (False, True):
+                candidates += self._paid(self._plan(costs, dearer, widest=widest))
+        plan = self._best(candidates).plan
+        if plan.shares:
+            candidates += self._paid(replace(plan, depth=2))
+            candidates += self._paid(replace(plan, step_limit=LOWER_LIMIT * plan.step_limit))
+        return Oracle(self._best(candidates), self._tried)
 
     # ---- plans
 
-    def _even(self, share: float, depth: int = 1) -> Plan:
-        return Plan(((share,) * self._count,), depth)
+    def _simulate(self, plan: Plan, steps: int) -> tuple[Result, Planned]:
+        self._tried += 1
+        core = Planned(plan, self._spec, *self._pieces, self._gap_s)
+        simulation = Simulation(list(self._jobs), self._spec, core=core)
+        return simulation.run(steps=steps, warmup_steps=WARMUP), core
 
     def _try(self, plan: Plan) -> Tried:
-        return self._simulate(plan)[0] if plan not in self._all else self._all[plan]
-
-    def _simulate(self, plan: Plan) -> tuple[Tried, Result]:
-        high, low = self._jobs
-        core = Planned(plan, self._spec, *self._pieces, self._gap_s)
-        simulation = Simulation([high, low], self._spec, core=core, timeline=True)
-        result = simulation.run(steps=STEPS, warmup_steps=WARMUP)
+        result, _ = self._simulate(plan, STEPS)
         job = result.of(Priority.HIGH)[0]
-        keeps = keeps_promise(job.mean_slowdown, job.p99_slowdown, high.max_slowdown)
-        tried = self._all[plan] = Tried(plan, job.mean_slowdown, job.p99_slowdown, result.harvest, keeps)
-        return tried, result
+        keeps = keeps_promise(job.mean_slowdown, job.p99_slowdown, self._jobs[0].max_slowdown)
+        return Tried(plan, job.mean_slowdown, job.p99_slowdown, result.harvest, keeps)
 
     @staticmethod
     def _best(candidates: Sequence[Tried]) -> Tried:
@@ -111,113 +112,68 @@ class Search:
         keeping = [tried for tried in candidates if tried.keeps]
         return max(keeping, key=lambda t: t.harvest) if keeping else min(candidates, key=lambda t: t.mean)
 
-    def _priced(self, depth: int) -> list[Tried]:
-        """Steps 1 to 3."""
-        offers: list[list[tuple[float, float, float]]] = [
-            [(0.0, 0.0, 0.0)] for _ in range(self._count)
-        ]  # gain, cost, share
-        found: list[Tried] = []
-        alone = self._spans(self._simulate(self._even(0.0, depth))[1])
+    def _costs(self) -> dict[Entry, Cost]:
+        """High seconds that a launch costs, by low piece, high piece and share; a piece never seen at a place costs what
+        others cost there, by their length."""
+        found: dict[Entry, Cost] = {}
+        launches = min(MOST_PROBES, PROBES * self._low_count)
         for share in self._spec.shares:
-            tried, result = self._simulate(self._even(share, depth))
-            found.append(tried)
-            if tried.keeps:
-                break  # the smaller shares give less
-            spans, gains = self._spans(result), self._gains(result)
-            for p in range(self._count):
-                offers[p].append((gains[p], max(0.0, spans[p] - alone[p]), share))
-        below, above = self._bisect(offers, depth, found)
-        if below is not None and above is not None:
-            found += self._mixtures(below, above)
+            for p in range(GAP if self._gap_s > SHORTEST_GAP_S else 0, self._high_count):
+                plan = Plan({(j, p): share for j in range(self._low_count)}, most=1, every=2)
+                result, core = self._simulate(plan, 2 * launches)
+                self._note(result.of(Priority.HIGH)[0].step_seconds, core, found, (p, share))
         return found
 
-    def _bisect(
-        self, offers: list[list[tuple[float, float, float]]], depth: int, found: list[Tried]
-    ) -> tuple[Tried | None, Tried | None]:
-        cheap, dear = 0.0, 1e3  # a price at which everything is taken, and one at which only what is free is
-        below: Tried | None = None
-        above: Tried | None = None
-        for _ in range(BISECTIONS):
-            price = (max(cheap, 1e-3) * dear) ** 0.5
-            chosen = [max(options, key=lambda o: (o[0] - price * o[1], o[2]))[2] for options in offers]
-            tried = self._try(Plan((tuple(chosen),), depth))
-            found.append(tried)
-            if tried.keeps:
-                dear, below = price, tried if below is None or tried.harvest > below.harvest else below
-            else:
-                cheap, above = price, tried
-        return below, above
+    def _note(
+        self, seconds: Sequence[float], core: Planned, found: dict[Entry, Cost], place: tuple[int, float]
+    ) -> None:
+        alone, work = min(seconds), self._pieces[1].seconds
+        samples: dict[int, list[Cost]] = {}
+        for step, _, j, _ in core.begun:
+            if step + 1 < len(seconds):
+                samples.setdefault(j, []).append((seconds[step] - alone, seconds[step + 1] - alone))
+        known = {j: _mean(costs) for j, costs in samples.items()}
+        if known:
+            here, after = _mean([(cost[0] / work[j], cost[1] / work[j]) for j, cost in known.items()])
+            for j in range(self._low_count):
+                found[(j, *place)] = known.get(j, (here * work[j], after * work[j]))
 
-    def _mixtures(self, below: Tried, above: Tried) -> list[Tried]:
-        """Take turns between a plan that keeps the promise and one that does not."""
-        target = self._jobs[0].max_slowdown
-        if above.mean <= below.mean or above.plan.depth != below.plan.depth:
-            return []
-        part = min(1.0, (target - below.mean) / (above.mean - below.mean))
+    def _plan(self, costs: dict[Entry, Cost], dearer: float, *, widest: bool) -> Plan:
+        """For each low piece the places that cost no more than `dearer` times its cheapest, and there the cheapest share,
+        or the widest of those that cost no more: it is done sooner."""
+        least = dict.fromkeys(range(self._low_count), inf)
+        for (j, _, _), cost in costs.items():
+            least[j] = min(least[j], max(sum(cost), MIN_COST_S))
+        best: dict[tuple[int, int], tuple[float, float]] = {}
+        for (j, p, share), cost in costs.items():
+            paid = max(sum(cost), MIN_COST_S)
+            rank = (-share, paid) if widest else (paid, -share)
+            if paid <= dearer * least[j] and rank < best.get((j, p), (inf, inf)):
+                best[j, p] = rank
+        high = self._jobs[0]
+        room = 2 * (high.max_slowdown - 1) * solo(high, self._spec).step_s
+        shares = {place: -rank[0 if widest else 1] for place, rank in best.items()}
+        return Plan(shares, costs, room)
+
+    def _paid(self, plan: Plan) -> list[Tried]:
+        """The plan at credits that are bisected to where the promise is just kept."""
+        high = self._jobs[0]
+        enough = (high.max_slowdown - 1) * solo(high, self._spec).step_s
+        low, most = 0.0, 4 * enough
         found: list[Tried] = []
-        for _ in range(SETTLE):
-            second = int(part * 20)
-            if second == 0:
-                break
-            plan = Plan((below.plan.shares[0], above.plan.shares[0]), below.plan.depth, second, 20)
-            found.append(self._try(plan))
+        credit = enough
+        for _ in range(BISECTIONS):
+            found.append(self._try(replace(plan, credit=credit)))
             if found[-1].keeps:
-                break
-            part *= 0.7
+                low = credit
+            else:
+                most = credit
+            credit = (low + most) / 2
         return found
 
-    def _improve(self, best: Tried) -> Tried:
-        """Step 4: give single pieces the next larger or smaller share."""
-        ladder = sorted({0.0, *self._spec.shares})
-        shares = best.plan.shares[0]
-        for p in self._spread(TRIES):
-            for move in (1, -1):
-                place = ladder.index(shares[p]) + move
-                if not 0 <= place < len(ladder):
-                    continue
-                changed = (*shares[:p], ladder[place], *shares[p + 1 :])
-                tried = self._try(replace(best.plan, shares=(changed, *best.plan.shares[1:])))
-                if tried.keeps and tried.harvest > best.harvest:
-                    best, shares = tried, changed
-        return best
 
-    def _spread(self, most: int) -> list[int]:
-        """At most so many pieces, evenly over the step."""
-        step = max(1, -(-self._count // most))
-        return list(range(0, self._count, step))
-
-    # ---- what a run says of each high piece
-
-    def _spans(self, result: Result) -> list[float]:
-        """Mean seconds of each high piece, waiting behind low blocks included."""
-        sums, counts, end = [0.0] * self._count, [0] * self._count, 0.0
-        for row in _rows(result, Priority.HIGH):
-            sums[row.piece] += row.ended - max(end, row.started)
-            counts[row.piece] += 1
-            end = row.ended
-        return [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
-
-    def _gains(self, result: Result) -> list[float]:
-        """Low seconds of work done beside each high piece in a step, split by overlap."""
-        work = self._pieces[1].seconds
-        low = _rows(result, Priority.LOW)
-        gains, steps, at, end = [0.0] * self._count, 0, 0, 0.0
-        for row in _rows(result, Priority.HIGH):
-            begin = max(end, row.started)
-            while at < len(low) and low[at].ended <= begin:
-                at += 1
-            for other in low[at : at + 8]:
-                overlap = min(other.ended, row.ended) - max(other.started, begin)
-                if overlap > 0:
-                    gains[row.piece] += work[other.piece] * overlap / (other.ended - other.started)
-            steps += row.piece == 0
-            end = row.ended
-        return [gain / max(steps, 1) for gain in gains]
-
-
-def _rows(result: Result, priority: Priority) -> list[Row]:
-    names = {job.name for job in result.of(priority)}
-    return [row for row in result.timeline if row.job in names]
+def _mean(costs: Sequence[Cost]) -> Cost:
+    return (sum(c[0] for c in costs) / len(costs), sum(c[1] for c in costs) / len(costs))
 
 
 @lru_cache(maxsize=256)

@@ -109,11 +109,7 @@ def measure_pair(pair: int, settings: Settings) -> dict[str, Any]:
         "plan_harvest": best.best.harvest if best.best.keeps else None,
         "oracle_mean_slowdown": best.best.mean,
         "oracle_p99_slowdown": best.best.p99,
-        "oracle_plan": {
-            "shares": best.best.plan.shares,
-            "depth": best.best.plan.depth,
-            "second": best.best.plan.second,
-        },
+        "oracle_plan": {"places": len(best.best.plan.shares), "depth": best.best.plan.depth},
         "plans_tried": best.tried,
         "learning_steps": learning,
         "learning_mean_slowdown": job.learning_slowdown,
