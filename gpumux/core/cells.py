@@ -71,21 +71,23 @@ class Cell:
 class Launched:
     """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
 
-    __slots__ = ("cell", "peak", "rate", "seen", "worst")
+    __slots__ = ("cell", "peak", "rate", "seconds", "seen", "worst")
 
     def __init__(self) -> None:
         self.cell = Cell(FLOOR_S)
         self.peak = 0.0
         self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another place may do
         self.rate = 0.0  # high seconds lost in a second of it
+        self.seconds = 0.0  # a launch took
         self.seen = 0  # the high job's step when it was last seen
 
-    def add(self, cost: float, peak: float, rate: float, step: int) -> None:
+    def add(self, cost: float, peak: float, rate: float, seconds: float, step: int) -> None:
         self.cell.add(cost)
         part = max(1.0 / self.cell.count, 0.2)
         self.peak += part * (max(0.0, peak) - self.peak)
         self.worst = max(peak, FORGET * self.worst)
         self.rate += part * (rate - self.rate)
+        self.seconds += part * (seconds - self.seconds)
         self.seen = step
 
     @property

@@ -94,10 +94,10 @@ class Pair:
             launched = self.launches[spot] = Launched()
             if spot.piece != GAP:
                 self.spots.setdefault(spot.low, []).append(launched)
-        launched.add(cost, peak, rate, step)
+        launched.add(cost, peak, rate, seconds, step)
         if spot.piece != GAP:
             whole = max(exposed, LEAST_EXPOSED)
-            self.lows.setdefault(spot.low, Launched()).add(cost / whole, peak / whole, rate, step)
+            self.lows.setdefault(spot.low, Launched()).add(cost / whole, peak / whole, rate, seconds, step)
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
 
     def best(self, low: int, since: int) -> float:

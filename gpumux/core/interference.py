@@ -54,13 +54,13 @@ class Guard(Record):
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
         seconds = job.next_seconds()
         start = self._low_until if self._low_until > now and board.windows[_LOW].launches else now
-        if start + self.lag + seconds * STRETCH < self._calm:
+        if start + self.lag + self.margin + seconds * STRETCH < self._calm:
             return 1.0
         scene = self._scene
         if self._seen != (now, self.version):
-            scene = self._scene = Scene(board, self.tracks, self.idle, now)
+            scene = self._scene = Scene(board, self.tracks, self.idle, self.recent.launches, now)
             self._seen, self._calm = (now, self.version), scene.calm
-        if scene.free_at + self.lag + seconds * STRETCH < scene.calm:
+        if scene.free_at + self.lag + self.margin + seconds * STRETCH < scene.calm:
             return 1.0
         step = job.head_step()
         bounds = step.bounds if step.launched else step.program.bounds
@@ -102,8 +102,9 @@ class Guard(Record):
             speed = pair.speed
             if share < 1.0 and not pair.known:
                 speed = share * high.model.pair(PairKey(piece.program, 1.0)).speed
-            lasts = seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
-            answer.seconds = max(answer.seconds, lasts)
+            alike = pair.lows.get(piece.operator)
+            lasts = alike.seconds if alike is not None else seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
+            answer.seconds = lasts if alike is not None else max(answer.seconds, lasts)
             if pair.known < KNOWN and pair.known < len(pair.cells):
                 if track.pieces < track.explored + 2:
                     return _held("learning", track, high.at, None)
@@ -118,7 +119,7 @@ class Guard(Record):
                 return _held(refused, track, cost.piece if ban is None else cost.banned, ban)
             else:
                 answer.probe, answer.probed, answer.exploring = ban, track, track
-        end = scene.free_at + self.lag + seconds * STRETCH
+        end = scene.free_at + self.lag + self.margin + seconds * STRETCH
         for idle in scene.idle:
             if end < idle.soonest:
                 continue

@@ -27,6 +27,8 @@ LEAST_SPEED = 0.05
 KNOWN = 3  # ranges of a pair that are measured before the rest is taken to be like them
 MOST_MODELS = 1024 + 64  # high programs remembered: all that may be in use, and some that were
 MOST_CUTS = 4  # of each
+MOST_MARGIN_S = 1e-3
+MARGIN_FADES = 0.998  # for each step of a high job
 ADAPT_EVERY = 16  # steps
 
 
@@ -63,8 +65,9 @@ class Record:
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
         self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
+        self.margin = 0.0  # seconds by which launches that should have ended before a step did not, lately
         self.version = 0  # of what an answer depends on, but for the time
-        self._scene = Scene(Board("fair"), {}, {}, 0.0)  # for the version and time `_seen`
+        self._scene = Scene(Board("fair"), {}, {}, (), 0.0)  # for the version and time `_seen`
         self._seen = (-1.0, 0)
         self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
         self._low_until = 0.0  # when the newest low launch should be over
@@ -238,12 +241,19 @@ class Record:
         if piece == 0 and track.from_idle:
             early = [(low, seconds) for low, seconds in found if low.at < track.arrived]
             if early:
+                self._caught(track, early)
                 blame.arrived(excess, early)
                 return
         blame.share_out(model, piece, excess, found)
         for low, _ in found:
             if low.job.state is not JobState.CLOSING:
                 self._touched.append((model, track, low, piece))
+
+    def _caught(self, track: Track, early: list[tuple[Launch, float]]) -> None:
+        """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
+        late = max([low.ended - track.arrived for low, _ in early if not low.spots], default=0.0)
+        if late > 0.0:
+            self.margin = min(self.margin + late / 2, MOST_MARGIN_S)
 
     def _unwatched(self, track: Track, model: HighModel, piece: int, span: float, beside: bool) -> None:
         """What low work costs is well known and this step only pays for it."""
@@ -265,6 +275,7 @@ class Record:
         track.account.begin(track.solo_step())
         if track.steps % ADAPT_EVERY == 0:
             self._adapt(track)
+        self.margin *= MARGIN_FADES
         if job.inflight == 1:  # the step that just ended
             self._calm = 0.0
             track.idle_since, track.soonest = ended, 0.0

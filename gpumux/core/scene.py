@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Reversible
+from collections.abc import Iterable, Mapping, Reversible
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from gpumux.core.board import Board
+from gpumux.core.board import Board, Launch
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import LATE
 from gpumux.core.track import Track
@@ -46,7 +46,14 @@ class Scene:
 
     __slots__ = ("calm", "free_at", "idle", "low_out", "pending", "running")
 
-    def __init__(self, board: Board, tracks: Mapping[JobId, Track], idle: dict[JobId, Track], now: float) -> None:
+    def __init__(
+        self,
+        board: Board,
+        tracks: Mapping[JobId, Track],
+        idle: dict[JobId, Track],
+        recent: Iterable[Launch],
+        now: float,
+    ) -> None:
         self.running = _running(board, tracks, now)
         self.idle = _idle(idle.values(), now) if idle else []
         # Until then no high step is expected.
@@ -59,6 +66,11 @@ class Scene:
                 self.free_at = out.due
             if out.expected > out.blamed:
                 self.pending += out.expected - out.blamed
+        if self.running:  # what ended beside a piece that still runs has cost what nobody saw yet
+            began = min([high.began for high in self.running])
+            for over in recent:
+                if over.ended > began and over.expected > over.blamed:
+                    self.pending += over.expected - over.blamed
 
 
 def _running(board: Board, tracks: Mapping[JobId, Track], now: float) -> list[Running]:
