@@ -26,7 +26,7 @@ from gpumux.model import Priority
 
 _LOW = Priority.LOW
 
-STRETCH = 1.05  # of a low piece's predicted time: where it is taken to end
+STRETCH = 1.02  # of a low piece's predicted time: where it is taken to end
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
 SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
 HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
@@ -211,10 +211,12 @@ class Guard(Record):
         delay = pair.launches.get(spot) or pair.lows.get(piece.operator)
         if delay is None:
             return None
-        account, cost = track.account, max(0.0, delay.cell.mean)
+        # A launch that is over so soon after the step came can't delay it by more.
+        most = max(0.0, end - idle.soonest) if idle.soonest > now else inf
+        account, cost = track.account, min(max(0.0, delay.cell.mean), most)
         if answer.expected < cost:
             answer.expected = cost
-        dear = chance > RARE and scene.pending + delay.upper > account.limit()
+        dear = chance > RARE and scene.pending + min(delay.upper, most) > account.limit()
         if not dear and chance * cost <= account.balance + account.credit:
             return None
         return self._wait("gap", idle, piece, now)
