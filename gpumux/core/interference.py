@@ -28,6 +28,7 @@ _LOW = Priority.LOW
 
 STRETCH = 1.02  # of a low piece's predicted time: where it is taken to end
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
+OVERLAPPING = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
 HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
 STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
@@ -211,8 +212,8 @@ class Guard(Record):
         delay = pair.launches.get(spot) or pair.lows.get(piece.operator)
         if delay is None:
             return None
-        # A launch that is over so soon after the step came can't delay it by more.
-        most = max(0.0, end - idle.soonest) if idle.soonest > now else inf
+        # A launch that is over so soon after the step came can't delay it by much more.
+        most = OVERLAPPING * max(0.0, end - idle.soonest) if idle.soonest > now else inf
         account, cost = track.account, min(max(0.0, delay.cell.mean), most)
         if answer.expected < cost:
             answer.expected = cost
