@@ -121,9 +121,8 @@ class Requests:
 
     def _close(self, session: SessionRecord, m: msg.CloseJob, frames: Sequence[bytes]) -> None:
         record = self._governed(session, m.job)
-        who = "its client" if record.session is session else f"user {session.peer.uid}"
-        if record.session is not session:
-            record.stopped_by = who
+        record.stopped_by = "" if record.session is session else f"user {session.peer.uid}"
+        who = record.stopped_by or "its client"
         log.info("job %s: close asked for by %s", record.short, who)
         self._desk.feed(ev.CloseRequested(record.id, m.drain, f"closed by {who}"))
         self._desk.reply(session, msg.Done(m.ref))
@@ -344,9 +343,8 @@ def _check_sizes(sizes: Sequence[int], job: JobRecord) -> None:
 
 
 def _wrong_scalars(scalars: Sequence[float | int], program: ProgramRecord) -> ProtocolError:
-    given, wanted = len(scalars), len(program.scalars)
     remedy = "send one for each host scalar, floats and ints as the Program declares them"
-    if given != wanted:
-        return ProtocolError(f"{given} scalars where program {program.id} takes {wanted}", remedy)
+    if len(scalars) != len(program.scalars):
+        return ProtocolError(f"{len(scalars)} scalars where program {program.id} takes {len(program.scalars)}", remedy)
     index = next(i for i, kind in enumerate(program.scalars) if type(scalars[i]) is not kind)
     return ProtocolError(f"scalar {index} is no {program.scalars[index].__name__}", remedy)
