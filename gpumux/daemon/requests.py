@@ -153,8 +153,7 @@ class Requests:
         most = max(loaded.values(), key=lambda program: (program.steps, -program.id)).id
         number = most if m.program is None else ProgramId(m.program)
         if number not in loaded:
-            named = ", ".join(str(program) for program in sorted(loaded))
-            raise ProgramError(f"job {job.short} has no program {m.program}", f"it has {named}")
+            raise ProgramError(f"job {job.short} has no program {m.program}", f"it has {sorted(loaded)}")
         job.profiles.append((session, m.ref))
         self._desk.device.profile(job.id, number)
 
@@ -173,9 +172,8 @@ class Requests:
             )
         unloaded = list(self._books.unloaded(session.peer.uid))
         if len(unloaded) >= MAX_UNLOADED:
-            raise AdmissionRefused(
-                f"{len(unloaded)} of your programs wait to be checked and loaded", "wait for ProgramLoaded, or Refusal"
-            )
+            why = f"{len(unloaded)} of your programs wait to be checked and loaded"
+            raise AdmissionRefused(why, "wait for ProgramLoaded, or Refusal")
         held = sum(len(program.encoded) for program in unloaded)
         if held + len(frames[0]) > MAX_ENCODED_BYTES:
             raise AdmissionRefused(

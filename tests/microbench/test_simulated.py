@@ -212,7 +212,7 @@ def test_the_sweep_writes_a_list_that_repeats_however_many_processes_make_it(
     alone = [*few, "--processes", "1", "--out", str(tmp_path / "a"), "--png", str(tmp_path / "s.png")]
     assert sweep.main(alone) == 0
     assert "while learning: mean slowdown" in capsys.readouterr().out
-    # Worker processes bring a helper that outlives the pool, which this process is not to keep.
+    # Worker processes bring a resource tracker that outlives the pool, which this process is not to keep.
     command = [sys.executable, "-m", "microbench.sweep", *few, "--processes", "2", "--out", str(tmp_path / "b")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=200, cwd=Path(__file__).parents[2])
     first = written("a")
