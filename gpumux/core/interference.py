@@ -217,7 +217,7 @@ class Guard(Record):
         account, cost = track.account, min(max(0.0, delay.cell.mean), most)
         if answer.expected < cost:
             answer.expected = cost
-        dear = chance > RARE and scene.pending + min(delay.upper, most) > account.limit()
+        dear = chance > RARE and scene.pending + min(max(delay.upper, delay.worst), most) > account.limit()
         if not dear and chance * cost <= account.balance + account.credit:
             return None
         return self._wait("gap", idle, piece, now)
