@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_CONTEXTS = contextlib.__file__
 
 
-def _library_prefixes() -> tuple[str, ...]:
-    import contextlib
+@cache
+def _between(path: str) -> bool:
+    """Whether a file only stands between the user's line and what it does."""
+    if path.startswith("<frozen "):
+        return True
+    here, torch_home = (
+        os.path.join(os.path.dirname(p), "") for p in (os.path.dirname(os.path.abspath(__file__)), _torch_file())
+    )
+    return path.startswith((here, torch_home)) or path == _CONTEXTS
 
+
+def _torch_file() -> str:
     import torch
 
-    return (os.path.dirname(torch.__file__), _HERE, os.path.dirname(contextlib.__file__) + "/contextlib.py", "<")
-
-
-_prefixes: tuple[str, ...] = ()
+    return str(torch.__file__)
 
 
 def user_frame(start: types.FrameType | None = None) -> tuple[str, int, str] | None:
-    """(file, line, function) of the innermost frame that is neither torch's nor gpumux's."""
-    global _prefixes
-    if not _prefixes:
-        _prefixes = _library_prefixes()
+    """(file, line, function) of the innermost frame that is neither torch's nor gpumux's own."""
     frame = start or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_prefixes):
+        if not _between(name):
             return name, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -64,14 +69,11 @@ def inside_optimizer() -> str:
 
 def traceback_line(error: BaseException) -> str:
     """ "FILE:LINE" of the innermost user frame an exception passed through."""
-    global _prefixes
-    if not _prefixes:
-        _prefixes = _library_prefixes()
     best = "an unknown line"
     tb = error.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
-        if not name.startswith(_prefixes):
+        if not _between(name):
             best = f"{name}:{tb.tb_lineno}"
         tb = tb.tb_next
     return best
@@ -98,12 +100,24 @@ def reachable(fn: Any) -> Iterator[tuple[str, Any]]:
             yield name, fn.__globals__[name]
 
 
+_BY_STRING = frozenset(("getattr", "hasattr", "attrgetter", "methodcaller", "vars", "__dict__", "globals"))
+
+
 def code_names(code: types.CodeType) -> Iterator[str]:
-    """Every name a function's code uses, nested functions included."""
-    yield from code.co_names
+    """Every name a function's code uses, nested functions included, and in code that looks names up by
+    strings (getattr) its strings."""
+    for one in codes_in(code):
+        yield from one.co_names
+        if not _BY_STRING.isdisjoint(one.co_names):
+            yield from (c for c in one.co_consts if isinstance(c, str) and c.isidentifier())
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions within it."""
+    yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from code_names(const)
+            yield from codes_in(const)
 
 
 def name_of(tensor: Any, fn: Any) -> str:

@@ -52,7 +52,7 @@ class Job:
         structure, host = from_local(table)
         self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self._warm_state = self._state
-        self._guard = StaleGuard(spec.name, table)
+        self._guard = StaleGuard(spec.name, table, lambda: self._state.keep)
         self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
         session.register(job_id, self._pending.on_message)
         self._closed = False

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.client import hostops
 from gpumux.client.blame import inside_optimizer, user_line
+from gpumux.client.executed import Observer
 from gpumux.client.host import Expr, Scope, is_symbol
 from gpumux.client.ledger import Ledger, RawOp, leaves
 from gpumux.client.patches import RngTape
@@ -41,7 +42,7 @@ Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
 class Recorder(TorchDispatchMode):
     def __init__(
         self, scope: Scope, tape: RngTape, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
-        allowed: Callable[[str], bool], device: str = "cpu",
+        allowed: Callable[[str], bool], observer: Observer, device: str = "cpu",
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
@@ -50,6 +51,7 @@ class Recorder(TorchDispatchMode):
         )  # like the daemon's check
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
         self._lookup = lookup
+        self._observer = observer
         self._mkldnn = torch.backends.mkldnn.enabled
         self._unknown = unknown
         self._device = torch.device(device)
@@ -95,6 +97,11 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def _state_view(self, real: torch.Tensor, place: tuple[int, int, int]) -> torch.Tensor:
+        if real.is_conj() or real.is_neg():
+            raise CaptureError(
+                f"{user_line()} uses part of the model through a view that conjugates or negates it, made outside the step",
+                "make the view inside the step",
+            )
         buffer, nbytes, start = place
         base = self._bases.get(buffer)
         if base is None:
@@ -132,7 +139,13 @@ class Recorder(TorchDispatchMode):
     # ---- dispatch --------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        self._observer.pause()
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        finally:
+            self._observer.resume()
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.prim.device.default:
             return self._device
         if func.namespace != "aten":

@@ -1,8 +1,9 @@
 """Tripwires on the local model and optimizers while the daemon holds newer state.
 
-Calling the model, stepping the optimizer or reading a state_dict then raises StaleState with the
-verb that helps, instead of quietly giving last week's numbers. Reading a parameter tensor directly
-can't be noticed; writing one is, by its version counter, at the job's next verb.
+Calling the model, stepping the optimizer, reading a state_dict, copying or pickling the model then raises
+StaleState with the verb that helps, instead of quietly giving last week's numbers. Reading a parameter
+tensor directly can't be noticed; writing one is, by its version counter, at the job's next verb (unless it
+is written through `.data` or numpy, which leave the counter alone).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _Tripwire:
-    """A hook that copies and pickles as one that does nothing, so that deepcopy(model) and torch.save
-    work and the copy is free of it."""
+    """A hook that copies and pickles as one that does nothing, so that a copy of the model is free of it,
+    and that stops deepcopy(model) and torch.save(model) while they would give old weights."""
 
     def __init__(self, guard: StaleGuard, what: str) -> None:
         self._guard = guard
@@ -37,9 +38,11 @@ class _Tripwire:
         self._guard.check(self._what)
 
     def __deepcopy__(self, memo: Any) -> Any:
+        self._guard.check("the local model was copied")
         return _nothing
 
     def __reduce__(self) -> Any:
+        self._guard.check("the local model was pickled")
         return (_restore_nothing, ())
 
 
@@ -48,11 +51,13 @@ def _restore_nothing() -> Any:
 
 
 class StaleGuard:
-    """`table` says which tensors are the job's; its versions are compared at every verb."""
+    """`table` says which tensors are the job's; they are compared at every verb. `keep`: the parameters
+    whose gradients the job keeps from step to step (any other gradient is the user's own)."""
 
-    def __init__(self, name: str, table: StateTable) -> None:
+    def __init__(self, name: str, table: StateTable, keep: Callable[[], frozenset[int]]) -> None:
         self._name = name
         self._table = table
+        self._keep = keep
         self.stale = False
         self._wires: list[tuple[Callable[..., Any], _Tripwire]] = []
         self._handles: list[Any] = []
@@ -102,26 +107,47 @@ class StaleGuard:
         """What is there now is what we expect to see next time."""
         self._tensors = [t for _, t in self._table.tensors]
         self._states = [o.state for o in self._table.optimizers]
-        self._inner = [t for state in self._states for entry in state.values() for t in _tensors(entry)]
+        self._entries = [entry for state in self._states for entry in state.values()]
+        self._leaves = list(_leaves(self._entries))
+        self._inner = [t for t in self._leaves if isinstance(t, torch.Tensor)]
         self._expected = self._now()
+        self._grads = [(p.grad, None if p.grad is None else p.grad._version) for p in self._table.params]
 
     def _now(self) -> list[Any]:
-        tensors = self._tensors
+        tensors, inner = self._tensors, self._inner
         return [
             *map(_VERSION, tensors),
             *map(torch.Tensor.data_ptr, tensors),
-            *map(_VERSION, self._inner),
+            *map(_VERSION, inner),
+            *map(torch.Tensor.data_ptr, inner),
             *map(len, self._states),
         ]
 
     def check_writes(self) -> None:
         """Raises LocalWrite when local state was written or replaced since the last verb."""
-        kept = all(map(is_, map(_STATE, self._table.optimizers), self._states))
-        if not kept or self._now() != self._expected or self._table.replaced():
+        if self._now() != self._expected or self._table.replaced() or self._replaced() or self._grads_changed():
             raise LocalWrite(
                 f"the local model or optimizer was changed while job {self._name!r} holds its state in the daemon",
                 "call job.load_state() to push the local state, or job.sync() before changing it",
             )
+
+    def _replaced(self) -> bool:
+        """Whether an optimizer holds other state than it did."""
+        if not all(map(is_, map(_STATE, self._table.optimizers), self._states)):
+            return True
+        leaves = list(_leaves([entry for state in self._states for entry in state.values()]))
+        if len(leaves) == len(self._leaves) and all(map(is_, leaves, self._leaves)):
+            return False
+        return len(leaves) != len(self._leaves) or not all(map(_alike, leaves, self._leaves))
+
+    def _grads_changed(self) -> bool:
+        params = self._table.params
+        for i in self._keep():
+            grad, version = self._grads[i]
+            now = params[i].grad
+            if now is not grad or (now is not None and now._version != version):
+                return True
+        return False
 
     def remove(self) -> None:
         self._disarm()
@@ -130,15 +156,22 @@ class StaleGuard:
         _guards.discard(self)
 
 
-def _tensors(entry: Any) -> Iterator[torch.Tensor]:
-    if isinstance(entry, torch.Tensor):
-        yield entry
-    elif isinstance(entry, dict):
+def _leaves(entry: Any) -> Iterator[Any]:
+    if isinstance(entry, dict):
         for value in entry.values():
-            yield from _tensors(value)
+            if isinstance(value, (dict, list, tuple)):
+                yield from _leaves(value)
+            else:
+                yield value
     elif isinstance(entry, (list, tuple)):
         for value in entry:
-            yield from _tensors(value)
+            yield from _leaves(value)
+    else:
+        yield entry
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str)) and repr(a) == repr(b))
 
 
 _guards: weakref.WeakSet[StaleGuard] = weakref.WeakSet()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gpumux.client.reading import layout
 from gpumux.errors import CaptureError
 
 
@@ -88,6 +89,11 @@ class StateTable:
                 f"{name} is a {tensor.layout} tensor on {tensor.device}, and the daemon's device is {self._device}",
                 f"move the model there first: model.to({self._device!r})",
             )
+        if tensor.is_conj() or tensor.is_neg():
+            raise CaptureError(
+                f"{name} is conjugated or negated by a flag, not in its memory",
+                "store tensor.resolve_conj().resolve_neg() in its place",
+            )
         self.tensors.append((name, tensor))
         if param:
             self._index[id(tensor)] = len(self.params)
@@ -139,6 +145,12 @@ class StateTable:
             return None
         offset = found[2] // tensor.element_size() + int(tensor.storage_offset())
         return Place(found[0], tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+    def identity(self, tensor: torch.Tensor) -> Any:
+        """Equal for tensors that a step can't tell apart: one of the job's by its place, and whether it is
+        the parameter itself; any other by its layout, for a step can't compute with its values."""
+        index = self._index.get(id(tensor))
+        return ("parameter", index) if index is not None else (self.place(tensor), layout(tensor))
 
     def param_index(self, tensor: Any) -> int | None:
         return self._index.get(id(tensor))

@@ -14,17 +14,18 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.client import blame
+from gpumux.client.executed import Executed, Observer
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Expr, Guard, Number, Scope, is_symbol
 from gpumux.client.hyper import hyper_name, hyperparameters
 from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
 from gpumux.client.patches import RngTape, patched
+from gpumux.client.reading import Reading
 from gpumux.client.recorder import Recorder
 from gpumux.client.refusals import refuse_batch_gradients, refuse_call, refuse_draws, refuse_written_batch
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
-from gpumux.client.watch import Reading
 from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
 
 
@@ -64,6 +65,7 @@ class RawTrace:
     flags: list[Change]  # training and requires_grad flags the step leaves changed
     entry: Structure
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
+    executed: Executed = field(default_factory=dict)  # the Python that ran
 
 
 _capturing = threading.RLock()  # a trace swaps functions of whole modules: one at a time
@@ -101,7 +103,8 @@ class Tracer:
                 "pass it as an argument of the step, or make it a buffer of a module and give that module in model= too",
             )
 
-        rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, self._device)
+        observer = Observer()
+        rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device)
         if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
             raise CaptureError(
                 "autocast is active around the step, where its cache of casted weights would outlive the step",
@@ -123,7 +126,7 @@ class Tracer:
             torch.clear_autocast_cache()  # it may hold real casts now, and would hold fake ones after
             drawn = prints.random_states()
             try:
-                with patched(scope, tape), rec:
+                with patched(scope, tape), rec, observer:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
                 refuse_batch_gradients(leaves, fakes)
@@ -133,6 +136,7 @@ class Tracer:
                 changes = prints.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
                 raw.replaced = self._replaced(rec, replaced)
+                raw.executed = observer.found
                 self._leftovers += left.restorers()
             except BaseException as error:
                 left.restore()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from gpumux.client.executed import Executed
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Number
 from gpumux.client.hyper import HyperReader
@@ -24,7 +25,6 @@ from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
 from gpumux.client.trace import RawTrace, Settled, Tracer
-from gpumux.client.watch import Reading
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 
 MAX_PHASES = 8
@@ -105,24 +105,20 @@ class Case:
 
     key: Any
     prints: Fingerprint
-    reading: list[Reading]
     hyper: HyperReader
     phases: list[Phase] = field(default_factory=list)
 
     def matches(self, key: Any) -> bool:
         if self.key != key:
             return False
-        try:
-            return self.prints.unchanged(self.reading)
-        except NotRepeatable:
-            return False  # a name it watched has gone
+        return self.prints.holds()
 
     def difference(self, key: Any) -> str:
         """What sets a call apart from this case, in words."""
         if self.key != key:
             return "another batch shape or type"
         try:
-            return ", ".join(c.name for c in self.prints.changes(self.reading)[:3])
+            return ", ".join(c.name for c in self.prints.changes()[:3])
         except NotRepeatable as gone:
             return gone.message
 
@@ -164,6 +160,7 @@ class StepFunction:
         self._guard = guard
         self._intern = intern
         self._max_variants = max_variants
+        self._executed: Executed = {}  # user code seen to run in a trace
         self._cases: list[Case] = []  # the one used last comes first
         self._settling: list[Change] | None = None  # None: nothing was traced yet
 
@@ -219,8 +216,10 @@ class StepFunction:
             )
         refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)
-        prints = Fingerprint(self.fn, self._table.models, self._table.optimizers, self._table.params)
-        case = Case(key, prints, prints.read(), HyperReader(self._table.optimizers))
+        table = self._table
+        prints = Fingerprint(self.fn, table.models, table.optimizers, table.params, self._executed, table.identity)
+        prints.settle()
+        case = Case(key, prints, HyperReader(table.optimizers))
         self._cases.insert(0, case)
         return case
 
@@ -252,6 +251,7 @@ class StepFunction:
             if not phases:
                 self._cases.remove(case)  # nothing of a refused call counts as a variant
             raise
+        case.prints.settle()  # with what the trace found, and with our hooks where they are now
         made = self._lower(phase, state)
         phases.append(phase)
         return made
@@ -262,11 +262,14 @@ class StepFunction:
             self._settling = self._settling or []
             try:
                 first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, settle)
+                known = not prints.extend(first.executed)
                 second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints)
                 part = self._trace_part(prints, args, kwargs, state) if self.microbatches > 1 else None
             finally:
                 self._tracer.tidy()
         difference = first_difference(first, second)
+        if difference is not None and not known:
+            raise Settled([])  # what the first trace changed was not watched yet
         if difference is not None:
             raise NotRepeatable(
                 f"{self.name} does not do the same thing twice: {difference}",

@@ -1,94 +1,27 @@
-"""Single things watched for change: a dictionary's entries, a list, a closure cell, a flag.
-
-A reading holds the very objects it saw, so an address can't be used again while it is compared.
-Unchanged readings compare by identity, in C; only what differs is looked at closely.
-"""
+"""Single things watched for change: a dictionary's entries, a list, a closure cell, a flag."""
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.client.numerics import precisions
-from gpumux.errors import NotRepeatable
-
-SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
-Reading = tuple[Any, ...]
-_WANTS_GRAD = attrgetter("requires_grad")
-
-
-@dataclass(slots=True)
-class Watch:
-    """`read()` gives the present values; `names` label them; `restore(old)` puts a reading back.
-    `flag`: training and requires_grad flags, which a step may leave changed. `identity`: tensors
-    matter by identity (parameters, buffers); elsewhere a tensor or None decides nothing by itself."""
-
-    label: str
-    read: Callable[[], Reading]
-    names: Callable[[int], str]
-    restore: Callable[[Reading], None]
-    flag: bool = False
-    identity: bool = False
-
-    def same(self, old: Reading, new: Reading) -> bool:
-        if len(old) != len(new):
-            return False
-        if all(map(is_, old, new)):
-            return True
-        return all(self._equal(a, b) for a, b in zip(old, new, strict=True))
-
-    def _equal(self, a: Any, b: Any) -> bool:
-        if a is b:
-            return True
-        if not self.identity and _idle(a) and _idle(b):
-            return True
-        if type(a) is not type(b):
-            return False
-        if isinstance(a, SCALARS):
-            return repr(a) == repr(b)  # tells 0.0 from -0.0, and nan is nan
-        if isinstance(a, tuple):
-            return len(a) == len(b) and all(self._equal(x, y) for x, y in zip(a, b, strict=True))
-        return isinstance(a, types.MethodType) and a.__func__ is b.__func__ and a.__self__ is b.__self__
-
-    def differences(self, old: Reading, new: Reading) -> list[tuple[str, Any, Any]]:
-        """(name, old value, new value) of what changed."""
-        if len(old) != len(new):
-            return [(f"len({self.label})", len(old), len(new))]
-        found = [(self.names(i), a, b) for i, (a, b) in enumerate(zip(old, new, strict=True)) if not self._equal(a, b)]
-        return found[:1] if found and found[0][0] == found[-1][0] else found
-
-
-def _idle(value: Any) -> bool:
-    return value is None or isinstance(value, torch.Tensor)
-
-
-_ABSENT = object()
-
-
-class Gone(NotRepeatable):
-    """A watched name does not exist any more."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name} existed when the step was captured and is gone", "submit the step again")
+from gpumux.client.reading import ABSENT, Reading, Watch
 
 
 def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) -> Watch:
-    """Chosen entries of a dictionary (attributes of an object, globals)."""
+    """Chosen entries of a dictionary (attributes of an object, globals). Reading raises KeyError for
+    one that has gone."""
     names = tuple(keys)
     getter = itemgetter(*names) if len(names) > 1 else itemgetter(names[0], names[0])  # always a tuple
-
-    def read() -> Reading:
-        try:
-            return getter(space)  # type: ignore[no-any-return]
-        except KeyError as error:
-            raise Gone(f"{label}.{error.args[0]}" if label else str(error.args[0])) from None
 
     def name(i: int) -> str:
         key = names[i % len(names)]
@@ -98,7 +31,7 @@ def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) 
         for key, value in zip(names, old, strict=False):
             space[key] = value
 
-    return Watch(label, read, name, restore, flag)
+    return Watch(label, partial(getter, space), name, restore, flag)
 
 
 def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
@@ -115,7 +48,7 @@ def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
     )  # fmt: skip
 
 
-def values(label: str, space: dict[Any, Any], *, identity: bool = False) -> Watch:
+def values(label: str, space: dict[Any, Any]) -> Watch:
     """Every entry of a module's parameters, children or hooks, by order."""
     view = space.values()
 
@@ -123,24 +56,43 @@ def values(label: str, space: dict[Any, Any], *, identity: bool = False) -> Watc
         space.clear()
         space.update(zip(keys, old, strict=False))
 
-    return Watch(
-        label, partial(tuple, view), lambda i: f"{label}[{list(space)[i]!r}]", restore, identity=identity
-    )  # fmt: skip
+    return Watch(label, partial(tuple, view), lambda i: f"{label}[{list(space)[i]!r}]", restore, parts=(view,))
 
 
-def items(label: str, space: Any) -> Watch:
-    """A user's dictionary: its keys and values, but for tensors (a hook may collect activations)."""
+def items(label: str, space: dict[Any, Any]) -> Watch:
+    """A user's dictionary: its keys, in order, and values. What a trace left in it doesn't count (a hook
+    may collect activations)."""
 
     def read() -> Reading:
-        return tuple([x for k, v in space.items() if not isinstance(v, torch.Tensor) for x in (k, v)])
+        return tuple([x for k, v in dict.items(space) if not isinstance(v, FakeTensor) for x in (k, v)])
+
+    def name(i: int) -> str:
+        keys = list(dict.keys(space))
+        return f"{label}[{keys[min(i // 2, len(keys) - 1)]!r}]" if keys else label
 
     def restore(old: Reading) -> None:
-        tensors = {k: v for k, v in space.items() if isinstance(v, torch.Tensor)}
-        space.clear()
-        space.update(tensors)
-        space.update(zip(old[::2], old[1::2], strict=True))
+        left = {k: v for k, v in dict.items(space) if isinstance(v, FakeTensor)}
+        dict.clear(space)
+        dict.update(space, left)
+        dict.update(space, zip(old[::2], old[1::2], strict=True))
 
-    return Watch(label, read, lambda i: f"{label}[{list(space)[min(i // 2, len(space) - 1)]!r}]", restore)
+    return Watch(label, read, name, restore, parts=(dict.keys(space), dict.values(space)))
+
+
+def appeared(label: str, space: dict[str, Any], wanted: set[str]) -> Watch:
+    """Names that the step's code uses and an object did not have at first: an attribute that appears later
+    decides too (`hasattr`). Only how many attributes there are is read as long as that stays."""
+    known = frozenset(space)
+
+    def read() -> Reading:
+        names = [k for k, v in space.items() if k not in known and k in wanted and not isinstance(v, FakeTensor)]
+        return (tuple(sorted(names)),)
+
+    def restore(old: Reading) -> None:
+        for name in set(read()[0]) - set(old[0]):
+            space.pop(name, None)
+
+    return Watch(label, read, lambda i: f"{label}'s attributes", restore, sized=space)
 
 
 def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
@@ -149,34 +101,60 @@ def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
 
     def restore(old: Reading) -> None:
         for key, value in zip(names, old, strict=True):
-            if value is _ABSENT:
+            if value is ABSENT:
                 space.pop(key, None)
             else:
                 space[key] = value
 
     return Watch(
-        label, lambda: tuple([space.get(k, _ABSENT) for k in names]), lambda i: f"{label}.{names[i]}", restore
+        label, lambda: tuple([space.get(k, ABSENT) for k in names]), lambda i: f"{label}.{names[i]}", restore
     )  # fmt: skip
 
 
 def sequence(label: str, items: Any) -> Watch:
     """A list, deque or set, element by element."""
+    ordered = not isinstance(items, set)
+    plain = type(items).__module__ in ("builtins", "collections")  # iterates as it says
+
+    def read() -> Reading:
+        return tuple(items) if ordered else tuple(sorted(items, key=repr))
 
     def restore(old: Reading) -> None:
         items.clear()
-        items.update(old) if isinstance(items, set) else items.extend(old)
+        items.extend(old) if ordered else items.update(old)
 
-    return Watch(label, partial(tuple, items) if not isinstance(items, set) else lambda: tuple(sorted(items, key=repr)),
-                 lambda i: f"{label}[{i}]", restore)  # fmt: skip
+    return Watch(label, read, lambda i: f"{label}[{i}]", restore, parts=(items,) if plain else None)
 
 
 def array(label: str, data: numpy.ndarray[Any, Any]) -> Watch:
-    """A numpy array, by its bytes."""
+    """A numpy array, by its bytes; one of objects by what they are."""
+    if data.dtype.hasobject:
+        return Watch(label, lambda: tuple(data.flat), lambda i: label, lambda old: None)
 
     def restore(old: Reading) -> None:
         data[...] = numpy.frombuffer(old[0], dtype=data.dtype).reshape(data.shape)
 
-    return Watch(label, lambda: (data.tobytes(),), lambda i: label, restore)
+    read = lambda: (data.tobytes(), data.shape, data.dtype)  # noqa: E731
+    return Watch(label, read, lambda i: label, restore, content=True)
+
+
+def memory(label: str, owner: Any) -> Watch:
+    """Anything that shows its bytes: bytearray, array.array, ctypes, mmap."""
+
+    def restore(old: Reading) -> None:
+        memoryview(owner).cast("B")[:] = old[0]
+
+    return Watch(label, lambda: (memoryview(owner).tobytes(),), lambda i: label, restore, content=True)
+
+
+def pickled(label: str, owner: Any, dump: Callable[[Any], bytes]) -> Watch:
+    """An object of C whose content can only be told by pickling it. A step that changes it can't be undone."""
+    return Watch(label, lambda: (dump(owner),), lambda i: label, lambda old: None, content=True)
+
+
+def called(label: str, get: Callable[[], Any]) -> Watch:
+    """What a library's object gives when asked (a context variable's value)."""
+    return Watch(label, lambda: (get(),), lambda i: label, lambda old: None)
 
 
 def cell(label: str, box: types.CellType) -> Watch:
@@ -196,14 +174,29 @@ def cell(label: str, box: types.CellType) -> Watch:
 
 
 def gradients_wanted(params: Sequence[torch.Tensor]) -> Watch:
+    get = attrgetter("requires_grad")
+
     def restore(old: Reading) -> None:
         for p, value in zip(params, old, strict=True):
             if p.requires_grad != value:
                 p.requires_grad_(value)
 
-    return Watch(
-        "requires_grad", lambda: tuple(map(_WANTS_GRAD, params)), lambda i: "requires_grad", restore, flag=True
-    )  # fmt: skip
+    return Watch("requires_grad", lambda: tuple(map(get, params)), lambda i: "requires_grad", restore, flag=True)
+
+
+def parameter_hooks(params: Sequence[torch.Tensor]) -> Watch:
+    """Which hooks the parameters have, wherever one was added or removed."""
+    before, after = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+    id_of = {id(p): f"parameter {i}" for i, p in enumerate(params)}
+
+    def read() -> Reading:
+        found = [*map(before, params), *map(after, params)]
+        if not any(found):
+            return ()
+        owners = zip([*params, *params], found, strict=True)
+        return tuple([x for p, hooks in owners if hooks for x in (id_of[id(p)], *hooks.values())])
+
+    return Watch("parameter hooks", read, lambda i: "a parameter's hooks", lambda old: None)
 
 
 def slots(label: str, owner: Any, names: tuple[str, ...]) -> Watch:
@@ -226,18 +219,28 @@ def groups(label: str, optimizer: Any) -> Watch:
         out: list[Any] = []
         for group in optimizer.param_groups:
             out += group["params"]
-            out += [_kind(v) for key, v in group.items() if key != "params"]
+            for key, value in group.items():
+                if key != "params":
+                    out.append(key)
+                    _kinds(value, out)
         return tuple(out)
 
-    return Watch(f"{label}.param_groups", read, lambda i: f"{label}.param_groups", lambda old: None, identity=True)
+    return Watch(f"{label}.param_groups", read, lambda i: f"{label}.param_groups", lambda old: None)
 
 
-def _kind(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        return "number"
-    return value.dtype if isinstance(value, torch.Tensor) else type(value)
+def _kinds(value: Any, out: list[Any]) -> None:
+    kind = type(value)
+    if kind is float or kind is int or kind is torch.SymFloat or kind is torch.SymInt:
+        out.append("number")
+    elif kind is tuple or kind is list:
+        out.append(kind)
+        for item in value:
+            _kinds(item, out)
+        out.append("end")
+    elif isinstance(value, torch.Tensor):
+        out.append(value.dtype if value.dim() == 0 and value.device.type == "cpu" else value)
+    else:
+        out.append("number" if isinstance(value, (int, float)) and kind is not bool else value)
 
 
 def modes() -> Watch:
@@ -268,3 +271,9 @@ def generator_state(source: Any) -> str:
     if hasattr(source, "getstate"):
         return repr(source.getstate())
     return repr([v.tolist() if isinstance(v, numpy.ndarray) else v for v in source.get_state()])
+
+
+def random_states(more: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """Where Python's and numpy's own generators stand, and `more`."""
+    own: list[tuple[str, Any]] = [("random", random), ("numpy.random", numpy.random)]
+    return [(name, generator_state(source)) for name, source in [*own, *more]]
