@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from gpumux.client.state import StateTable
 from gpumux.errors import LocalWrite, StaleState
 
+_NESTED = (dict, list, tuple)
 _VERSION, _STATE = attrgetter("_version"), attrgetter("state")  # of many tensors or optimizers, without a call each
 
 
@@ -107,8 +109,9 @@ class StaleGuard:
         """What is there now is what we expect to see next time."""
         self._tensors = [t for _, t in self._table.tensors]
         self._states = [o.state for o in self._table.optimizers]
-        self._entries = [entry for state in self._states for entry in state.values()]
-        self._leaves = list(_leaves(self._entries))
+        entries = [entry for state in self._states for entry in state.values()]
+        self._flat = all(type(e) is dict and not any(isinstance(v, _NESTED) for v in e.values()) for e in entries)
+        self._leaves = self._leaves_now()
         self._inner = [t for t in self._leaves if isinstance(t, torch.Tensor)]
         self._expected = self._now()
         self._grads = [(p.grad, None if p.grad is None else p.grad._version) for p in self._table.params]
@@ -135,10 +138,19 @@ class StaleGuard:
         """Whether an optimizer holds other state than it did."""
         if not all(map(is_, map(_STATE, self._table.optimizers), self._states)):
             return True
-        leaves = list(_leaves([entry for state in self._states for entry in state.values()]))
+        try:
+            leaves = self._leaves_now()
+        except TypeError:
+            return True  # an entry is no dictionary any more
         if len(leaves) == len(self._leaves) and all(map(is_, leaves, self._leaves)):
             return False
         return len(leaves) != len(self._leaves) or not all(map(_alike, leaves, self._leaves))
+
+    def _leaves_now(self) -> list[Any]:
+        entries = [entry for state in self._states for entry in state.values()]
+        if self._flat:  # as every optimizer of torch's keeps it
+            return list(chain.from_iterable(map(dict.values, entries)))
+        return list(_leaves(entries))
 
     def _grads_changed(self) -> bool:
         params = self._table.params
@@ -159,7 +171,7 @@ class StaleGuard:
 def _leaves(entry: Any) -> Iterator[Any]:
     if isinstance(entry, dict):
         for value in entry.values():
-            if isinstance(value, (dict, list, tuple)):
+            if isinstance(value, _NESTED):
                 yield from _leaves(value)
             else:
                 yield value

@@ -77,7 +77,7 @@ def assert_same(a: Any, b: Any, what: str) -> None:
         where = f"{what}{pytree.keystr(path)}"
         if isinstance(x, torch.Tensor):
             assert isinstance(y, torch.Tensor), where
-            assert x.dtype == y.dtype, where
+            assert (x.dtype, x.shape) == (y.dtype, y.shape), where
             same = (
                 x.contiguous().view(-1).view(torch.uint8).equal(y.contiguous().view(-1).view(torch.uint8))
                 if x.numel()
@@ -85,7 +85,7 @@ def assert_same(a: Any, b: Any, what: str) -> None:
             )
             assert same, f"{where} differs"
         else:
-            assert x == y or repr(x) == repr(y), f"{where}: {x!r} is not {y!r}"
+            assert repr(x) == repr(y) or (type(x) is type(y) and x == y), f"{where}: {x!r} is not {y!r}"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import pickle
 from collections.abc import Iterator
@@ -142,9 +143,106 @@ def test_state_dict_leaves_the_local_model_alone_and_load_state_takes_it_back(ca
 
 def test_copies_and_pickles_of_the_model_carry_no_tripwire(case: Case) -> None:
     case.both(1)
-    twin = copy.deepcopy(case.model)
+    case.job.sync()
+    twin, thawed = copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model))  # noqa: S301 - our own bytes
+    case.both(1)
     twin(X)
-    pickle.loads(pickle.dumps(case.model))(X)  # noqa: S301 - our own bytes
+    thawed(X)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_stale_model_is_neither_copied_nor_saved(use: Any, case: Case) -> None:
+    case.both(1)
+    with pytest.raises(errors.StaleState, match=r"job\.sync\(\)"):
+        use(case.model)
+
+
+def _entry(case: Case) -> dict[str, Any]:
+    return dict.__getitem__(case.optimizer.state, case.model[0].weight)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda c: _entry(c)["exp_avg"].zero_(),
+        lambda c: _entry(c).__setitem__("exp_avg", torch.zeros(8, 6)),
+        lambda c: _entry(c).__setitem__("step", torch.tensor(100.0)),
+        lambda c: _entry(c).__setitem__("mine", 1),
+        lambda c: c.optimizer.state.__setitem__(c.model[0].weight, []),
+        lambda c: c.optimizer.state.clear(),
+        lambda c: setattr(c.model[0].weight, "data", torch.zeros(8, 6)),
+        lambda c: setattr(_entry(c)["exp_avg"], "data", torch.zeros(8, 6)),
+    ],
+    ids=["in place", "replaced", "step counter", "entry added", "other kind", "cleared", "p.data =", "exp_avg.data ="],
+)
+def test_every_way_of_changing_optimizer_state_or_weights_is_noticed(write: Any, case: Case) -> None:
+    case.both(1)
+    case.job.sync()
+    case.both(1)  # sync itself is no write
+    case.job.sync()
+    write(case)
+    with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
+        case.job.step(X, Y)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model: setattr(model.weight, "grad", None),
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    ],
+    ids=["cleared", "clipped"],
+)
+def test_gradients_the_job_keeps_may_not_change_behind_it(write: Any, endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def accumulate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    def apply() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with client.submit(accumulate, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        update = job.add(apply, example=())
+        job.step(X, Y)
+        job.sync()
+        write(model)
+        with pytest.raises(errors.LocalWrite):
+            update()
+        job.load_state()
+        update().result()
+        job.sync()
+
+
+def test_gradients_of_the_users_own_are_their_business(case: Case) -> None:
+    case.both(1)
+    case.job.sync()
+    F.cross_entropy(case.model(X), Y).backward()  # a look at the gradient, between two steps
+    case.both(1)
+    case.job.sync()
+    assert case.same()
+
+
+def test_sync_is_a_write_that_autograd_notices(case: Case) -> None:
+    loss = F.cross_entropy(case.model(X), Y)
+    case.both(1)
+    case.job.sync()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_schedulers_know_that_the_optimizer_stepped(case: Case) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(case.optimizer, 1)
+    case.both(1)
+    scheduler.step()  # warns, which is an error here, when it believes that step() never ran
 
 
 def test_closing_without_sync_is_said_and_frees_the_local_model(case: Case, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -233,3 +235,80 @@ def test_a_learning_rate_that_turns_from_an_int_into_a_float(endpoint: str) -> N
         return Work([model], [optimizer], [(training(model, optimizer), data[0])], simple_loop(data, 20, each))
 
     check(make, endpoint)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "step"),
+    [
+        (torch.no_grad, lambda x: torch.ones(8, requires_grad=True).mul(2).requires_grad),
+        (torch.inference_mode, lambda x: torch.is_inference_mode_enabled()),
+        (lambda: _default_dtype(torch.float64), lambda x: x * torch.ones(8)),
+        (_deterministic, lambda x: torch.are_deterministic_algorithms_enabled()),
+        (
+            lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+            lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+        ),
+    ],
+    ids=["no_grad", "inference_mode", "default dtype", "deterministic", "attention kernel"],
+)
+def test_torchs_modes_around_a_call_select_a_variant(mode: Any, step: Any, endpoint: str) -> None:
+    data = torch.randn(3, 6, 8)
+
+    def make() -> Work:
+        def loop(run: Any) -> list[Any]:
+            out = [run(data[0])]
+            with mode():
+                out.append(run(data[1]))
+            return [*out, run(data[2])]
+
+        return Work([], [], [(step, (data[0],))], loop)
+
+    check(make, endpoint)
+
+
+def test_a_draw_nobody_uses_still_moves_the_stream_on(endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = batches((4, 6), classes=3)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            torch.rand(5)
+            loss = F.cross_entropy(F.dropout(model(x), 0.5), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Work([model], [optimizer], [(step, data[0])], simple_loop(data, 6))
+
+    check(make, endpoint)
+    model = nn.Linear(6, 3)
+
+    def draws(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(5)
+        return F.dropout(model(x), 0.5)
+
+    with client.submit(draws, example=(X,), model=model, endpoint=endpoint) as job:
+        (made,) = [phase.made for phase in job._functions[0][0]._cases[0].phases]
+        (found,) = made.values()
+        assert [op.random for op in found.lowered.program.ops if op.random is not None] == [0, 1]
