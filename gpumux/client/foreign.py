@@ -38,8 +38,6 @@ _APPARATUS = frozenset(
         "logging",
         "threading",
         "_thread",
-        "weakref",
-        "_weakref",
         "inspect",
         "typing",
         "abc",
@@ -99,7 +97,7 @@ def inner(label: str, value: Any, attributes: bool) -> tuple[list[Watch], list[t
     a dictionary of them. Raises CaptureError for one that can't be watched."""
     if isinstance(value, contextvars.ContextVar):
         return [watch.called(label, lambda: value.get(None))], [(label, value.get(None))]
-    if type(value) is weakref.ref:
+    if isinstance(value, weakref.ref):
         return [watch.called(label, value)], [(label, value())]
     if isinstance(value, types.MappingProxyType):
         mapping = Watch(

@@ -68,6 +68,24 @@ def test_a_result_that_is_state_the_step_then_replaces(endpoint: str) -> None:
     check(make, endpoint)
 
 
+def test_buffers_that_change_places(endpoint: str) -> None:
+    class Swapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", torch.arange(8.0))
+            self.register_buffer("b", torch.arange(8.0) * 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.a, self.b = self.b, self.a
+            return x + self.a
+
+    def make() -> Work:
+        model = Swapping()
+        return Work([model], [], [(lambda x: model(x), (X,))], lambda run: [run(x) for x, _ in DATA])
+
+    check(make, endpoint)
+
+
 def test_constants_that_are_written_and_viewed(endpoint: str) -> None:
     def make() -> Work:
         model = nn.Linear(8, 4)

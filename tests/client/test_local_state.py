@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
 import pickle
@@ -239,10 +240,16 @@ def test_sync_is_a_write_that_autograd_notices(case: Case) -> None:
         loss.backward()
 
 
-def test_schedulers_know_that_the_optimizer_stepped(case: Case) -> None:
-    scheduler = torch.optim.lr_scheduler.StepLR(case.optimizer, 1)
-    case.both(1)
-    scheduler.step()  # warns, which is an error here, when it believes that step() never ran
+def test_schedulers_know_that_the_optimizer_stepped(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    groups = [{"params": list(model.parameters()), "initial_lr": 0.1}]  # so that a scheduler adds nothing to them
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    step = functools.partial(Case._train, model, optimizer)
+    with client.submit(step, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint, name="s") as job:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        job.step(X, Y)
+        scheduler.step()  # warns, which is an error here, when it believes that step() never ran
+        job.sync()
 
 
 def test_closing_without_sync_is_said_and_frees_the_local_model(case: Case, caplog: pytest.LogCaptureFixture) -> None:
