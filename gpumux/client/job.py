@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -52,7 +53,8 @@ class Job:
         structure, host = from_local(table)
         self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self._warm_state = self._state
-        self._guard = StaleGuard(spec.name, table, lambda: self._state.keep)
+        job = weakref.ref(self)  # the model's hooks hold the guard, which must not hold a job that is dropped
+        self._guard = StaleGuard(spec.name, table, lambda: found._state.keep if (found := job()) else frozenset())
         self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
         session.register(job_id, self._pending.on_message)
         self._closed = False
