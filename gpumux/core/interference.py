@@ -18,7 +18,8 @@ from gpumux.core.cells import CREDIBLE, FLOOR_S, GAP, Spot
 from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
-from gpumux.core.queue import Job
+from gpumux.core.lull import Risk, outlasted, wait
+from gpumux.core.queue import Job, Step
 from gpumux.core.record import KNOWN, LEAST_SPEED, Answer, Record
 from gpumux.core.scene import Idle, Running, Scene
 from gpumux.core.track import LEARNING_STEPS, Track
@@ -27,14 +28,12 @@ from gpumux.model import Priority
 _LOW = Priority.LOW
 
 STRETCH = 1.02  # of a low piece's predicted time: where it is taken to end
-RARE = 0.002  # an arrival less probable may cost more than a step may lose
-OVERLAPPING = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
 HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
 STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
 STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
 LEAST_PRICE = 2.0  # low seconds for a high second, where a smaller share would do
-SHORTEST_WAIT_S = 100e-6
+LEAST_S = 100e-6  # a launch is taken to last, where shares are compared
 EVERYBODY = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
 LONG = frozenset(("tail", "gap", "ban"))
 PINCHING = frozenset(("tail", "price", "budget"))
@@ -64,6 +63,12 @@ class Guard(Record):
         if scene.free_at + self.lag + self.margin + seconds * STRETCH < scene.calm:
             return 1.0
         step = job.head_step()
+        standing = self.standing.get(job.id)
+        if standing is not None:
+            if self._stands(standing, step, now):
+                self.answers[job.id] = standing
+                return 0.0
+            del self.standing[job.id]
         bounds = step.bounds if step.launched else step.program.bounds
         piece = Piece(step.program.key, bounds[step.launched], seconds)
         answer = self._consider(piece, 1.0, scene, now)
@@ -71,7 +76,26 @@ class Guard(Record):
         if scene.running and len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
             answer = self._best_share(piece, answer, scene, now)
         self.answers[job.id] = answer
-        return 0.0 if answer.hold is not None else answer.share
+        hold = answer.hold
+        if hold is None:
+            return answer.share
+        track = self.tracks[hold.high]
+        answer.step, answer.track, answer.seen = step, track, track.version
+        answer.low_seen = self.low_version if scene.low_out else -1
+        self.standing[job.id] = answer
+        return 0.0
+
+    def _stands(self, answer: Answer, step: Step, now: float) -> bool:
+        """Whether what held this step's piece does so still. Low launches that ended make it no worse to wait."""
+        track, hold = answer.track, answer.hold
+        assert track is not None and hold is not None
+        return (
+            now < hold.until
+            and step is answer.step
+            and track.version == answer.seen
+            and (answer.low_seen < 0 or answer.low_seen == self.low_version)
+            and not track.job.paused
+        )
 
     def _best_share(self, piece: Piece, whole: Answer, scene: Scene, now: float) -> Answer:
         """The share that gives most low work a second, what it costs taken off; `whole` is the answer for all of it."""
@@ -201,32 +225,24 @@ class Guard(Record):
         self, idle: Idle, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
     ) -> Hold | None:
         """Why a launch that runs until `end` has to wait for an idle job's next step."""
-        track, waited = idle.track, idle.waited
-        chance, model = track.gaps.arrival(waited, end - now), track.model
+        track, waited, seconds = idle.track, idle.waited, end - now
+        chance, model = track.gaps.arrival(waited, seconds), track.model
         if chance <= 0.0 or model is None:
             return None
         if track.calibrating and chance > SPOILS:
-            return self._wait("calibration", idle, piece, now)
+            return _wait("calibration", idle, Risk(seconds, 0.0, inf, 0.0, 0.0, SPOILS), scene)
         pair, spot = model.pair(key), Spot(GAP, 0, piece.operator)
         answer.spots.append((pair, spot))
         delay = pair.launches.get(spot) or pair.lows.get(piece.operator)
         if delay is None:
             return None
         # A launch that is over so soon after the step came can't delay it by much more.
-        most = OVERLAPPING * max(0.0, end - idle.soonest) if idle.soonest > now else inf
-        account, cost = track.account, min(max(0.0, delay.cell.mean), most)
-        if answer.expected < cost:
-            answer.expected = cost
-        dear = chance > RARE and scene.pending + min(max(delay.upper, delay.worst), most) > account.limit()
-        if not dear and chance * cost <= account.balance + account.credit:
-            return None
-        return self._wait("gap", idle, piece, now)
-
-    def _wait(self, reason: str, idle: Idle, piece: Piece, now: float) -> Hold:
-        """Until the answer may be another one, but not so short that asking costs more than it brings."""
-        track = idle.track
-        until = max(idle.since + track.gaps.calm_at(idle.waited), now + max(SHORTEST_WAIT_S, piece.seconds / 4))
-        return Hold(reason, track.job.id, -1, None, until)
+        most, mean = outlasted(end, idle.soonest, now), max(0.0, delay.cell.mean)
+        answer.expected = max(answer.expected, min(mean, most))
+        account = track.account
+        worst, room = max(delay.upper, delay.worst), account.limit() - scene.pending
+        risk = Risk(seconds, mean, worst, room, account.balance + account.credit)
+        return None if risk.bearable(chance, most) else _wait("gap", idle, risk, scene)
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
@@ -272,6 +288,12 @@ def _held(reason: str, track: Track, piece: int, ban: Ban | None) -> Answer:
     return Answer(hold=Hold(reason, track.job.id, piece, ban, inf))
 
 
+def _wait(reason: str, idle: Idle, risk: Risk, scene: Scene) -> Hold:
+    """Until the answer may be another one, as long as nothing happens; what is out will end, and be told."""
+    until = inf if scene.low_out else idle.since + wait(idle.track.gaps, idle.waited, risk)
+    return Hold(reason, idle.track.job.id, -1, None, until)
+
+
 def _exposed(high: Running, at: int, until: float, start: float, lasts: float) -> float:
     """The part of a launch from `start` on, beside piece `at` that ends at `until`, that the high job is there to feel: the rest
     falls between its steps."""
@@ -290,4 +312,4 @@ def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:
     if answer.hold is not None:
         return -inf
     price = max([LEAST_PRICE, *[high.track.account.price for high in scene.running]])
-    return (piece.seconds - price * answer.expected) / max(answer.seconds, SHORTEST_WAIT_S)
+    return (piece.seconds - price * answer.expected) / max(answer.seconds, LEAST_S)

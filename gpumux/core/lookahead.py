@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import sub
 from typing import NamedTuple
 
 LATE = 0.05  # of its time: what a piece that should be over is still given
@@ -70,34 +72,44 @@ class Gaps:
     """The pauses between a job's steps: the newest ones, in order of time and of length. `usual` is the median one,
     `short` one that nine of ten exceed; a job away for more than `longest` is idle. All are 0.0 while none is known."""
 
-    __slots__ = ("_newest", "_sorted", "longest", "short", "usual")
+    __slots__ = ("_newest", "_widest", "longest", "short", "sorted", "usual")
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._widest: list[float] = []
+        self.sorted: list[float] = []
         self.usual = self.short = self.longest = 0.0
 
     def add(self, seconds: float) -> None:
-        known = self._sorted
+        known = self.sorted
         if len(self._newest) == GAPS:
             known.remove(self._newest.popleft())
         self._newest.append(seconds)
         insort(known, seconds)
+        self._widest = []
         self.usual, self.short = known[len(known) // 2], known[len(known) // 10]
         self.longest = min(known[-1], IDLE_FACTOR * self.usual) * 1.01
 
     def soonest(self, waited: float) -> float:
         """The shortest known gap longer than `waited`, or half of it where few are known; 0.0: anything may be."""
-        known = self._sorted
+        known = self.sorted
         behind = bisect_right(known, waited)
         left = len(known) - behind
         if left >= MANY:
             return known[behind]
         return 0.5 * known[behind] if left else 0.0
 
+    def widest(self, behind: int) -> float:
+        """The longest time between two neighbours among the gaps from the shortest but `behind` on."""
+        if not self._widest:
+            known = self.sorted
+            apart = map(sub, reversed(known), reversed(known[:-1]))
+            self._widest = list(accumulate(apart, max, initial=0.0))  # from the end on
+        return self._widest[len(self.sorted) - 1 - behind]
+
     def arrival(self, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""
-        known = self._sorted
+        known = self.sorted
         if not known or waited > self.longest:
             return 0.0
         behind = bisect_right(known, waited)
@@ -110,9 +122,3 @@ class Gaps:
         # None so far does not mean never: the nearest ones on both sides say how thin they lie here.
         before = known[behind - 1] if behind else 0.0
         return min(1.0, seconds / (known[behind] - before)) / (left + 1)
-
-    def calm_at(self, waited: float) -> float:
-        """Seconds of waiting after which the answer of `arrival` may be another one: not before."""
-        known = self._sorted
-        behind = bisect_right(known, waited)
-        return min(known[behind], self.longest) if behind < len(known) else self.longest

@@ -17,7 +17,7 @@ from gpumux.core.config import CoreConfig
 from gpumux.core.estimates import HighModel, Pair
 from gpumux.core.holds import Hold, Holds
 from gpumux.core.judge import judge
-from gpumux.core.queue import Job, JobState, Program
+from gpumux.core.queue import Job, JobState, Program, Step
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.model import DeviceInfo, JobId, Priority
@@ -46,6 +46,11 @@ class Answer:
     probed: Track | None = None
     exploring: Track | None = None
     hold: Hold | None = None
+    # A held launch stays so as long as these do:
+    step: Step | None = None
+    track: Track | None = None  # of the job it is held for
+    seen: int = 0  # its `version`
+    low_seen: int = -1  # of the low class, where what is out made a difference
 
 
 class Record:
@@ -66,7 +71,9 @@ class Record:
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
         self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
         self.margin = 0.0  # seconds by which launches that should have ended before a step did not, lately
+        self.standing: dict[JobId, Answer] = {}  # held, and why: asked again only when that may have changed
         self.version = 0  # of what an answer depends on, but for the time
+        self.low_version = 0  # of low launches that are out
         self._scene = Scene(Board("fair"), {}, {}, (), 0.0)  # for the version and time `_seen`
         self._seen = (-1.0, 0)
         self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
@@ -83,6 +90,7 @@ class Record:
         self._calm = 0.0
         track = self.idle.pop(job.id, None)
         if track is not None and track.idle_since is not None:
+            track.version += 1
             track.gaps.add(now - track.idle_since)
             track.idle_since, track.arrived = None, now
 
@@ -93,7 +101,10 @@ class Record:
             self._launched_high(launch, board)
             return
         step = launch.step
+        self.low_version += 1
         answer = self.answers.pop(launch.job.id, None) if self.answers else None
+        if self.standing:
+            self.standing.pop(launch.job.id, None)
         launch.key = PairKey(step.program.key, launch.share)
         launch.alone = len(board.windows[_LOW].launches) == 1 and not board.windows[_HIGH].launches
         launch.beside_high = bool(board.windows[_HIGH].launches or self.idle)
@@ -124,6 +135,7 @@ class Record:
         track = self.tracks.get(job.id)
         if track is None:
             track = self.tracks[job.id] = Track(job)
+        track.version += 1
         if launch.piece == 0:
             model = step.model = self._model(step.program, step.bounds, step.pieces)
             track.adopt(model)
@@ -155,6 +167,7 @@ class Record:
             return
         launch.began = started if started > launch.at else launch.at
         launch.ended = ended
+        self.low_version += 1
         seconds = ended - launch.began
         late = ended - launch.at - launch.predicted
         if launch.alone and late < launch.predicted:
@@ -174,6 +187,7 @@ class Record:
         track = self.tracks.get(job.id)
         if track is None:
             return  # the job is closing
+        track.version += 1
         start = track.ended if track.ended > launch.at else launch.at
         track.ended = ended = max(ended, start)
         track.pieces += 1
@@ -300,7 +314,10 @@ class Record:
     def forgotten(self, job: Job) -> None:
         """Nothing of the job is left."""
         self.version += 1
-        self.tracks.pop(job.id, None)
+        track = self.tracks.pop(job.id, None)
+        if track is not None:
+            track.version += 1
+        self.standing.pop(job.id, None)
         self.idle.pop(job.id, None)
         self.answers.pop(job.id, None)
         self.holds.freed(job.id)

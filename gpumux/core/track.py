@@ -47,11 +47,12 @@ class Track:
         "shared_steps",
         "soonest",
         "steps",
-        "tried", "tries", "watched_until", "watching",
+        "tried", "tries", "version", "watched_until", "watching",
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.version = 0  # of what a hold for its sake depends on
         self.account = Account(job.spec.max_slowdown)
         self.gaps = Gaps()
         self.model: HighModel | None = None  # of the newest step launched

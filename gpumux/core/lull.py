@@ -1,0 +1,83 @@
+"""When a launch may run between a high job's steps: what an arrival would lose by it, and how long to wait for a better moment.
+
+While a job stays away, the chance that it comes within the next so many seconds only rises, until one of
+the gaps it took before has passed without it. So a launch that has to wait may have another answer right
+after such a gap, and at no other time: the wait is computed, not polled.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from math import inf
+from typing import NamedTuple
+
+from gpumux.core.lookahead import MANY, Gaps
+
+AHEAD = 16  # gaps looked at, and those within a quarter of the launch: then it is time to look again
+RARE = 0.002  # an arrival less probable may cost more than a step may lose
+OVERLAPPING = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
+
+
+class Risk(NamedTuple):
+    """A launch of `seconds` costs a step that comes during it `mean`, `worst` at worst; `room` is what a step may still lose,
+    `budget` what the job can pay on average. An arrival that is no more probable than `rare` counts for the budget only."""
+
+    seconds: float
+    mean: float
+    worst: float
+    room: float
+    budget: float
+    rare: float = RARE
+
+    def bearable(self, chance: float, most: float) -> bool:
+        """With an arrival as probable as `chance`, which can't cost more than `most`."""
+        if chance > self.rare and (self.worst if self.worst < most else most) > self.room:
+            return False
+        return chance * (self.mean if self.mean < most else most) <= self.budget
+
+
+def outlasted(end: float, soonest: float, now: float) -> float:
+    """Seconds that a launch which is over at `end` can delay a step that won't come before `soonest`."""
+    return OVERLAPPING * (end - soonest) if soonest > now else inf
+
+
+def wait(gaps: Gaps, waited: float, risk: Risk) -> float:
+    """How long the job has to have been away, longer than `waited`, until the launch may be bearable: until it is, or
+    until it is worth while to look again. After `gaps.longest` it is, whatever it costs."""
+    known, longest, seconds = gaps.sorted, gaps.longest, risk.seconds
+    mean, worst, room, budget, rare = risk.mean, risk.worst, risk.room, risk.budget, risk.rare
+    count = len(known)
+    first = bisect_right(known, waited)
+    if first >= count:
+        return longest
+    if worst > room or budget < 0.0:  # only where the next arrival is far enough away
+        apart = seconds - max(0.0, room) / OVERLAPPING if budget >= 0.0 else seconds
+        if gaps.widest(first) < apart:
+            return longest
+        while known[first + 1] - known[first] < apart:
+            first += 1
+    soon = waited + seconds / 4
+    beyond = first
+    for behind in range(first + 1, count):  # this is `bearable` and `outlasted`, written out: calls would cost most
+        at, coming = known[behind - 1], known[behind]
+        if at >= longest:
+            break
+        if behind > first + AHEAD and at > soon:
+            return at
+        end, left = at + seconds, count - behind
+        if beyond < behind:
+            beyond = bisect_right(known, end, behind)
+        while beyond < count and known[beyond] <= end:
+            beyond += 1
+        if left < MANY:
+            coming *= 0.5
+        if end < coming:
+            return at
+        # As `Gaps.arrival` says, but for gaps so thin that it has to look at their distance.
+        chance = (beyond - behind) / left if beyond > behind else gaps.arrival(at, seconds)
+        most = OVERLAPPING * (end - coming) if coming > at else inf
+        if chance > rare and worst > room and most > room:
+            continue
+        if chance * (mean if mean < most else most) <= budget:
+            return at
+    return longest
