@@ -40,6 +40,7 @@ class ReadyQueue:
         self._heap: list[Entry] = []
         self._serial = count()
         self.size = 0  # ready jobs
+        self.entered = 0  # how often one became ready
 
     def key(self, job: Job) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
@@ -47,6 +48,7 @@ class ReadyQueue:
 
     def enter(self, job: Job) -> None:
         self.size += 1
+        self.entered += 1
         self._push(job)
 
     def leave(self, job: Job) -> None:
@@ -128,6 +130,7 @@ class FairQueue(ReadyQueue):
         if job.served < self.virtual:
             job.served = self.virtual
         self.size += 1
+        self.entered += 1
         self._push(job)
 
     def charge(self, job: Job, predicted: float) -> None:

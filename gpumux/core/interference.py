@@ -12,6 +12,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import PROBE_EVERY, Ban
 from gpumux.core.board import Board, PairKey
 from gpumux.core.cells import CREDIBLE, FLOOR_S, GAP, Spot
@@ -20,7 +21,7 @@ from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import Risk, outlasted, wait
 from gpumux.core.queue import Job, Step
-from gpumux.core.record import KNOWN, LEAST_SPEED, Answer, Record
+from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Idle, Running, Scene
 from gpumux.core.track import LEARNING_STEPS, Track
 from gpumux.model import Priority
@@ -50,25 +51,37 @@ class Piece(NamedTuple):
 class Guard(Record):
     """What may be done. Asked by the policy for each low job that could launch."""
 
+    def new_event(self) -> None:
+        self.resting, self.asked = False, None
+        if self.answers:
+            self.answers.clear()
+
+    def answer(self, job: Job, now: float) -> Answer | None:
+        """What it was told in this event, or before it if that stands."""
+        answer = self.answers.get(job.id)
+        if answer is None and self.resting:
+            answer = self.standing.get(job.id)
+            if answer is not None and not answer.stands(self.low_version, now):
+                answer = None
+        return answer
+
     def admit(self, job: Job, board: Board, now: float) -> float:
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
         seconds = job.next_seconds()
         start = self._low_until if self._low_until > now and board.windows[_LOW].launches else now
         if start + self.lag + self.margin + seconds * STRETCH < self._calm:
             return 1.0
-        scene = self._scene
-        if self._seen != (now, self.version):
-            scene = self._scene = Scene(board, self.tracks, self.idle, self.recent.launches, now)
-            self._seen, self._calm = (now, self.version), scene.calm
+        scene = self.scene
+        if self._seen != now or self._seen_version != self.version:
+            scene.look(board, now)
+            self._seen, self._seen_version, self._calm = now, self.version, scene.calm
         if scene.free_at + self.lag + self.margin + seconds * STRETCH < scene.calm:
             return 1.0
         step = job.head_step()
         standing = self.standing.get(job.id)
-        if standing is not None:
-            if self._stands(standing, step, now):
-                self.answers[job.id] = standing
-                return 0.0
-            del self.standing[job.id]
+        if standing is not None and standing.step is step and standing.stands(self.low_version, now):
+            self.answers[job.id] = standing
+            return 0.0
         bounds = step.bounds if step.launched else step.program.bounds
         piece = Piece(step.program.key, bounds[step.launched], seconds)
         answer = self._consider(piece, 1.0, scene, now)
@@ -76,26 +89,20 @@ class Guard(Record):
         if scene.running and len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
             answer = self._best_share(piece, answer, scene, now)
         self.answers[job.id] = answer
-        hold = answer.hold
-        if hold is None:
+        if answer.hold is None:
             return answer.share
-        track = self.tracks[hold.high]
-        answer.step, answer.track, answer.seen = step, track, track.version
-        answer.low_seen = self.low_version if scene.low_out else -1
-        self.standing[job.id] = answer
+        answer.step, self.standing[job.id] = step, answer
+        if scene.low_out and answer.hold.until == inf:
+            answer.low_seen = self.low_version
         return 0.0
 
-    def _stands(self, answer: Answer, step: Step, now: float) -> bool:
-        """Whether what held this step's piece does so still. Low launches that ended make it no worse to wait."""
-        track, hold = answer.track, answer.hold
-        assert track is not None and hold is not None
-        return (
-            now < hold.until
-            and step is answer.step
-            and track.version == answer.seen
-            and (answer.low_seen < 0 or answer.low_seen == self.low_version)
-            and not track.job.paused
-        )
+    def rests(self, first: Job, entered: int, now: float) -> bool:
+        """Whether all who were asked last are still held, and there is nobody else to ask. `entered`: who became ready."""
+        rest = self.rest
+        if rest is None or not rest.lasts(first, entered, self.low_version, now):
+            return False
+        self.resting, self.rest_until = True, rest.until
+        return True
 
     def _best_share(self, piece: Piece, whole: Answer, scene: Scene, now: float) -> Answer:
         """The share that gives most low work a second, what it costs taken off; `whole` is the answer for all of it."""
@@ -117,11 +124,11 @@ class Guard(Record):
 
     def _consider(self, piece: Piece, share: float, scene: Scene, now: float) -> Answer:
         key, seconds = PairKey(piece.program, share), piece.seconds
-        answer = Answer(share, seconds=seconds / share)
+        answer = Answer(share, seconds / share)
         for high in scene.running:
             track = high.track
             if track.calibrating:
-                return _held("calibration", track, -1, None)
+                return _held(answer, "calibration", track, -1)
             pair = high.model.pair(key)
             answer.beside.append((track, high.model))
             speed = pair.speed
@@ -132,16 +139,16 @@ class Guard(Record):
             answer.seconds = lasts if alike is not None else max(answer.seconds, lasts)
             if pair.known < KNOWN and pair.known < len(pair.cells):
                 if track.pieces < track.explored + 2:
-                    return _held("learning", track, high.at, None)
+                    return _held(answer, "learning", track, high.at)
                 if scene.low_out:  # everybody waits, or there would always be somebody out
-                    return _held("learning", track, -1, None)
+                    return _held(answer, "learning", track, -1)
                 answer.exploring = track
             cost = self._cost(high, pair, piece.operator, scene.free_at, lasts, answer)
             refused, ban = self._refused(high, pair, piece, cost, scene)
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
             elif scene.low_out or not self._may_try(track, *answer.spots[-1], ban, now, answer.exposed):
-                return _held(refused, track, cost.piece if ban is None else cost.banned, ban)
+                return _held(answer, refused, track, cost.piece if ban is None else cost.banned, ban)
             else:
                 answer.probe, answer.probed, answer.exploring = ban, track, track
         end = scene.free_at + self.lag + self.margin + seconds * STRETCH
@@ -154,7 +161,7 @@ class Guard(Record):
             track = idle.track
             learning = held.reason == "gap" and track.steps < LEARNING_STEPS
             if not learning or not self._may_try(track, *answer.spots[-1], None, now):
-                return Answer(hold=held)
+                return answer.held(held, track)
             answer.probed = answer.exploring = track
         return answer
 
@@ -225,12 +232,12 @@ class Guard(Record):
         self, idle: Idle, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
     ) -> Hold | None:
         """Why a launch that runs until `end` has to wait for an idle job's next step."""
-        track, waited, seconds = idle.track, idle.waited, end - now
+        track, waited, seconds = idle.track, now - idle.since, end - now
         chance, model = track.gaps.arrival(waited, seconds), track.model
         if chance <= 0.0 or model is None:
             return None
         if track.calibrating and chance > SPOILS:
-            return _wait("calibration", idle, Risk(seconds, 0.0, inf, 0.0, 0.0, SPOILS), scene)
+            return _wait("calibration", idle, Risk(seconds, 0.0, inf, 0.0, 0.0, SPOILS), now)
         pair, spot = model.pair(key), Spot(GAP, 0, piece.operator)
         answer.spots.append((pair, spot))
         delay = pair.launches.get(spot) or pair.lows.get(piece.operator)
@@ -242,12 +249,22 @@ class Guard(Record):
         account = track.account
         worst, room = max(delay.upper, delay.worst), account.limit() - scene.pending
         risk = Risk(seconds, mean, worst, room, account.balance + account.credit)
-        return None if risk.bearable(chance, most) else _wait("gap", idle, risk, scene)
+        if risk.bearable(chance, most):
+            return None
+        if scene.low_out:  # would it have to wait with nothing before it, too?
+            seconds -= scene.free_at - now
+            risk = risk._replace(seconds=seconds, room=room + scene.pending)
+            chance, most = track.gaps.arrival(waited, seconds), outlasted(now + seconds, idle.soonest, now)
+            if now + seconds < idle.soonest or risk.bearable(chance, most):
+                return Hold("gap", track.job.id, -1, None, inf)  # until what is out has ended
+        return _wait("gap", idle, risk, now)
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
         held = [(job, answer.hold) for job, answer in self.answers.items() if answer.hold is not None]
         self.holds.note(held, now)
+        if self.asked is not None:
+            self.rest = Rest(*self.asked, self.answers.values())
         wake = inf
         for _, hold in held:
             if hold.until < wake:
@@ -264,7 +281,7 @@ class Guard(Record):
         track = self.tracks.get(hold.high) if hold is not None else None
         if track is None or since is None or track.solo_step() <= 0.0:
             return 0
-        return int((self._seen[0] - since) / track.solo_step())
+        return int((self._seen - since) / track.solo_step())
 
     def too_long(self, job: Job) -> tuple[float, float] | None:
         """(seconds of its next piece, seconds that would fit) for a low job whose pieces hinder it from running."""
@@ -284,13 +301,13 @@ class Guard(Record):
         return (seconds, fits) if fits < seconds else None
 
 
-def _held(reason: str, track: Track, piece: int, ban: Ban | None) -> Answer:
-    return Answer(hold=Hold(reason, track.job.id, piece, ban, inf))
+def _held(answer: Answer, reason: str, track: Track, piece: int, ban: Ban | None = None) -> Answer:
+    return answer.held(Hold(reason, track.job.id, piece, ban, inf), track)
 
 
-def _wait(reason: str, idle: Idle, risk: Risk, scene: Scene) -> Hold:
-    """Until the answer may be another one, as long as nothing happens; what is out will end, and be told."""
-    until = inf if scene.low_out else idle.since + wait(idle.track.gaps, idle.waited, risk)
+def _wait(reason: str, idle: Idle, risk: Risk, now: float) -> Hold:
+    """Until the answer may be another one, as long as nothing happens."""
+    until = idle.since + wait(idle.track.gaps, now - idle.since, risk)
     return Hold(reason, idle.track.job.id, -1, None, until)
 
 

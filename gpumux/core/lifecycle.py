@@ -77,19 +77,24 @@ def _why_not(core: CoreState, event: ev.JobRequested, session: Session | None, k
     return faults.closing(event.job) if known.state is not JobState.OPEN else faults.changed(event.job)
 
 
+def _pause(core: CoreState, job: Job, paused: bool) -> None:
+    job.paused = paused
+    core.tell(job.id, None, "paused" if paused else "resumed")
+    if core.guard is not None:
+        core.guard.paused(job)
+
+
 def pause_requested(core: CoreState, event: ev.PauseRequested) -> None:
     job = core.live(event.job)
     if job is not None and not job.paused:
-        job.paused = True
-        core.tell(job.id, None, "paused")
+        _pause(core, job, True)
         core.refresh(job)
 
 
 def resume_requested(core: CoreState, event: ev.ResumeRequested) -> None:
     job = core.live(event.job)
     if job is not None and job.paused:
-        job.paused = False
-        core.tell(job.id, None, "resumed")
+        _pause(core, job, False)
         core.refresh(job)
 
 
@@ -105,8 +110,7 @@ def close_requested(core: CoreState, event: ev.CloseRequested) -> None:
         job.state = JobState.DRAINING
         core.tell(job.id, None, "draining", event.reason)
     if job.paused:
-        job.paused = False
-        core.tell(job.id, None, "resumed")
+        _pause(core, job, False)
     core.refresh(job)
 
 

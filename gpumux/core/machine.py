@@ -63,14 +63,16 @@ class Core:
         policy = state.policy
         if policy is not None:
             guard = policy.guard
-            if guard is not None and guard.answers:
-                guard.answers.clear()
+            if guard is not None:
+                guard.new_event()
             low, high = state.board.ready
             while (low.size or high.size) and (choice := policy.choose(state.board, now)) is not None:
                 self._launch(policy, *choice)
             if guard is not None:
                 if guard.answers:
                     self._settle(guard)
+                elif guard.resting:
+                    self._wake(guard.rest_until)
                 elif guard.holds.reason:
                     guard.holds.nobody(now)
         if state.touched:
@@ -136,6 +138,10 @@ class Core:
                 if step.launched:  # a step that has not begun is explained below
                     state.tell(job_id, step.id, f"waits:held:{hold.reason}", explain.Clause(state, hold))
             guard.holds.fresh.clear()
+        self._wake(when)
+
+    def _wake(self, when: float) -> None:
+        state = self._state
         if when < inf and not state.now < state.wake <= when:
             state.wake = max(when, state.now + SHORTEST_WAKE_S)
             state.out.append(WakeAt(state.wake))
@@ -156,7 +162,7 @@ class Core:
 
     def _why_not_now(self, policy: Policy, job: Job) -> tuple[str, tuple[object, ...]]:
         board, name = self._state.board, job.priority.name.lower()
-        answer = policy.guard.answers.get(job.id) if policy.guard is not None else None
+        answer = policy.guard.answer(job, self._state.now) if policy.guard is not None else None
         if answer is not None and answer.hold is not None:
             return f"held:{answer.hold.reason}", (explain.Clause(self._state, answer.hold),)
         limit, window = policy.limit(board, job.priority), board.windows[job.priority]

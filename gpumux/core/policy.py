@@ -139,17 +139,20 @@ class Guarded(Paced):
         first = board.first(_LOW)
         if first is None or not board.fits(first, limit := self.limit(board, _LOW)):
             return None
-        guard = self.guard
+        guard, ready = self.guard, board.ready[_LOW]
+        if guard.rests(first, ready.entered, now):
+            return None
         share = guard.admit(first, board, now)
         if share:
             return Choice(first, int(_LOW), share)
-        if board.ready[_LOW].size > 1 and not guard.holds_all(first):
-            for job in board.candidates(_LOW, CANDIDATES)[1:]:
+        if ready.size > 1 and not guard.holds_all(first):
+            for job in ready.candidates(CANDIDATES)[1:]:
                 if not board.fits(job, limit):
                     return None
                 share = guard.admit(job, board, now)
                 if share:
                     return Choice(job, int(_LOW), share)
+        guard.asked = (first, ready.entered)
         return None
 
 

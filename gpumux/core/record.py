@@ -7,17 +7,16 @@ Solo baselines and estimates (`estimates.py`) are learned here, ranges are banne
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from gpumux.core import blame
-from gpumux.core.bans import Ban, Bans
+from gpumux.core.answers import Answer, Rest
+from gpumux.core.bans import Bans
 from gpumux.core.board import Board, Launch, PairKey
-from gpumux.core.cells import GAP, Spot
+from gpumux.core.cells import GAP
 from gpumux.core.config import CoreConfig
-from gpumux.core.estimates import HighModel, Pair
-from gpumux.core.holds import Hold, Holds
+from gpumux.core.estimates import HighModel
+from gpumux.core.holds import Holds
 from gpumux.core.judge import judge
-from gpumux.core.queue import Job, JobState, Program, Step
+from gpumux.core.queue import Job, JobState, Program
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.model import DeviceInfo, JobId, Priority
@@ -30,27 +29,6 @@ MOST_CUTS = 4  # of each
 MOST_MARGIN_S = 1e-3
 MARGIN_FADES = 0.998  # for each step of a high job
 ADAPT_EVERY = 16  # steps
-
-
-@dataclass(slots=True)
-class Answer:
-    """What `admit` last said of a job."""
-
-    share: float = 1.0
-    exposed: float = 1.0  # part of the launch that high work is there to feel
-    expected: float = 0.0  # excess high seconds
-    seconds: float = 0.0  # the launch is predicted to take
-    spots: list[tuple[Pair, Spot]] = field(default_factory=list)
-    beside: list[tuple[Track, HighModel]] = field(default_factory=list)  # high jobs that run
-    probe: Ban | None = None
-    probed: Track | None = None
-    exploring: Track | None = None
-    hold: Hold | None = None
-    # A held launch stays so as long as these do:
-    step: Step | None = None
-    track: Track | None = None  # of the job it is held for
-    seen: int = 0  # its `version`
-    low_seen: int = -1  # of the low class, where what is out made a difference
 
 
 class Record:
@@ -74,8 +52,12 @@ class Record:
         self.standing: dict[JobId, Answer] = {}  # held, and why: asked again only when that may have changed
         self.version = 0  # of what an answer depends on, but for the time
         self.low_version = 0  # of low launches that are out
-        self._scene = Scene(Board("fair"), {}, {}, (), 0.0)  # for the version and time `_seen`
-        self._seen = (-1.0, 0)
+        self.scene = Scene(self.tracks, self.idle, self.recent.launches)  # of the version and time `_seen`
+        self._seen, self._seen_version = -1.0, 0
+        self.asked: tuple[Job, int] | None = None  # the first of those who were all asked in this event, and held
+        self.rest: Rest | None = None
+        self.rest_until = 0.0
+        self.resting = False  # who was held before this event still is, and nobody was asked
         self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
         self._low_until = 0.0  # when the newest low launch should be over
         self._pinched = False  # low work had to wait for what high work may lose
@@ -90,9 +72,18 @@ class Record:
         self._calm = 0.0
         track = self.idle.pop(job.id, None)
         if track is not None and track.idle_since is not None:
+            self.scene.changed()
             track.version += 1
             track.gaps.add(now - track.idle_since)
             track.idle_since, track.arrived = None, now
+
+    def paused(self, job: Job) -> None:
+        """The job was paused or resumed."""
+        track = self.tracks.get(job.id)
+        if track is not None:
+            self.version += 1
+            track.version += 1
+            self.scene.changed()
 
     def launched(self, launch: Launch, board: Board, now: float) -> None:
         self.version += 1
@@ -294,6 +285,7 @@ class Record:
             self._calm = 0.0
             track.idle_since, track.soonest = ended, 0.0
             self.idle[job.id] = track
+            self.scene.changed()
 
     def _adapt(self, track: Track) -> None:
         """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
@@ -319,6 +311,7 @@ class Record:
             track.version += 1
         self.standing.pop(job.id, None)
         self.idle.pop(job.id, None)
+        self.scene.changed()
         self.answers.pop(job.id, None)
         self.holds.freed(job.id)
         if self.bans.forget(job.id):

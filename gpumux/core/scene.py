@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Reversible
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -32,34 +32,39 @@ class Running:
 
 
 class Idle(NamedTuple):
-    """A high job between steps, for `waited` seconds `since` then; its next is not expected before `soonest`."""
+    """A high job between steps `since` then; its next is not expected before `soonest`."""
 
     track: Track
     since: float
-    waited: float
     soonest: float
 
 
 class Scene:
     """`running` and `idle` high jobs, when the low launches that are out should be over (`free_at`), and
-    what high seconds they are still expected to cost (`pending`)."""
+    what high seconds they are still expected to cost (`pending`), all as of the last look. Until `calm` no high step is expected."""
 
-    __slots__ = ("calm", "free_at", "idle", "low_out", "pending", "running")
+    __slots__ = ("_idle", "_recent", "_soonest", "_tracks", "_until", "calm", "free_at", "idle", "low_out", "pending", "running")
 
-    def __init__(
-        self,
-        board: Board,
-        tracks: Mapping[JobId, Track],
-        idle: dict[JobId, Track],
-        recent: Iterable[Launch],
-        now: float,
-    ) -> None:
-        self.running = _running(board, tracks, now)
-        self.idle = _idle(idle.values(), now) if idle else []
-        # Until then no high step is expected.
-        self.calm = min([each.soonest for each in self.idle], default=inf) if not self.running else 0.0
+    def __init__(self, tracks: Mapping[JobId, Track], idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
+        self._tracks, self._idle, self._recent = tracks, idle, recent
+        self.running: Sequence[Running] = ()
+        self.idle: Sequence[Idle] = ()
+        self._soonest = inf  # of those idle
+        self._until = 0.0  # they are to be looked at anew
+        self.calm = self.free_at = self.pending = 0.0
+        self.low_out = False
+
+    def changed(self) -> None:
+        """A high job became idle, is so no longer, or does not count any more."""
+        self._until = 0.0
+
+    def look(self, board: Board, now: float) -> None:
+        high, low = board.windows[_HIGH].launches, board.windows[_LOW].launches
+        self.running = _running(high.values(), self._tracks, now) if high else ()
+        if now >= self._until:
+            self._look_at_idle(now)
+        self.calm = self._soonest if not high else 0.0
         self.free_at, self.pending = now, 0.0
-        low = board.windows[_LOW].launches
         self.low_out = bool(low)
         for out in low.values():
             if out.due > self.free_at:
@@ -68,15 +73,33 @@ class Scene:
                 self.pending += out.expected - out.blamed
         if self.running:  # what ended beside a piece that still runs has cost what nobody saw yet
             began = min([high.began for high in self.running])
-            for over in recent:
+            for over in self._recent:
                 if over.ended > began and over.expected > over.blamed:
                     self.pending += over.expected - over.blamed
 
+    def _look_at_idle(self, now: float) -> None:
+        """Those idle for no longer than they usually are, newest first."""
+        found: list[Idle] = []
+        soonest = until = inf
+        for track in islice(reversed(self._idle.values()), MAX_IDLE):
+            since, gaps = track.idle_since, track.gaps
+            if since is None or track.job.paused:
+                continue
+            waited = now - since
+            if waited > gaps.longest:
+                continue
+            if track.soonest <= now:
+                track.soonest = since + gaps.soonest(waited)
+            found.append(Idle(track, since, track.soonest))
+            soonest = min(soonest, track.soonest)
+            until = min(until, track.soonest, since + gaps.longest)
+        self.idle, self._soonest, self._until = found, soonest, until
 
-def _running(board: Board, tracks: Mapping[JobId, Track], now: float) -> list[Running]:
+
+def _running(launches: Iterable[Launch], tracks: Mapping[JobId, Track], now: float) -> list[Running]:
     """The oldest piece of each high job on the device, with when it should be over."""
     found: list[Running] = []
-    for launch in board.windows[_HIGH].launches.values():
+    for launch in launches:
         job, model, track = launch.job, launch.step.model, tracks.get(launch.job.id)
         if track is None or model is None or (found and found[0].track is track):
             continue  # closing, or seen already: its pieces run in order
@@ -85,19 +108,4 @@ def _running(board: Board, tracks: Mapping[JobId, Track], now: float) -> list[Ru
         late = now - began - solo
         until = began + solo if late < 0.0 else now + LATE * solo
         found.append(Running(track, model, launch.piece, began, until, job.inflight > 1, late if late > 0.0 else 0.0))
-    return found
-
-
-def _idle(tracks: Reversible[Track], now: float) -> list[Idle]:
-    """Those idle for no longer than they usually are, newest first."""
-    found: list[Idle] = []
-    for track in islice(reversed(tracks), MAX_IDLE):
-        since, gaps = track.idle_since, track.gaps
-        if since is None or track.job.paused:
-            continue
-        waited = now - since
-        if waited <= gaps.longest:
-            if track.soonest <= now:
-                track.soonest = since + gaps.soonest(waited)
-            found.append(Idle(track, since, waited, track.soonest))
     return found

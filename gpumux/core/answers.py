@@ -1,0 +1,88 @@
+"""What the guard said of a low piece, and how long that stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import TYPE_CHECKING
+
+from gpumux.core.bans import Ban
+from gpumux.core.cells import Spot
+from gpumux.core.estimates import HighModel, Pair
+from gpumux.core.holds import Hold
+from gpumux.core.queue import Job, Step
+
+if TYPE_CHECKING:
+    from gpumux.core.track import Track
+
+ANY = -1  # version of the low class where what is out of it makes no difference
+
+
+class Answer:
+    """Whether one piece may be launched, and what is to be noted when it is. Seconds."""
+
+    __slots__ = (
+        "beside", "expected", "exploring", "exposed", "hold", "low_seen", "probe", "probed", "seconds", "seen", "share",
+        "spots", "step", "track",
+    )  # fmt: skip
+
+    def __init__(self, share: float, seconds: float) -> None:
+        self.share = share
+        self.seconds = seconds  # the launch is predicted to take
+        self.exposed = 1.0  # part of the launch that high work is there to feel
+        self.expected = 0.0  # excess high seconds
+        self.spots: list[tuple[Pair, Spot]] = []
+        self.beside: list[tuple[Track, HighModel]] = []  # high jobs that run
+        self.probe: Ban | None = None
+        self.probed: Track | None = None
+        self.exploring: Track | None = None
+        self.hold: Hold | None = None
+        # A held launch stays so as long as these do:
+        self.step: Step | None = None
+        self.track: Track | None = None  # of the job it is held for
+        self.seen = 0  # that track's version
+        self.low_seen = ANY  # the low class's, where what is out made a difference
+
+    def held(self, hold: Hold, track: Track) -> Answer:
+        self.hold, self.track, self.seen = hold, track, track.version
+        return self
+
+    def stands(self, low_version: int, now: float) -> bool:
+        """Whether what held the piece does so still. Low launches that ended since may only have made it easier."""
+        track, hold = self.track, self.hold
+        assert track is not None and hold is not None
+        seen = self.low_seen
+        return now < hold.until and track.version == self.seen and (seen == ANY or seen == low_version)
+
+
+class Rest:
+    """Everybody who could launch was asked, and is held."""
+
+    __slots__ = ("_entered", "_first", "_low_seen", "_step", "_tracks", "until")
+
+    def __init__(self, first: Job, entered: int, answers: Iterable[Answer]) -> None:
+        self._first, self._entered = first, entered
+        self._step = first.queue[0]
+        self.until = inf
+        self._low_seen = ANY
+        self._tracks: dict[Track, int] = {}
+        for answer in answers:
+            track, hold = answer.track, answer.hold
+            if hold is None or track is None:
+                continue
+            self._tracks[track] = answer.seen
+            if hold.until < self.until:
+                self.until = hold.until
+            if answer.low_seen != ANY:
+                self._low_seen = answer.low_seen
+
+    def lasts(self, first: Job, entered: int, low_version: int, now: float) -> bool:
+        """Whether nobody has to be asked again: neither those nor anybody who was not ready then."""
+        if now >= self.until or first is not self._first or entered != self._entered:
+            return False
+        if first.queue[0] is not self._step or (self._low_seen != ANY and self._low_seen != low_version):
+            return False
+        for track, seen in self._tracks.items():
+            if track.version != seen:
+                return False
+        return True
