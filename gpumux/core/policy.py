@@ -145,7 +145,8 @@ class Guarded(Paced):
         share = guard.admit(first, board, now)
         if share:
             return Choice(first, int(_LOW), share)
-        if ready.size > 1 and not guard.holds_all(first):
+        # Others matter where the device would be left without low work.
+        if ready.size > 1 and not board.windows[_LOW].launches and not guard.holds_all(first):
             for job in ready.candidates(CANDIDATES)[1:]:
                 if not board.fits(job, limit):
                     return None

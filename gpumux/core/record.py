@@ -126,7 +126,8 @@ class Record:
         track = self.tracks.get(job.id)
         if track is None:
             track = self.tracks[job.id] = Track(job)
-        track.version += 1
+        if not track.calibrating:
+            track.version += 1
         if launch.piece == 0:
             model = step.model = self._model(step.program, step.bounds, step.pieces)
             track.adopt(model)
@@ -178,7 +179,8 @@ class Record:
         track = self.tracks.get(job.id)
         if track is None:
             return  # the job is closing
-        track.version += 1
+        if not track.calibrating:  # then low work is held until the step ends, whatever is learned from this piece
+            track.version += 1
         start = track.ended if track.ended > launch.at else launch.at
         track.ended = ended = max(ended, start)
         track.pieces += 1
@@ -271,6 +273,7 @@ class Record:
 
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
+        track.version += 1
         self.recent.end_step(board.windows[_LOW].launches.values())
         if self._touched:
             for touched in self._touched:
