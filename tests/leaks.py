@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+RUN_MARK = f"TESTS_RUN_BY={os.getpid()}"  # in the environment of all that is started from here
+os.environ.update([RUN_MARK.split("=")])
 _FD_KINDS = {
     "socket:": "socket",
     "/memfd:": "memfd",
@@ -74,8 +77,33 @@ def growth(before: Snapshot, after: Snapshot) -> list[str]:
         lines.append(f"{more} more memfd mapping{'s' * (more > 1)}")
     if (more := after.zmq_contexts - before.zmq_contexts) > 0:
         lines.append(f"{more} more ZeroMQ context{'s' * (more > 1)} not terminated")
-    lines += [f"/dev/shm/{name} left behind" for name in sorted(after.shm - before.shm)]
+    shm = after.shm - before.shm
+    if shm:
+        shm -= _somebody_elses(shm)
+    lines += [f"/dev/shm/{name} left behind" for name in sorted(shm)]
     return lines
+
+
+def _somebody_elses(names: frozenset[str]) -> frozenset[str]:
+    """Those that other users of the machine have mapped, and nobody of ours. What nobody has mapped may be ours."""
+    ours: set[str] = set()
+    others: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        maps = _read(process / "maps")
+        found = {name for name in names if f"{SHM}/{name}" in maps} if str(SHM) in maps else set()
+        if found:
+            (ours if _is_ours(process) else others).update(found)
+    return frozenset(others - ours)
+
+
+def _is_ours(process: Path) -> bool:
+    """A descendant of this process, or one that began as one."""
+    if RUN_MARK in _read(process / "environ").split("\0"):
+        return True
+    while process.name not in ("0", "1", str(os.getpid())):
+        parent = re.search(r"^PPid:\s*(\d+)", _read(process / "status"), re.MULTILINE)
+        process = process.parent / (parent[1] if parent else "0")
+    return process.name == str(os.getpid())
 
 
 def _threads() -> list[tuple[int, str]]:

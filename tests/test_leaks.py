@@ -109,6 +109,39 @@ def test_a_leak_is_found_and_its_end_is_seen(leak: Callable[[], ExitStack], word
     assert leaked(before) == []
 
 
+STRANGER = """
+import mmap, os, sys
+if os.fork():
+    os._exit(0)  # its parent is then nobody of ours
+with open(sys.argv[1], "wb+") as file:
+    file.truncate(4096)
+    mapping = mmap.mmap(file.fileno(), 4096)
+print("ready", flush=True)
+sys.stdin.read()
+os.unlink(sys.argv[1])
+print("done", flush=True)
+"""
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
+@pytest.mark.parametrize("ours", [False, True])
+def test_shared_memory_that_a_stranger_has_mapped_is_no_leak_of_ours(ours: bool):
+    before = snapshot()
+    path = f"{SHM}/leak-test-{os.getpid()}"
+    environment = dict(os.environ) if ours else {}
+    command = [sys.executable, "-c", STRANGER, path]
+    with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.wait()
+        found = [line for line in leaked(before, settle_s=0) if "/dev/shm" in line]
+        process.stdin.close()
+        assert process.stdout.readline() == "done\n"
+    assert bool(found) is ours
+    assert leaked(before) == []
+
+
 def test_what_was_there_before_is_no_leak():
     with a_socket(), a_thread():
         assert leaked(snapshot(), settle_s=0) == []

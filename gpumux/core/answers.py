@@ -50,9 +50,10 @@ class Answer:
     def stands(self, low_version: int, now: float) -> bool:
         """Whether what held the piece does so still. Low launches that ended since may only have made it easier."""
         track, hold = self.track, self.hold
-        assert track is not None and hold is not None
+        assert track is not None
+        assert hold is not None
         seen = self.low_seen
-        return now < hold.until and track.version == self.seen and (seen == ANY or seen == low_version)
+        return now < hold.until and track.version == self.seen and seen in (ANY, low_version)
 
 
 class Rest:
@@ -82,7 +83,4 @@ class Rest:
             return False
         if first.queue[0] is not self._step or (self._low_seen != ANY and self._low_seen != low_version):
             return False
-        for track, seen in self._tracks.items():
-            if track.version != seen:
-                return False
-        return True
+        return all(track.version == seen for track, seen in self._tracks.items())

@@ -20,7 +20,7 @@ from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import Risk, outlasted, wait
-from gpumux.core.queue import Job, Step
+from gpumux.core.queue import Job
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Idle, Running, Scene
 from gpumux.core.track import LEARNING_STEPS, Track

@@ -43,7 +43,19 @@ class Scene:
     """`running` and `idle` high jobs, when the low launches that are out should be over (`free_at`), and
     what high seconds they are still expected to cost (`pending`), all as of the last look. Until `calm` no high step is expected."""
 
-    __slots__ = ("_idle", "_recent", "_soonest", "_tracks", "_until", "calm", "free_at", "idle", "low_out", "pending", "running")
+    __slots__ = (
+        "_idle",
+        "_recent",
+        "_soonest",
+        "_tracks",
+        "_until",
+        "calm",
+        "free_at",
+        "idle",
+        "low_out",
+        "pending",
+        "running",
+    )
 
     def __init__(self, tracks: Mapping[JobId, Track], idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
         self._tracks, self._idle, self._recent = tracks, idle, recent
