@@ -68,9 +68,13 @@ class Completions:
             return
         program.offered = True
         log.info(
-            "job %s: program %d checked, %d operators, %s", job.short, program.id, event.op_count, event.content_hash
+            "job %s: program %d checked, %d operators, %s",
+            job.short,
+            program.id,
+            len(event.operators),
+            event.content_hash,
         )
-        self._desk.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash))
+        self._desk.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash, event.operators))
 
     def _check_user(self, job: JobRecord, footprint: Footprint) -> None:
         limit = self._desk.config.max_bytes_per_user

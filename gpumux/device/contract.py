@@ -70,14 +70,14 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProgramChecked:
-    """`check` passed: what the program would add, the index inputs' and results' layout bytes, and the
-    kind of each host scalar a step brings."""
+    """`check` passed: what the program would add, the index inputs' and results' layout bytes, its operators'
+    names in order, and the kind of each host scalar a step brings."""
 
     job: JobId
     program: ProgramId
     footprint: Footprint
     content_hash: str
-    op_count: int
+    operators: tuple[str, ...]
     scalars: tuple[Literal["float", "int"], ...]
 
 

@@ -139,6 +139,7 @@ def test_a_job_is_explained_from_the_command_line(daemon, session, capsys):
     said = capsys.readouterr().out
     assert "to-explain" in said
     assert "paused" in said
+    assert "piece 0 (operator 0: aten.add.Scalar)" in said, "the daemon knows what operators are called"
     assert main([*command, "--story"]) == 0
     assert "job paused" in capsys.readouterr().out
     job.close()

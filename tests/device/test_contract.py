@@ -75,7 +75,7 @@ def test_check_tells_size_and_hash(driver: Driver) -> None:
     driver.device.check(job.job, ProgramId(7), encode(program))
     answer = driver.until(ProgramChecked, job.job)
     assert answer.program == 7
-    assert answer.op_count == len(program.ops)
+    assert answer.operators == tuple(op.target for op in program.ops)
     assert answer.footprint.state_bytes >= 12
     assert answer.footprint.slot_bytes == slot_layout(program).nbytes
     assert len(answer.content_hash) == 64

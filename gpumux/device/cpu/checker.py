@@ -55,4 +55,5 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
         return
     footprint = report.footprint
     sizes = [footprint.state_bytes, footprint.transient_bytes, footprint.slot_bytes]
-    channel.send(CHECKED, [report.content_hash, sizes, len(report.program.ops), report.program.scalars])
+    operators = [op.target for op in report.program.ops]
+    channel.send(CHECKED, [report.content_hash, sizes, operators, report.program.scalars])

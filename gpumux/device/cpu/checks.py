@@ -6,6 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from sys import intern
 from typing import Any
 
 from gpumux.device.contract import ProgramChecked, ProgramRefused
@@ -114,8 +115,9 @@ class Checks:
         if tag == REFUSED:
             return ProgramRefused(check.job, check.program, Fault(*said))
         assert tag == CHECKED
-        content_hash, sizes, op_count, scalars = said
-        return ProgramChecked(check.job, check.program, Footprint(*sizes), content_hash, op_count, tuple(scalars))
+        content_hash, sizes, targets, scalars = said
+        operators = tuple([intern(target) for target in targets])  # thousands, of a few dozen kinds
+        return ProgramChecked(check.job, check.program, Footprint(*sizes), content_hash, operators, tuple(scalars))
 
     def _died(self, check: Check, status: int | str) -> ProgramRefused:
         how = ending(status)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from sys import intern
 
 from gpumux.device.contract import ProgramChecked, ProgramRefused
 from gpumux.errors import ProgramError
@@ -43,9 +44,8 @@ class Checks:
             return ProgramRefused(job, program, Fault(error.code, error.message, error.remedy))
         self._passed[job, program] = passed
         scalars = passed.program.scalars
-        return ProgramChecked(
-            job, program, passed.footprint, passed.content_hash, len(passed.program.ops), tuple(scalars)
-        )
+        operators = tuple([intern(op.target) for op in passed.program.ops])
+        return ProgramChecked(job, program, passed.footprint, passed.content_hash, operators, tuple(scalars))
 
     def take(self, job: JobId, program: ProgramId, encoded: bytes) -> Passed | None:
         """What the check of exactly these bytes found; None when they were not checked."""
