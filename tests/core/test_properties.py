@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -258,3 +260,24 @@ def test_promises_hold_in_every_life(policy: str) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.parametrize("job", [0, 1])
+@pytest.mark.parametrize("pieces", [(0.001953125,), (0.001953125, 0.001953125), (1e-3, 1e-3)])
+@pytest.mark.parametrize("done", [4, 9, 10, 14])
+def test_a_job_that_is_paused_as_the_guard_would_launch_it_is_not(
+    pieces: tuple[float, ...], done: int, job: int
+) -> None:
+    """The guard asks to be woken for a launch, and the job is paused about when that is due."""
+    life = type("Guarded", (Life,), {"policy": "guarded"})()
+    life.begin(pieces=pieces)
+    for _ in range(2):
+        life.submit_all(more=0, n=0)
+        life.many_done(n=done)
+    world = life.world
+    if world.now < world.wake_at < inf:
+        world.now = world.wake_at - 5e-5
+    life.pause(n=job)
+    world.elapse(1.0)
+    life.submit_all(more=0, n=0)
+    life.teardown()

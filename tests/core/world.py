@@ -71,17 +71,21 @@ class World:
 
     def give(self, event: ev.Event, after: float = 1e-4) -> list[cmd.Command]:
         """What the event led to. Under `guarded` without the launches: time alone may free a held job."""
-        self.now += after
-        if self.wake_at <= self.now:
-            self.wake_at = inf
-            if not isinstance(event, ev.Tick):
-                self.give(ev.Tick(), after=0.0)
+        self.elapse(after, wake=not isinstance(event, ev.Tick))
         commands = self.core.handle(event, self.now)
         for command in commands:
             self.observe(command)
         self.core.check_invariants()
         unasked = (cmd.WakeAt, cmd.LaunchPiece) if self.policy == "guarded" else ()
         return [c for c in commands if not isinstance(c, unasked)]
+
+    def elapse(self, seconds: float, wake: bool = True) -> None:
+        """Time passes, and the core is woken if it asked for that: before whatever happens next, not in the middle of it."""
+        self.now += seconds
+        if self.wake_at <= self.now:
+            self.wake_at = inf
+            if wake:
+                self.give(ev.Tick(), after=0.0)
 
     def session(self, name: str = "s", uid: int = 1000) -> str:
         self.sessions.add(name)
@@ -188,8 +192,9 @@ class World:
         return self.give(ev.JobReleased(job))
 
     def pause(self, job: str) -> list[cmd.Command]:
+        self.elapse(1e-4)
         self.jobs[job].paused = True
-        return self.give(ev.PauseRequested(job))
+        return self.give(ev.PauseRequested(job), after=0.0)
 
     def resume(self, job: str) -> list[cmd.Command]:
         self.jobs[job].paused = False
