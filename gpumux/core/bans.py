@@ -22,7 +22,7 @@ Why: TypeAlias = Literal["tail", "price"]
 
 @dataclass(slots=True, eq=False)
 class Ban:
-    """`operators` are [start, end) of the high program; `ratio` is shared over solo time of that range;
+    """`operators` are [start, end) of the high program, whose key is `program`; `ratio` is shared over solo time of that range;
     `why`: one launch beside it costs more than a step may lose (tail), or other ranges give more low
     work for the same loss (price). Times are seconds on the core's clock."""
 
@@ -37,6 +37,7 @@ class Ban:
     until: float
     failures: int = 0
     probing: bool = False
+    program: str = ""
     lifted: bool = False
 
 

@@ -11,6 +11,7 @@ from gpumux.core.estimates import HighModel
 
 RECENT = 8  # low launches that ended, kept to be blamed
 UNKNOWN = 0.05  # weight of a launch nothing is known of: what all share equally
+OVERLAPPING = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 LEAST_S = 1e-6  # a piece shorter than this tells nothing
 LEAST_OVERLAP = 0.25  # of a piece: what is blamed on less is spread over so much
 

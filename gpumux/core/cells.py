@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from gpumux.core.bans import Ban
@@ -11,15 +12,16 @@ CLIP = 3.0  # deviations: what a sample may differ and still count in full
 CREDIBLE = 3  # samples before an estimate may ban
 FLOOR_S = 5e-6  # what launches of one kind may cost more or less, and it means nothing
 FIRST_SPREAD = 0.15  # of what a first launch cost: how far the next may be off
+TIMED_SPREAD = 0.05  # the same of one that began together with a high piece, as the next will
 FORGET = 0.98
 
 
 class Spot(NamedTuple):
     """A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was
-    out), in which half of it, and the low operator it begins with."""
+    out), whether together with it (`places.START`) or in which half of it, and the low operator it begins with."""
 
     piece: int
-    half: int
+    moment: int
     low: int
 
 
@@ -71,11 +73,12 @@ class Cell:
 class Launched:
     """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
 
-    __slots__ = ("cell", "peak", "rate", "seconds", "seen", "worst")
+    __slots__ = ("cell", "first", "last", "peak", "rate", "seconds", "seen", "worst")
 
-    def __init__(self) -> None:
+    def __init__(self, first: float = FIRST_SPREAD) -> None:
+        self.first = first
         self.cell = Cell(FLOOR_S)
-        self.peak = 0.0
+        self.peak = self.last = 0.0
         self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another place may do
         self.rate = 0.0  # high seconds lost in a second of it
         self.seconds = 0.0  # a launch took
@@ -84,7 +87,10 @@ class Launched:
     def add(self, cost: float, peak: float, rate: float, seconds: float, step: int) -> None:
         self.cell.add(cost)
         part = max(1.0 / self.cell.count, 0.2)
-        self.peak += part * (max(0.0, peak) - self.peak)
+        bound = inf if self.cell.count <= CREDIBLE else 2.0 * max(self.peak, self.last) + FLOOR_S
+        self.last = peak
+        # One that was delayed from outside is no reason to give a place up: it takes two in a row.
+        self.peak += part * (min(max(0.0, peak), bound) - self.peak)
         self.worst = max(peak, FORGET * self.worst)
         self.rate += part * (rate - self.rate)
         self.seconds += part * (seconds - self.seconds)
@@ -94,4 +100,4 @@ class Launched:
     def upper(self) -> float:
         """What a step seldom loses more of."""
         spread = 2 * self.cell.deviation
-        return self.peak + (spread if self.cell.count > 1 else FIRST_SPREAD * self.peak)
+        return self.peak + (spread if self.cell.count > 1 else self.first * self.peak)

@@ -26,19 +26,21 @@ TAIL_MOST = 0.92
 TAIL_RECOVER = 1.01  # for each step without low work beyond so many
 PATIENCE = 16
 NEAR = 0.94  # of the limit: a step that loses so much counts as over it
-TOKENS = 2.0  # steps over the limit that may be risked to find something out
+TOKENS = 3.0  # steps over the limit that may be risked to find something out
+MOST_OWED = 10.0
 TOKEN_RATE = 0.005  # for each step
 PRICE_START = 1.0
 PRICE_RISE = 1.05  # for a step in which low work waited for credit
 PRICE_FALL = 0.95  # for one that found the account full
 PRICES = (0.01, 100.0)
+UNSEEN_S = 20e-6  # the core takes for an event, during which a step may come
 LEAST_SLOWDOWN = 0.002  # what a job that allows none is still measured by
 
 
 class Account:
     """One high job's. Seconds, but for `price` (low seconds for a high second) and factors."""
 
-    __slots__ = ("balance", "credit", "full", "price", "short", "slack", "tail", "tokens", "unshared", "used")
+    __slots__ = ("balance", "credit", "full", "price", "short", "slack", "tail", "tokens", "unseen", "unshared", "used")
 
     def __init__(self, max_slowdown: float) -> None:
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
@@ -48,6 +50,7 @@ class Account:
         self.price = PRICE_START
         self.tail = TAIL_START
         self.tokens = TOKENS  # steps over the tail limit that may still be risked
+        self.unseen = 0.0  # seconds that a step may have waited for the core, which does not know of it
         self.unshared = 0  # steps since low work last ran beside one
         self.short = False  # in this step low work waited for credit
         self.full = False  # the account could not hold the last step's credit
@@ -59,17 +62,24 @@ class Account:
 
     def limit(self) -> float:
         """The most one step may lose."""
-        return TAIL * self.tail * self.credit / MARGIN
+        most = TAIL * self.credit / MARGIN
+        return max(0.0, min(self.tail * most, most - self.unseen))
 
-    def refuses(self, cost: float, upper: float, avoidable: float, pending: float, gain: float) -> str:
+    def refuses(
+        self, cost: float, upper: float, avoidable: float, pending: float, gain: float, ahead: bool = False
+    ) -> str:
         """Why a launch of `gain` low seconds that costs `cost`, `upper` at worst, of which `avoidable` would not
-        be lost elsewhere, has to wait; "" if it has not."""
-        used = self.used + pending
+        be lost elsewhere, has to wait; "" if it has not. `ahead`: it is the next step that it will cost."""
+        used = 0.0 if ahead else self.used + pending
         if used + upper > self.limit():
             return "tail"
         if gain < self.price * avoidable:
             return "price"
-        if cost > 0.0 and used + cost > self.balance + self.credit and not (self.full and used <= 0.0):
+        if (
+            cost > 0.0
+            and used + cost > self.balance + (self.credit if not ahead else 2 * self.credit - self.used - pending)
+            and not (self.full and used <= 0.0)
+        ):
             return "budget"
         return ""
 
@@ -81,7 +91,7 @@ class Account:
             if excess <= NEAR * TAIL * credit / MARGIN:
                 self.tail = min(TAIL_MOST, self.tail * TAIL_RISE)
             else:
-                self.tokens = max(self.tokens - 1.0, -TOKENS)
+                self.tokens = max(self.tokens - 1.0, -MOST_OWED)
                 if foreseen:
                     self.tail = max(TAIL_LEAST, self.tail * TAIL_FALL)
             self.balance -= min(max(excess, -credit), DEBT * credit)

@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 from gpumux.core.baseline import Baseline
 from gpumux.core.board import PairKey
-from gpumux.core.cells import GAP, Cell, Launched, Spot
+from gpumux.core.cells import FIRST_SPREAD, GAP, TIMED_SPREAD, Cell, Launched, Spot
+from gpumux.core.places import MOMENTS, Places
 
 LEAST_HARM = 0.25
 MOST_PAIRS = 256  # low programs and shares remembered of a high program: the oldest go first
@@ -39,6 +40,7 @@ class Pair:
         "known",
         "launches",
         "lows",
+        "places",
         "rate",
         "rates",
         "speed",
@@ -46,8 +48,10 @@ class Pair:
         "uppers",
     )
 
-    def __init__(self, key: PairKey, pieces: int) -> None:
+    def __init__(self, key: PairKey, pieces: int, places: Places) -> None:
         self.key = key
+        self.places = places  # of all shares
+        places.pairs.append(self)
         self.cells = [Cell() for _ in range(pieces)]
         self.rates = [0.0] * pieces
         self.uppers = [0.0] * pieces
@@ -91,7 +95,7 @@ class Pair:
             if len(self.launches) >= MOST_PLACES:  # `lows` still knows
                 self.launches.clear()
                 self.spots.clear()
-            launched = self.launches[spot] = Launched()
+            launched = self.launches[spot] = Launched(TIMED_SPREAD if spot.moment in MOMENTS else FIRST_SPREAD)
             if spot.piece != GAP:
                 self.spots.setdefault(spot.low, []).append(launched)
         launched.add(cost, peak, rate, seconds, step)
@@ -99,6 +103,7 @@ class Pair:
             whole = max(exposed, LEAST_EXPOSED)
             self.lows.setdefault(spot.low, Launched()).add(cost / whole, peak / whole, rate, seconds, step)
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
+            self.places.learn(spot, self.key.share, cost, launched.cell.count)
 
     def best(self, low: int, since: int) -> float:
         """The least that launches beginning with `low` were found to cost since step `since`; inf: nothing known."""
@@ -130,7 +135,7 @@ Bounds: TypeAlias = "tuple[int, ...]"
 class HighModel:
     """What is known of one high program under one cut."""
 
-    __slots__ = ("beside", "bounds", "first", "key", "pairs", "refs", "solo", "steps", "total")
+    __slots__ = ("beside", "bounds", "first", "key", "pairs", "places", "refs", "solo", "steps", "total")
 
     def __init__(self, key: str, bounds: Bounds, predicted: Sequence[float]) -> None:
         self.key = key
@@ -142,13 +147,19 @@ class HighModel:
         self.first = Baseline()  # its first piece when the job was idle: nothing hides its launch
         self.steps = (Baseline(), Baseline())  # whole: behind the step before, and from idle
         self.pairs: dict[PairKey, Pair] = {}
+        self.places: dict[str, Places] = {}  # by low program
 
     def pair(self, key: PairKey) -> Pair:
         found = self.pairs.get(key)
         if found is None:
             if len(self.pairs) >= MOST_PAIRS:
-                del self.pairs[next(iter(self.pairs))]
-            found = self.pairs[key] = Pair(key, len(self.refs))
+                oldest = next(iter(self.pairs)).low
+                self.pairs = {other: pair for other, pair in self.pairs.items() if other.low != oldest}
+                self.places.pop(oldest, None)
+            places = self.places.get(key.low)
+            if places is None:
+                places = self.places[key.low] = Places()
+            found = self.pairs[key] = Pair(key, len(self.refs), places)
         return found
 
     def step_known(self) -> bool:

@@ -13,18 +13,20 @@ from gpumux.core.estimates import HighModel
 from gpumux.core.figures import promise
 from gpumux.core.holds import Hold
 from gpumux.core.interference import Guard
-from gpumux.core.queue import Job
+from gpumux.core.queue import Job, Step
+from gpumux.core.starving import starved_steps, too_long
 from gpumux.core.state import CoreState
 from gpumux.core.track import Track
 from gpumux.model import JobId, Priority
 
 MOST_BANS = 8
+WILD = 8.0  # times what a step may lose on average
 NAMES = 3  # operators of a range that are named
 
 
 def explain(core: CoreState, job: Job) -> list[str]:
     """Sentences about a job, the most important first."""
-    lines = [_state(core, job)]
+    lines = [_state(core, job), *_longest(core, job)]
     guard = core.guard
     if guard is None:
         return [
@@ -71,6 +73,20 @@ def _state(core: CoreState, job: Job) -> str:
     return f"{who} {doing}; {job.steps_done} steps done."
 
 
+def _longest(core: CoreState, job: Job) -> list[str]:
+    """What a step is made of, and what of it holds the device longest."""
+    ready = [program for program in job.programs.values() if program.ready]
+    if not ready:
+        return []
+    step = job.queue[0] if job.queue and isinstance(job.queue[0], Step) else None
+    program = step.program if step is not None and step.program.ready else ready[-1]
+    seconds, piece = max((each, index) for index, each in enumerate(program.pieces))
+    return [
+        f"A step of it is cut into {len(program.pieces)}; the longest, piece {piece} "
+        f"({_operators(core, job.id, program.bounds[piece : piece + 2], program.key)}), takes {seconds * 1e3:.3f} ms alone."
+    ]
+
+
 # ---- high jobs
 
 
@@ -89,13 +105,28 @@ def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
             f"({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are "
             f"{job.spec.max_slowdown:.2f}: {kept}. {track.over} of {track.steps} steps were slower than promised."
         )
-    lines += _neighbours(core, guard, track)
+    lines += _outlier(track) + _neighbours(core, guard, track)
     if track.host_wait > 0.0 and track.steps:
         lines.append(
             f"The device waited {track.host_wait * 1e3:.3f} ms in all for the host to hand its pieces over "
             f"({track.host_wait / track.steps * 1e6:.0f} us a step)."
         )
     return lines
+
+
+def _outlier(track: Track) -> list[str]:
+    """A step so slow that what low work is known to cost does not explain it."""
+    model, slowest = track.model, max(track.ratios, default=1.0)
+    if model is None or slowest <= 1.0 + WILD * track.account.slack:
+        return []
+    known = max([low.cell.upper for pair in model.pairs.values() for low in pair.lows.values()], default=0.0)
+    if known > (slowest - 1.0) / 4 * track.solo_step():
+        return []
+    ago = len(track.ratios) - 1 - list(track.ratios).index(slowest)
+    return [
+        f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to cost more "
+        f"than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
+    ]
 
 
 def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:
@@ -132,12 +163,12 @@ def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
         lines.append(f"It is held since {since:.6f} ({(core.now - since) * 1e3:.3f} ms): {held(core, hold)}.")
     elif not job.blocked():
         lines.append("It is not held: it runs as soon as it is its turn and the low window has room.")
-    long = guard.too_long(job)
+    long = too_long(guard, job)
     if long is not None:
         piece, fits = long
         lines.append(
             f"Its pieces are too long: the next takes {piece * 1e3:.3f} ms alone and could not run for "
-            f"{guard.starved_steps(job)} steps; about {fits * 1e3:.3f} ms would fit. A smaller batch, or more "
+            f"{starved_steps(guard, job)} steps; about {fits * 1e3:.3f} ms would fit. A smaller batch, or more "
             "microbatches, would let it run."
         )
     return lines
@@ -159,7 +190,7 @@ def _ban(core: CoreState, hold: Hold) -> str:
     ban = hold.ban
     assert ban is not None
     return (
-        f"it would run into {_operators(core, ban.high, ban.operators)} of job {_name(core, ban.high)}, which take "
+        f"it would run into {_operators(core, ban.high, ban.operators, ban.program)} of job {_name(core, ban.high)}, which take "
         f"{ban.ratio:.2f} times as long beside it ({ban.samples} samples); banned since {ban.since:.6f} until {ban.until:.6f}"
     )
 
@@ -213,22 +244,24 @@ def _told(core: CoreState, ban: Ban) -> str:
     again = f", renewed {ban.failures} times" if ban.failures else ""
     why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
     return (
-        f"Banned: job {_name(core, ban.low)}{share} while {_operators(core, ban.high, ban.operators)} of job "
+        f"Banned: job {_name(core, ban.low)}{share} while {_operators(core, ban.high, ban.operators, ban.program)} of job "
         f"{_name(core, ban.high)} run: they take {ban.ratio:.2f} times as long beside it ({ban.samples} samples), and "
         f"{why}; since {ban.since:.6f} until {ban.until:.6f}{again}."
     )
 
 
 def _range(core: CoreState, high: JobId, model: HighModel, piece: int) -> str:
-    return f"piece {piece} ({_operators(core, high, (model.bounds[piece], model.bounds[piece + 1]))})"
+    return f"piece {piece} ({_operators(core, high, model.bounds[piece : piece + 2], model.key)})"
 
 
-def _operators(core: CoreState, high: JobId, operators: tuple[int, int]) -> str:
+def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: str) -> str:
+    """[start, end) of the job's program with that key."""
     start, end = operators
-    job = core.jobs.get(high)
+    job = core.jobs.get(job_id)
     names: list[str] = []
     for program in job.programs.values() if job is not None else ():
-        names = names or list(program.operators[start:end])
+        if program.key == key:
+            names = list(program.operators[start:end])
     text = f"operator {start}" if end - start == 1 else f"operators {start} to {end - 1}"
     if names:
         shown = list(dict.fromkeys(names))

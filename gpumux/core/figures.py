@@ -27,6 +27,7 @@ from typing import Any
 from gpumux.core.bans import Ban
 from gpumux.core.interference import Guard
 from gpumux.core.queue import Job
+from gpumux.core.starving import too_long
 from gpumux.core.track import Track
 from gpumux.model import Priority
 
@@ -44,7 +45,7 @@ def guard_figures(guard: Guard) -> dict[str, Any]:
 
 def job_figures(guard: Guard, job: Job) -> dict[str, Any] | None:
     if job.priority is Priority.LOW:
-        hold, long = guard.holds.newest.get(job.id), guard.too_long(job)
+        hold, long = guard.holds.newest.get(job.id), too_long(guard, job)
         return {
             "held": None
             if hold is None

@@ -13,30 +13,30 @@ from math import inf
 from typing import NamedTuple
 
 from gpumux.core.answers import Answer, Rest
-from gpumux.core.bans import PROBE_EVERY, Ban
+from gpumux.core.bans import Ban
 from gpumux.core.board import Board, PairKey
-from gpumux.core.cells import CREDIBLE, FLOOR_S, GAP, Spot
+from gpumux.core.cells import FLOOR_S, GAP, Spot
 from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import Risk, outlasted, wait
+from gpumux.core.moments import appointment, exposed, where
+from gpumux.core.places import MOMENTS, WORTH_S, Plan
 from gpumux.core.queue import Job
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Idle, Running, Scene
-from gpumux.core.track import LEARNING_STEPS, Track
+from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
+from gpumux.core.trying import may_try
 from gpumux.model import Priority
 
 _LOW = Priority.LOW
 
 STRETCH = 1.02  # of a low piece's predicted time: where it is taken to end
 SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
-HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
-STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
 STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
-LEAST_PRICE = 2.0  # low seconds for a high second, where a smaller share would do
-LEAST_S = 100e-6  # a launch is taken to last, where shares are compared
 EVERYBODY = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
-LONG = frozenset(("tail", "gap", "ban"))
+PLACED = frozenset(("tail", "price", "budget", "ban"))  # what another moment may be free of
+ASIDE_S = 50e-6
 PINCHING = frozenset(("tail", "price", "budget"))
 
 
@@ -72,9 +72,9 @@ class Guard(Record):
         if start + self.lag + self.margin + seconds * STRETCH < self._calm:
             return 1.0
         scene = self.scene
-        if self._seen != now or self._seen_version != self.version:
+        if self.seen != now or self._seen_version != self.version:
             scene.look(board, now)
-            self._seen, self._seen_version, self._calm = now, self.version, scene.calm
+            self.seen, self._seen_version, self._calm = now, self.version, scene.calm
         if scene.free_at + self.lag + self.margin + seconds * STRETCH < scene.calm:
             return 1.0
         step = job.head_step()
@@ -84,10 +84,14 @@ class Guard(Record):
             return 0.0
         bounds = step.bounds if step.launched else step.program.bounds
         piece = Piece(step.program.key, bounds[step.launched], seconds)
-        answer = self._consider(piece, 1.0, scene, now)
-        # Between steps a smaller share would only last longer.
-        if scene.running and len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
-            answer = self._best_share(piece, answer, scene, now)
+        answer = self._place(piece, scene, now) if len(scene.running) == 1 else None
+        if answer is None:
+            answer = self._consider(piece, 1.0, scene, now)
+            # Between steps a smaller share would only last longer.
+            if scene.running and len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
+                answer = self._best_share(piece, answer, scene, now)
+            if len(scene.running) == 1 and answer.hold is not None and answer.hold.reason in PLACED:
+                answer.hold = answer.hold._replace(until=self._appointment(piece, scene, now))
         self.answers[job.id] = answer
         if answer.hold is None:
             return answer.share
@@ -103,6 +107,39 @@ class Guard(Record):
             return False
         self.resting, self.rest_until = True, rest.until
         return True
+
+    def _plan(self, high: Running, piece: Piece) -> Plan:
+        model, account = high.model, high.track.account
+        places = model.places.get(piece.program)
+        if places is None or len(places.pairs) < len(self.shares):
+            for share in self.shares:
+                places = model.pair(PairKey(piece.program, share)).places
+        assert places is not None
+        track = high.track
+        daring, idle = track.daring(places.pairs[0].fed), track.from_idle
+        return places.plan(piece.operator, piece.seconds, account.price, account.limit(), track.steps, daring, idle)
+
+    def _place(self, piece: Piece, scene: Scene, now: float) -> Answer | None:
+        """The answer for a launch that would begin together with a high piece; None if this one would not."""
+        high = scene.running[0]
+        at, _, moment, _ = where(high, scene, now, self.reach)
+        if moment not in MOMENTS:
+            return None
+        plan = self._plan(high, piece)
+        place, tried = plan.at[3 * at + moment], plan.tried[3 * at + moment]
+        if place is None:
+            waits = self._appointment(piece, scene, now)
+            return _held(Answer(1.0, piece.seconds), "tail", high.track, at, until=waits)
+        answer = self._consider(piece, place.share, scene, now)
+        if answer.hold is not None and not place.tried and tried is not None:
+            answer = self._consider(piece, tried.share, scene, now)
+        if answer.hold is not None and answer.hold.reason in PLACED:
+            answer.hold = answer.hold._replace(until=self._appointment(piece, scene, now))
+        return answer
+
+    def _appointment(self, piece: Piece, scene: Scene, now: float) -> float:
+        high = scene.running[0]
+        return appointment(high, self._plan(high, piece), piece.seconds, scene, now, self.reach)
 
     def _best_share(self, piece: Piece, whole: Answer, scene: Scene, now: float) -> Answer:
         """The share that gives most low work a second, what it costs taken off; `whole` is the answer for all of it."""
@@ -143,11 +180,13 @@ class Guard(Record):
                 if scene.low_out:  # everybody waits, or there would always be somebody out
                     return _held(answer, "learning", track, -1)
                 answer.exploring = track
-            cost = self._cost(high, pair, piece.operator, scene.free_at, lasts, answer)
-            refused, ban = self._refused(high, pair, piece, cost, scene)
+            cost, ahead = self._cost(high, pair, piece.operator, scene, lasts, answer, now)
+            refused, ban = self._refused(high, pair, piece, cost, scene, answer, ahead)
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
-            elif scene.low_out or not self._may_try(track, *answer.spots[-1], ban, now, answer.exposed):
+            elif scene.low_out or not may_try(
+                track, self._plan(high, piece), *answer.spots[-1], ban, now, answer.exposed
+            ):
                 return _held(answer, refused, track, cost.piece if ban is None else cost.banned, ban)
             else:
                 answer.probe, answer.probed, answer.exploring = ban, track, track
@@ -160,73 +199,69 @@ class Guard(Record):
                 continue
             track = idle.track
             learning = held.reason == "gap" and track.steps < LEARNING_STEPS
-            if not learning or not self._may_try(track, *answer.spots[-1], None, now):
+            if not learning or not may_try(track, None, *answer.spots[-1], None, now):
                 return answer.held(held, track)
             answer.probed = answer.exploring = track
         return answer
 
-    def _cost(self, high: Running, pair: Pair, operator: int, start: float, lasts: float, answer: Answer) -> Cost:
-        """By the ranges it will meet, or by what launches of the same kind cost, where there were some."""
-        refs = high.model.refs
-        at, began, until = high.at, high.began, high.until
-        while start > until and at + 1 < len(refs):
-            at, began, until = at + 1, until, until + refs[at + 1]
-        spot = Spot(at, int(2 * (start - began) >= until - began), operator)
+    def _cost(
+        self, high: Running, pair: Pair, operator: int, scene: Scene, lasts: float, answer: Answer, now: float
+    ) -> tuple[Cost, bool]:
+        """By the ranges it will meet, or by what launches of the same kind cost, where there were some; and whether it begins
+        with the next step only."""
+        refs, start = high.model.refs, scene.free_at
+        at, wraps, moment, until = where(high, scene, now, self.reach)
+        spot = Spot(at, moment, operator)
         answer.spots.append((pair, spot))
-        answer.exposed = _exposed(high, at, until, start, lasts)
-        known, part = pair.launches.get(spot), 1.0
-        upper = 0.0
-        if known is None:
-            known, part = pair.lows.get(operator), answer.exposed
-            upper = known.worst if known is not None else 0.0
+        answer.exposed = 1.0 if wraps else exposed(high, at, until, start, lasts)
+        places, expected, upper = pair.places, 0.0, 0.0
+        known = pair.launches.get(spot)
         if known is not None:
-            upper = part * max(known.upper, upper)
-            if not pair.any_ban:
-                return Cost(max(0.0, part * known.cell.mean), max(0.0, upper), at, -1)
+            expected, upper = max(0.0, known.cell.mean), known.upper
+        elif moment in MOMENTS and operator in places.base:
+            answer.exploring = high.track
+            expected = places.expected(operator, at, moment, pair.key.share)
+            return Cost(expected, places.feared(operator, expected), at, -1), wraps
+        else:
+            known = pair.lows.get(operator)
+            if known is not None:
+                expected = answer.exposed * max(0.0, known.cell.mean, places.base.get(operator, 0.0))
+                upper = answer.exposed * max(known.upper, known.worst, places.worst.get(operator, 0.0))
+        if known is not None and (
+            not pair.any_ban or (moment in MOMENTS and spot in pair.launches and known.cell.count > 1)
+        ):
+            return Cost(expected, max(0.0, upper), at, -1), wraps
         end = start + STRETCH * lasts
         cost = overlap_cost(refs, pair.rates, pair.uppers, pair.banned, high.at, high.until, high.more, start, end)
         if known is not None:
-            return cost._replace(expected=max(0.0, part * known.cell.mean), upper=max(0.0, upper))
+            return cost._replace(expected=expected, upper=max(0.0, upper)), wraps
         answer.exploring = high.track
         whole = high.model.pairs.get(PairKey(pair.key.low, 1.0))
         known = whole.lows.get(operator) if whole is not None else None
         if known is None:
-            return cost
+            return cost, wraps
         # On a smaller share it costs about as much, but over more steps.
         spread = answer.exposed * (min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0)
         expected = max(0.0, answer.exposed * known.cell.mean)
-        return cost._replace(expected=expected, upper=max(cost.upper, known.upper * spread))
+        return cost._replace(expected=expected, upper=max(cost.upper, known.upper * spread)), wraps
 
-    def _refused(self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene) -> tuple[str, Ban | None]:
+    def _refused(
+        self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene, answer: Answer, ahead: bool
+    ) -> tuple[str, Ban | None]:
         track = high.track
         if cost.banned >= 0 and track.steps - pair.fed < STARVED:
             return "ban", pair.cells[cost.banned].ban
         if cost.upper <= 0.0:
             return "", None
-        best = pair.best(piece.operator, track.steps - STALE)
-        avoidable = cost.expected - best if best < cost.expected else 0.0
+        best, plan, spot = pair.best(piece.operator, track.steps - STALE), self._plan(high, piece), answer.spots[-1][1]
+        least = min(best, plan.cost)
+        avoidable = cost.expected - least if least < cost.expected else 0.0
+        if spot.moment in MOMENTS and (place := plan.at[3 * spot.piece + spot.moment]) is not None:
+            if place.share != pair.key.share:
+                place = plan.tried[3 * spot.piece + spot.moment] or place
+            avoidable = (place.score - plan.score) / track.account.price
         pending = scene.pending if scene.pending > high.late else high.late
-        return track.account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds), None
-
-    def _may_try(self, track: Track, pair: Pair, spot: Spot, ban: Ban | None, now: float, exposed: float = 1.0) -> bool:
-        """Whether one launch is let out where it should not, to find out what it costs: where a ban has expired,
-        and what is not known while the job is new, or low work starves, or long after it was known."""
-        learning = track.steps < LEARNING_STEPS
-        if not learning and track.account.tokens < 1.0:
-            return False
-        if ban is not None:
-            return ban.until <= now and not ban.probing
-        if learning and (track.account.balance <= 0.0 or track.explored_step >= track.steps):
-            return False
-        fresh = track.steps - PROBE_EVERY
-        known, alike = pair.launches.get(spot), pair.lows.get(spot.low)
-        if known is not None and known.seen > fresh:
-            return False
-        if alike is not None and alike.cell.count >= CREDIBLE and alike.seen > fresh:
-            hopeless = exposed * alike.peak > HOPELESS * track.account.limit()
-            if hopeless:
-                return False
-        return learning or track.steps - pair.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
+        return track.account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds, ahead), None
 
     def _between(
         self, idle: Idle, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
@@ -238,17 +273,23 @@ class Guard(Record):
             return None
         if track.calibrating and chance > SPOILS:
             return _wait("calibration", idle, Risk(seconds, 0.0, inf, 0.0, 0.0, SPOILS), now)
-        pair, spot = model.pair(key), Spot(GAP, 0, piece.operator)
+        pair, spot = model.pair(key), Spot(GAP, 3, piece.operator)
         answer.spots.append((pair, spot))
-        delay = pair.launches.get(spot) or pair.lows.get(piece.operator)
+        alike = pair.lows.get(piece.operator)
+        delay = pair.launches.get(spot) or alike
         if delay is None:
             return None
+        upper = max(delay.upper, delay.worst)
+        if (
+            alike is not None and scene.free_at > now and scene.free_at > idle.soonest
+        ):  # it would begin after the step only
+            upper = max(upper, alike.upper, pair.places.worst.get(piece.operator, 0.0))
         # A launch that is over so soon after the step came can't delay it by much more.
         most, mean = outlasted(end, idle.soonest, now), max(0.0, delay.cell.mean)
         answer.expected = max(answer.expected, min(mean, most))
         account = track.account
-        worst, room = max(delay.upper, delay.worst), account.limit() - scene.pending
-        risk = Risk(seconds, mean, worst, room, account.balance + account.credit)
+        room = account.limit() - scene.pending
+        risk = Risk(seconds, mean, upper, room, account.balance + account.credit)
         if risk.bearable(chance, most):
             return None
         if scene.low_out:  # would it have to wait with nothing before it, too?
@@ -275,53 +316,16 @@ class Guard(Record):
                     self.tracks[hold.high].account.short = True
         return wake
 
-    def starved_steps(self, job: Job) -> int:
-        """Steps of the high job that holds this low one since it was last launched."""
-        hold, since = self.holds.newest.get(job.id), self.holds.since.get(job.id)
-        track = self.tracks.get(hold.high) if hold is not None else None
-        if track is None or since is None or track.solo_step() <= 0.0:
-            return 0
-        return int((self._seen - since) / track.solo_step())
 
-    def too_long(self, job: Job) -> tuple[float, float] | None:
-        """(seconds of its next piece, seconds that would fit) for a low job whose pieces hinder it from running."""
-        hold = self.holds.newest.get(job.id)
-        if hold is None or hold.reason not in LONG or job.blocked() or self.starved_steps(job) < STARVED:
-            return None
-        track = self.tracks.get(hold.high)
-        if track is None or track.model is None:
-            return None
-        step, seconds = job.head_step(), job.next_seconds()
-        bounds = step.bounds if step.launched else step.program.bounds
-        pair = track.model.pairs.get(PairKey(step.program.key, 1.0))
-        known = pair.lows.get(bounds[step.launched]) if pair is not None else None
-        fits = track.gaps.short
-        if known is not None and known.peak > 0.0:  # what it costs is about in proportion to its length
-            fits = max(fits, seconds * track.account.limit() / known.upper)
-        return (seconds, fits) if fits < seconds else None
-
-
-def _held(answer: Answer, reason: str, track: Track, piece: int, ban: Ban | None = None) -> Answer:
-    return answer.held(Hold(reason, track.job.id, piece, ban, inf), track)
+def _held(answer: Answer, reason: str, track: Track, piece: int, ban: Ban | None = None, until: float = inf) -> Answer:
+    return answer.held(Hold(reason, track.job.id, piece, ban, until), track)
 
 
 def _wait(reason: str, idle: Idle, risk: Risk, now: float) -> Hold:
-    """Until the answer may be another one, as long as nothing happens."""
-    until = idle.since + wait(idle.track.gaps, now - idle.since, risk)
+    """Until the answer may be another one, as long as nothing happens; and a little after the moment a step is expected, which should
+    not find the core busy."""
+    until = idle.since + wait(idle.track.gaps, now - idle.since, risk) + ASIDE_S
     return Hold(reason, idle.track.job.id, -1, None, until)
-
-
-def _exposed(high: Running, at: int, until: float, start: float, lasts: float) -> float:
-    """The part of a launch from `start` on, beside piece `at` that ends at `until`, that the high job is there to feel: the rest
-    falls between its steps."""
-    pause = high.track.gaps.short
-    if high.more or pause <= 0.0 or lasts <= 0.0:
-        return 1.0
-    leaves = until + sum(high.model.refs[at + 1 :])
-    beyond = start + lasts - leaves
-    if beyond <= 0.0:
-        return 1.0
-    return min(1.0, (max(0.0, leaves - start) + max(0.0, beyond - pause)) / lasts)
 
 
 def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:
@@ -329,4 +333,4 @@ def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:
     if answer.hold is not None:
         return -inf
     price = max([LEAST_PRICE, *[high.track.account.price for high in scene.running]])
-    return (piece.seconds - price * answer.expected) / max(answer.seconds, LEAST_S)
+    return piece.seconds - price * answer.expected - WORTH_S * answer.seconds

@@ -33,7 +33,8 @@ def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, n
     if ban is None:
         if why and cell.count >= CREDIBLE:
             operators = (model.bounds[piece], model.bounds[piece + 1])
-            cell.ban = Ban(track.job.id, low.job.id, operators, low.key.share, ratio, cell.count, why, now, now)
+            low_id, share = low.job.id, low.key.share
+            cell.ban = Ban(track.job.id, low_id, operators, share, ratio, cell.count, why, now, now, program=model.key)
             bans.impose(cell.ban, model.total)
     elif why:
         ban.ratio, ban.samples = ratio, ban.samples + 1

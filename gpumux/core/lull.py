@@ -11,11 +11,11 @@ from bisect import bisect_right
 from math import inf
 from typing import NamedTuple
 
+from gpumux.core.blame import OVERLAPPING
 from gpumux.core.lookahead import MANY, Gaps
 
 AHEAD = 16  # gaps looked at, and those within a quarter of the launch: then it is time to look again
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
-OVERLAPPING = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
 
 
 class Risk(NamedTuple):

@@ -27,7 +27,9 @@ KNOWN = 3  # ranges of a pair that are measured before the rest is taken to be l
 MOST_MODELS = 1024 + 64  # high programs remembered: all that may be in use, and some that were
 MOST_CUTS = 4  # of each
 MOST_MARGIN_S = 1e-3
-MARGIN_FADES = 0.998  # for each step of a high job
+MOST_REACH_S = 1e-3
+REACH_PART = 0.1
+MARGIN_FADES = 0.996  # for each step of a high job
 ADAPT_EVERY = 16  # steps
 
 
@@ -48,12 +50,13 @@ class Record:
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
         self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
+        self.reach = 0.0  # seconds from launching a low piece to the moment the device begins with it
         self.margin = 0.0  # seconds by which launches that should have ended before a step did not, lately
         self.standing: dict[JobId, Answer] = {}  # held, and why: asked again only when that may have changed
         self.version = 0  # of what an answer depends on, but for the time
         self.low_version = 0  # of low launches that are out
-        self.scene = Scene(self.tracks, self.idle, self.recent.launches)  # of the version and time `_seen`
-        self._seen, self._seen_version = -1.0, 0
+        self.scene = Scene(self.tracks, self.idle, self.recent.launches)  # of the version and time `seen`
+        self.seen, self._seen_version = -1.0, 0
         self.asked: tuple[Job, int] | None = None  # the first of those who were all asked in this event, and held
         self.rest: Rest | None = None
         self.rest_until = 0.0
@@ -159,6 +162,10 @@ class Record:
             return
         launch.began = started if started > launch.at else launch.at
         launch.ended = ended
+        if not launch.count_before:
+            reach = launch.began - launch.at
+            if reach < MOST_REACH_S:
+                self.reach += (REACH_PART if self.reach else 1.0) * (reach - self.reach)
         self.low_version += 1
         seconds = ended - launch.began
         late = ended - launch.at - launch.predicted
@@ -207,7 +214,7 @@ class Record:
             for other, _ in found:
                 if other.tried:
                     track.tried = True
-            self._shared(track, model, launch, span, found, beside)
+            self._shared(track, model, launch, ended, span, found, beside)
         elif model.learn(piece, span, beside, track.from_idle) and not track.calibrating:
             track.calibrate(2)
         if beside:
@@ -232,6 +239,7 @@ class Record:
         track: Track,
         model: HighModel,
         launch: Launch,
+        ended: float,
         span: float,
         found: list[tuple[Launch, float]],
         beside: bool,
@@ -249,8 +257,13 @@ class Record:
             early = [(low, seconds) for low, seconds in found if low.at < track.arrived]
             if early:
                 self._caught(track, early)
-                blame.arrived(excess, early)
-                return
+                later = [(low, seconds) for low, seconds in found if low.at >= track.arrived]
+                late = max([(low.ended or ended) - track.arrived for low, _ in early])
+                part = min(excess, blame.OVERLAPPING * late) if later else excess
+                blame.arrived(part, early)
+                if not later:
+                    return
+                found, excess = later, excess - part
         blame.share_out(model, piece, excess, found)
         for low, _ in found:
             if low.job.state is not JobState.CLOSING:
@@ -258,7 +271,9 @@ class Record:
 
     def _caught(self, track: Track, early: list[tuple[Launch, float]]) -> None:
         """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
-        late = max([low.ended - track.arrived for low, _ in early if not low.spots], default=0.0)
+        late = max(
+            [low.ended - track.arrived for low, _ in early if not low.spots and low.due <= track.arrived], default=0.0
+        )
         if late > 0.0:
             self.margin = min(self.margin + late / 2, MOST_MARGIN_S)
 

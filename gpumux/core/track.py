@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import deque
 
 from gpumux.core.baseline import WANTED, Baseline
-from gpumux.core.controller import TOKENS, Account
+from gpumux.core.controller import TOKENS, UNSEEN_S, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
+from gpumux.core.places import ALWAYS, CAREFUL, IF_STUCK
 from gpumux.core.queue import Job
 
 FIRST_CLEAN = 3  # steps without low work a program begins with
 CLEAN_EVERY = 64  # steps after which another one is wanted
 TRIES = 4  # steps a calibration may take at most: low work still out spoils some
+STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
+SPARE = 2.0  # tokens there have to be for a try where low work does not starve
+LEAST_PRICE = 2.0  # low seconds for a high second: below it credit is not short
 LEARNING_STEPS = 200  # in which what is not known is tried as long as there is credit
 KNOWN_STEPS = 300  # after which what low work costs is learned from only
 WATCH_EVERY = 4  # one step in so many: it is known by then, and learning is what the guard spends its time on
@@ -101,6 +105,13 @@ class Track:
             return 0.0
         return model.total if self.beside else model.step_seconds(self.from_idle)
 
+    def daring(self, fed: int) -> int:
+        """Whether places may be tried where a step may lose more than it should, by low work that was launched last in step `fed`."""
+        account = self.account
+        if self.steps < LEARNING_STEPS or (account.tokens >= SPARE and account.price > LEAST_PRICE):
+            return ALWAYS
+        return IF_STUCK if account.tokens >= 1.0 and self.steps - fed >= STARVED else CAREFUL
+
     def end_step(self, ended: float) -> None:
         """Its last piece is done: settle with the account, and see whether calibration is due."""
         model = self.model
@@ -112,6 +123,7 @@ class Track:
             self.calibrate(WANTED)
         solo = self.solo_step()
         excess = self.excess if self.beside or not model.step_known() else seconds - solo
+        self.account.unseen = UNSEEN_S if self.from_idle else 0.0
         self.account.end(excess, self.shared, not self.tried)
         self.steps += 1
         if excess > self.account.limit() and self.shared:  # not so well known, then

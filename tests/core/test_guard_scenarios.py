@@ -81,6 +81,49 @@ def test_a_pair_that_stops_hurting_is_freed() -> None:
     assert simulation.core.snapshot()["guard"]["probes_total"] > 0
 
 
+@pytest.mark.parametrize("hiccups", [(0.95,), (0.3, 0.6, 0.9), (0.9, 0.902, 0.904)])
+def test_a_noisy_outlier_bans_nobody_for_long(hiccups: tuple[float, ...]) -> None:
+    """The device stalls for a moment, for a cause that no job is: everything takes thirty times as long meanwhile."""
+    jobs = high((SMALL,) * 16), low((LIGHT,) * 24)
+
+    def pace(simulation: Simulation, factor: float) -> None:
+        for job in jobs:
+            simulation.change(job.name, [k._replace(block_s=factor * k.block_s) for k in job.kernels])
+
+    simulation = world(*jobs)
+    for when in hiccups:
+        simulation.at(when, lambda: pace(simulation, 30.0))
+        simulation.at(when + 1e-3, lambda: pace(simulation, 1.0))
+    result = simulation.run(seconds=1.2)
+    steps, solo_s = result.job("high").step_seconds, result.job("high").solo.step_s
+    assert max(steps) > 5 * solo_s, "there were hiccups"
+    assert bans(simulation) == []
+    assert result.job("low").work_s > 0.85 * world(*jobs).run(seconds=1.2).job("low").work_s, "it is not held for long"
+    assert sum(steps[-60:]) <= 1.05 * 60 * solo_s
+    told = explained(simulation, "high")
+    assert "the cause lay elsewhere, and nobody is held for it" in told
+    assert "Banned" not in told
+    assert "too long" not in explained(simulation, "low")
+
+
+def test_a_piece_too_dear_nearly_everywhere_waits_for_the_moment_where_it_is_not() -> None:
+    """Its pieces run in order: until that moment is found, all that is behind the dear piece waits, too."""
+    narrow = Kernel(
+        "narrow", 54, 400e-6, 1, 0
+    )  # leaves half of the device to others for as long as the dear piece takes
+    full = Kernel("full", 108, 50e-6, 1, 0)
+    dear = Kernel("dear", 54, 350e-6, 1, 0)  # blocks that last longer than a step may lose
+    simulation = world(high((full,) * 16 + (narrow,) + (full,) * 16), low((dear,) + (LIGHT,) * 12))
+    result = simulation.run(steps=800, warmup_steps=200)
+    job = result.job("high")
+    assert job.mean_slowdown <= 1.05
+    assert job.p99_slowdown <= 1.10
+    assert result.job("low").work_s > 0.1 * result.window_s, "it is not stuck"
+    told = story(simulation, "low")
+    assert "held (tail)" in told or "held (price)" in told
+    assert "narrow" in explained(simulation, "high") or "full" in explained(simulation, "high")
+
+
 def test_what_does_not_hurt_is_not_held() -> None:
     simulation = world(high((SMALL,) * 16), low((LIGHT,) * 24))
     result = simulation.run(steps=400, warmup_steps=100)

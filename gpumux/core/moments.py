@@ -1,0 +1,81 @@
+"""When a low launch would begin in a high step, and when to make one so that it begins at a moment that repeats.
+
+The device is reached some time after the core decides, and nothing but a timer marks most moments: so the core asks to be
+woken that much earlier. High steps repeat, and while low work is held they run as they do alone: when their pieces begin is
+known to a few microseconds.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from gpumux.core.places import HEARD, MID, START, Plan
+from gpumux.core.scene import Running, Scene
+
+TIMED = (START, MID)  # moments that a timer has to mark
+TIMED_S = 8e-6  # a launch that begins so close to a moment begins at it
+HEARD_S = 100e-6  # one that begins no later is launched as soon as the host has heard that the high piece began
+
+
+def where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, bool, int, float]:
+    """Where in the high step a launch made now would begin: the piece, whether of the step after the one that runs, START
+    or the half of it, and the piece's end."""
+    refs, at, began = high.model.refs, high.at, high.began
+    start = now + reach
+    if start < scene.free_at:
+        start = scene.free_at
+    until, wraps = high.until + scene.pending, False
+    while start > until - TIMED_S:
+        if at + 1 < len(refs):
+            at += 1
+        elif high.more and not wraps:
+            at, wraps = 0, True
+        else:
+            break
+        began, until = until, until + refs[at]
+    if abs(start - began) <= TIMED_S and not (high.late and at != high.at):
+        return at, wraps, START, until
+    if start - began <= HEARD_S and start > began and not wraps:
+        return at, wraps, HEARD, until
+    if abs(2 * start - until - began) <= 2 * TIMED_S:
+        return at, wraps, MID, until
+    return at, wraps, 4 if 2 * (start - began) >= until - began else 3, until
+
+
+def appointment(high: Running, plan: Plan, seconds: float, scene: Scene, now: float, reach: float) -> float:
+    """When to ask again, so that the launch begins together with the next high piece where it may; inf: an event will come."""
+    account, refs = high.track.account, high.model.refs
+    at, begins, wraps = high.at, high.until + scene.pending - refs[high.at], False
+    used, limit = account.used + scene.pending, account.limit()
+    for _ in range(len(refs) + 1):
+        for moment in TIMED:
+            place = plan.at[3 * at + moment]
+            when = begins + 0.5 * refs[at] if moment == MID else begins
+            if (
+                place is not None
+                and place.score - plan.score <= seconds
+                and (used + place.upper <= limit or not place.tried)
+                and (wraps or used + place.cost <= account.balance + account.credit)
+                and when - reach > now + TIMED_S
+            ):
+                return when - reach
+        begins += refs[at]
+        at += 1
+        if at == len(refs):
+            if not high.more or wraps:
+                break
+            at, used, wraps = 0, 0.0, True
+    return inf
+
+
+def exposed(high: Running, at: int, until: float, start: float, lasts: float) -> float:
+    """The part of a launch from `start` on, beside piece `at` that ends at `until`, that the high job is there to feel: the rest
+    falls between its steps."""
+    pause = high.track.gaps.short
+    if high.more or pause <= 0.0 or lasts <= 0.0:
+        return 1.0
+    leaves = until + sum(high.model.refs[at + 1 :])
+    beyond = start + lasts - leaves
+    if beyond <= 0.0:
+        return 1.0
+    return min(1.0, (max(0.0, leaves - start) + max(0.0, beyond - pause)) / lasts)

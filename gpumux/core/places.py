@@ -1,0 +1,161 @@
+"""At which moment of a high step, and on which share of the device, a low piece costs least.
+
+A launch that can't be called back costs what it takes from the operators it happens to meet, so the same low piece may
+cost next to nothing or more than a step may lose, by when it begins. High steps repeat: a launch that begins together with
+a high piece (`START`) meets the same operators every time, and costs the same again. So each high piece, with each share, is a
+*place* for each low piece. What launches cost there is measured; where there was none yet it is expected to be in the
+proportion in which other low pieces' costs there differ from what they cost elsewhere, and taken to be better than that, as
+otherwise nobody would find out.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpumux.core.bans import PROBE_EVERY
+from gpumux.core.cells import FORGET, Spot
+
+if TYPE_CHECKING:
+    from gpumux.core.estimates import Pair
+
+START = 0  # the moment of a launch that begins together with a high piece
+HEARD = 1  # as soon as the host has heard that it began
+MID = 2  # when half of it is over
+MOMENTS = (START, HEARD, MID)  # that repeat closely: what a launch then costs it costs again
+HOPE = 0.4  # of what it is expected to cost: a place that was never tried
+WORTH_S = 0.1  # low seconds that a second of waiting for a slow launch to end is worth, where cost is what counts
+UNTRIED = 2.5  # times what it is expected to cost: what a launch at a place that was never tried may do
+WORSE = 1.5  # times the most it did elsewhere: the same
+LEAST_BASE_S = 5e-6  # a piece that costs less anywhere says nothing about places
+MOST_EFFECT = 4.0
+CAREFUL, IF_STUCK, ALWAYS = range(3)
+REPLAN = 16  # steps after which the price may be another one
+
+
+class Place(NamedTuple):
+    """A high piece to begin with and a share. `cost`: high seconds it is expected to cost; `upper`: what a step seldom loses more of;
+    `score`: low seconds that stand for both cost and time; `tried`: it was measured."""
+
+    piece: int
+    moment: int
+    share: float
+    cost: float
+    upper: float
+    score: float
+    tried: bool
+
+
+class Plan:
+    """Of one low piece: the best share at each moment of each high piece (`at[3 * piece + moment]`), if any will do, the best of those
+    that were tried (`tried`), and the least score and cost of all."""
+
+    __slots__ = ("at", "cost", "key", "made", "score", "tried")
+
+    def __init__(
+        self, at: list[Place | None], tried: list[Place | None], made: int, key: tuple[int, int, bool]
+    ) -> None:
+        found = [place for place in at if place is not None]
+        self.at, self.tried = at, tried
+        self.score = min([place.score for place in found], default=inf)
+        self.cost = min([place.cost for place in found], default=inf)
+        self.made, self.key = made, key
+
+
+class Places:
+    """Of one low program beside one high program under one cut. `pairs`: one for each share, the whole device first."""
+
+    __slots__ = ("base", "effects", "pairs", "plans", "versions", "worst")
+
+    def __init__(self) -> None:
+        self.pairs: list[Pair] = []
+        self.base: dict[int, float] = {}  # by low operator: what its launches cost, wherever they began
+        self.worst: dict[int, float] = {}  # by low operator: the most one did, slowly forgotten
+        self.effects: dict[
+            tuple[int, int, float], float
+        ] = {}  # by place: what launches cost there over what they cost elsewhere
+        self.plans: dict[int, Plan] = {}
+        self.versions: dict[int, int] = {}
+
+    def learn(self, spot: Spot, share: float, cost: float, count: int) -> None:
+        """A launch at `spot`, the `count`-th there, cost so many seconds. Where launches are often is where they cost little: so that
+        this does not pass for what they cost anywhere, each place counts about once."""
+        cost, fresh = max(0.0, cost), 1.0 / count
+        base = self.base.get(spot.low)
+        if base is None:
+            self.base[spot.low] = cost
+        else:
+            if base > LEAST_BASE_S and spot.moment in MOMENTS:
+                key, effect = (spot.piece, spot.moment, share), min(cost / base, MOST_EFFECT)
+                self.effects[key] = self.effects.get(key, 1.0) + 0.4 * fresh * (effect - self.effects.get(key, 1.0))
+            self.base[spot.low] = base + 0.15 * fresh * (cost - base)
+        self.worst[spot.low] = max(cost, FORGET**fresh * self.worst.get(spot.low, 0.0))
+        self.versions[spot.low] = self.versions.get(spot.low, 0) + 1
+
+    def expected(self, low: int, piece: int, moment: int, share: float) -> float:
+        """What a launch is expected to cost that never began there."""
+        return self.base.get(low, 0.0) * self.effects.get((piece, moment, share), 1.0)
+
+    def feared(self, low: int, expected: float) -> float:
+        """What it may cost there."""
+        return max(UNTRIED * expected, WORSE * self.worst.get(low, 0.0))
+
+    def plan(
+        self, low: int, seconds: float, price: float, limit: float, step: int, daring: int, from_idle: bool
+    ) -> Plan:
+        """Where the low piece of so many seconds may begin at the price (low seconds for a high second), no step losing more than
+        `limit`, as of the high job's step `step`. `daring`: places may be tried where a step might: CAREFUL, IF_STUCK, ALWAYS.
+        `from_idle`: nothing runs before the high step begins that could mark that moment."""
+        plan, key = self.plans.get(low), (self.versions.get(low, 0), daring, from_idle)
+        if plan is not None and plan.key == key and step - plan.made < REPLAN:
+            return plan
+        count, stuck = len(self.pairs[0].rates), self._stuck(low, limit)
+        dare = daring == ALWAYS or (daring == IF_STUCK and stuck)
+        tried: list[Place | None] = [None] * (3 * count)
+        hoped: list[Place | None] = [None] * (3 * count)
+        for pair in self.pairs:
+            share, launches = pair.key.share, pair.launches
+            lasts = WORTH_S * seconds / share
+            for index in range(3 * count):
+                piece, moment = divmod(index, 3)
+                known = launches.get(Spot(piece, moment, low))
+                if known is not None and known.upper <= limit:
+                    cost, upper, places = max(0.0, known.cell.mean), known.upper, tried
+                    score = price * cost + lasts
+                else:
+                    # Moments that nothing but a timer marks are looked at where the others won't do.
+                    if (moment == MID and not stuck) or (from_idle and not index):
+                        continue
+                    upper, places = self.expected(low, piece, moment, share), hoped
+                    if known is not None:
+                        if step - known.seen < PROBE_EVERY:
+                            continue
+                        upper = max(upper, known.cell.mean)
+                    if not dare and self.feared(low, upper) > limit:
+                        continue
+                    cost = HOPE * upper
+                    score = price * cost
+                other = places[index]
+                if other is None or score < other.score:
+                    places[index] = Place(piece, moment, share, cost, upper, score, places is tried)
+        at = [_better(one, two) for one, two in zip(tried, hoped, strict=True)]
+        plan = self.plans[low] = Plan(at, tried, step, key)
+        return plan
+
+    def _stuck(self, low: int, limit: float) -> bool:
+        """Whether the low piece may cost more than a step may lose, and no place is known where it does not."""
+        if WORSE * self.worst.get(low, 0.0) <= limit:
+            return False
+        for pair in self.pairs:
+            for piece in range(len(pair.rates)):
+                for moment in MOMENTS:
+                    known = pair.launches.get(Spot(piece, moment, low))
+                    if known is not None and known.upper <= limit:
+                        return False
+        return True
+
+
+def _better(one: Place | None, two: Place | None) -> Place | None:
+    if one is None or two is None:
+        return one or two
+    return two if two.score < one.score else one

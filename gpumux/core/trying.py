@@ -1,0 +1,46 @@
+"""When a low launch may be made that should not be, to find out what it costs."""
+
+from __future__ import annotations
+
+from math import inf
+
+from gpumux.core.bans import PROBE_EVERY, Ban
+from gpumux.core.cells import CREDIBLE, Spot
+from gpumux.core.estimates import Pair
+from gpumux.core.places import CAREFUL, MOMENTS, Plan
+from gpumux.core.track import LEARNING_STEPS, STARVED, Track
+
+HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
+
+
+def may_try(
+    track: Track, plan: Plan | None, pair: Pair, spot: Spot, ban: Ban | None, now: float, felt: float = 1.0
+) -> bool:
+    """Whether one launch is let out where it should not, to find out what it costs: where a ban has expired,
+    and what is not known while the job is new, or low work starves, or long after it was known. `plan`: where the low piece may
+    begin, beside high work; `felt`: the part of the launch that high work is there to feel."""
+    learning = track.steps < LEARNING_STEPS
+    if not learning and track.account.tokens < 1.0:
+        return False
+    if ban is not None:
+        return ban.until <= now and not ban.probing
+    if learning and (track.account.balance <= 0.0 or track.explored_step >= track.steps):
+        return False
+    if plan is not None:
+        if spot.moment in MOMENTS:
+            place = plan.at[3 * spot.piece + spot.moment]
+            if place is None or place.tried or place.share != pair.key.share:
+                return False
+            patient = track.steps - pair.fed < 2 * STARVED
+            return track.daring(pair.fed) != CAREFUL and not (patient and place.score > plan.score)
+        if plan.score < inf:
+            return False
+    fresh = track.steps - PROBE_EVERY
+    known, alike = pair.launches.get(spot), pair.lows.get(spot.low)
+    if known is not None and known.seen > fresh:
+        return False
+    if alike is not None and alike.cell.count >= CREDIBLE and alike.seen > fresh:
+        hopeless = felt * alike.peak > HOPELESS * track.account.limit()
+        if hopeless:
+            return False
+    return learning or track.steps - pair.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
