@@ -13,6 +13,7 @@ from gpumux.core.holds import Hold
 from gpumux.core.queue import Job, Step
 
 if TYPE_CHECKING:
+    from gpumux.core.fairness import ReadyQueue
     from gpumux.core.track import Track
 
 ANY = -1  # version of the low class where what is out of it makes no difference
@@ -59,10 +60,10 @@ class Answer:
 class Rest:
     """Everybody who could launch was asked, and is held."""
 
-    __slots__ = ("_entered", "_first", "_low_seen", "_step", "_tracks", "until")
+    __slots__ = ("_entered", "_first", "_low", "_low_seen", "_step", "_tracks", "until")
 
-    def __init__(self, first: Job, entered: int, answers: Iterable[Answer]) -> None:
-        self._first, self._entered = first, entered
+    def __init__(self, first: Job, entered: int, low: int, answers: Iterable[Answer]) -> None:
+        self._first, self._entered, self._low = first, entered, low
         self._step = first.queue[0]
         self.until = inf
         self._low_seen = ANY
@@ -77,10 +78,16 @@ class Rest:
             if answer.low_seen != ANY:
                 self._low_seen = answer.low_seen
 
-    def lasts(self, first: Job, entered: int, low_version: int, now: float) -> bool:
-        """Whether nobody has to be asked again: neither those nor anybody who was not ready then."""
-        if now >= self.until or first is not self._first or entered != self._entered:
+    def lasts(self, ready: ReadyQueue, low: int, now: float) -> bool:
+        """Whether nobody has to be asked again: neither those nor anybody who was not ready then. `low`: the low class's version."""
+        first = self._first
+        if now >= self.until or ready.entered != self._entered or first.entry is None:
             return False
-        if first.queue[0] is not self._step or (self._low_seen != ANY and self._low_seen != low_version):
+        if low != self._low and (self._low_seen != ANY or ready.first() is not first):
             return False
-        return all(track.version == seen for track, seen in self._tracks.items())
+        if not first.queue or first.queue[0] is not self._step:
+            return False
+        for track, seen in self._tracks.items():  # noqa: SIM110
+            if track.version != seen:
+                return False
+        return True

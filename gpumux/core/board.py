@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpumux.core.fairness import Order, ReadyQueue, make_queue
-from gpumux.core.queue import Job, Step
+from gpumux.core.queue import Job, PairKey, Step
 from gpumux.model import LaunchId, Priority
 
 if TYPE_CHECKING:
@@ -24,13 +24,6 @@ class Limit(NamedTuple):
 
     launches: int
     seconds: float
-
-
-class PairKey(NamedTuple):
-    """One low program (by content, so that equal ones are one) on one share of the device."""
-
-    low: str
-    share: float
 
 
 UNKNOWN = PairKey("", 1.0)

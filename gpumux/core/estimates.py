@@ -14,9 +14,9 @@ from math import inf
 from typing import TypeAlias
 
 from gpumux.core.baseline import Baseline
-from gpumux.core.board import PairKey
 from gpumux.core.cells import FIRST_SPREAD, GAP, TIMED_SPREAD, Cell, Launched, Spot
 from gpumux.core.places import MOMENTS, Places
+from gpumux.core.queue import PairKey
 
 LEAST_HARM = 0.25
 MOST_PAIRS = 256  # low programs and shares remembered of a high program: the oldest go first

@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Ban
-from gpumux.core.board import Board, PairKey
+from gpumux.core.board import Board
 from gpumux.core.cells import FLOOR_S, GAP, Spot
 from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
-from gpumux.core.lull import Risk, outlasted, wait
+from gpumux.core.lull import bearable, outlasted, wait
 from gpumux.core.moments import appointment, exposed, where
 from gpumux.core.places import MOMENTS, WORTH_S, Plan
-from gpumux.core.queue import Job
+from gpumux.core.queue import Job, PairKey, Program
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
-from gpumux.core.scene import Idle, Running, Scene
+from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
 from gpumux.core.trying import may_try
 from gpumux.model import Priority
@@ -36,25 +36,20 @@ SPOILS = 0.05  # an arrival less probable is no reason to keep the device free f
 STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
 EVERYBODY = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
 PLACED = frozenset(("tail", "price", "budget", "ban"))  # what another moment may be free of
-ASIDE_S = 50e-6
+ASIDE_S = 50e-6  # after the moment a step is expected, which should not find the core busy
 PINCHING = frozenset(("tail", "price", "budget"))
 
 
 class Piece(NamedTuple):
     """The low piece that is asked about."""
 
-    program: str
+    program: Program
     operator: int  # it begins with
     seconds: float  # alone
 
 
 class Guard(Record):
     """What may be done. Asked by the policy for each low job that could launch."""
-
-    def new_event(self) -> None:
-        self.resting, self.asked = False, None
-        if self.answers:
-            self.answers.clear()
 
     def answer(self, job: Job, now: float) -> Answer | None:
         """What it was told in this event, or before it if that stands."""
@@ -83,7 +78,7 @@ class Guard(Record):
             self.answers[job.id] = standing
             return 0.0
         bounds = step.bounds if step.launched else step.program.bounds
-        piece = Piece(step.program.key, bounds[step.launched], seconds)
+        piece = Piece(step.program, bounds[step.launched], seconds)
         answer = self._place(piece, scene, now) if len(scene.running) == 1 else None
         if answer is None:
             answer = self._consider(piece, 1.0, scene, now)
@@ -100,20 +95,12 @@ class Guard(Record):
             answer.low_seen = self.low_version
         return 0.0
 
-    def rests(self, first: Job, entered: int, now: float) -> bool:
-        """Whether all who were asked last are still held, and there is nobody else to ask. `entered`: who became ready."""
-        rest = self.rest
-        if rest is None or not rest.lasts(first, entered, self.low_version, now):
-            return False
-        self.resting, self.rest_until = True, rest.until
-        return True
-
     def _plan(self, high: Running, piece: Piece) -> Plan:
         model, account = high.model, high.track.account
-        places = model.places.get(piece.program)
+        places = model.places.get(piece.program.key)
         if places is None or len(places.pairs) < len(self.shares):
             for share in self.shares:
-                places = model.pair(PairKey(piece.program, share)).places
+                places = model.pair(piece.program.on(share)).places
         assert places is not None
         track = high.track
         daring, idle = track.daring(places.pairs[0].fed), track.from_idle
@@ -160,7 +147,7 @@ class Guard(Record):
         return hold is not None and hold.piece < 0 and hold.reason in EVERYBODY
 
     def _consider(self, piece: Piece, share: float, scene: Scene, now: float) -> Answer:
-        key, seconds = PairKey(piece.program, share), piece.seconds
+        key, seconds = piece.program.on(share), piece.seconds
         answer = Answer(share, seconds / share)
         for high in scene.running:
             track = high.track
@@ -170,7 +157,7 @@ class Guard(Record):
             answer.beside.append((track, high.model))
             speed = pair.speed
             if share < 1.0 and not pair.known:
-                speed = share * high.model.pair(PairKey(piece.program, 1.0)).speed
+                speed = share * high.model.pair(piece.program.on(1.0)).speed
             alike = pair.lows.get(piece.operator)
             lasts = alike.seconds if alike is not None else seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
             answer.seconds = lasts if alike is not None else max(answer.seconds, lasts)
@@ -180,7 +167,7 @@ class Guard(Record):
                 if scene.low_out:  # everybody waits, or there would always be somebody out
                     return _held(answer, "learning", track, -1)
                 answer.exploring = track
-            cost, ahead = self._cost(high, pair, piece.operator, scene, lasts, answer, now)
+            cost, ahead = self._cost(high, pair, piece, scene, lasts, answer, now)
             refused, ban = self._refused(high, pair, piece, cost, scene, answer, ahead)
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
@@ -191,13 +178,12 @@ class Guard(Record):
             else:
                 answer.probe, answer.probed, answer.exploring = ban, track, track
         end = scene.free_at + self.lag + self.margin + seconds * STRETCH
-        for idle in scene.idle:
-            if end < idle.soonest:
+        for track in scene.idle:
+            if end < track.soonest:
                 continue
-            held = self._between(idle, key, piece, answer, scene, end, now)
+            held = self._between(track, key, piece, answer, scene, end, now)
             if held is None:
                 continue
-            track = idle.track
             learning = held.reason == "gap" and track.steps < LEARNING_STEPS
             if not learning or not may_try(track, None, *answer.spots[-1], None, now):
                 return answer.held(held, track)
@@ -205,11 +191,11 @@ class Guard(Record):
         return answer
 
     def _cost(
-        self, high: Running, pair: Pair, operator: int, scene: Scene, lasts: float, answer: Answer, now: float
+        self, high: Running, pair: Pair, piece: Piece, scene: Scene, lasts: float, answer: Answer, now: float
     ) -> tuple[Cost, bool]:
         """By the ranges it will meet, or by what launches of the same kind cost, where there were some; and whether it begins
         with the next step only."""
-        refs, start = high.model.refs, scene.free_at
+        refs, start, operator = high.model.refs, scene.free_at, piece.operator
         at, wraps, moment, until = where(high, scene, now, self.reach)
         spot = Spot(at, moment, operator)
         answer.spots.append((pair, spot))
@@ -236,7 +222,7 @@ class Guard(Record):
         if known is not None:
             return cost._replace(expected=expected, upper=max(0.0, upper)), wraps
         answer.exploring = high.track
-        whole = high.model.pairs.get(PairKey(pair.key.low, 1.0))
+        whole = high.model.pairs.get(piece.program.on(1.0))
         known = whole.lows.get(operator) if whole is not None else None
         if known is None:
             return cost, wraps
@@ -264,48 +250,50 @@ class Guard(Record):
         return track.account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds, ahead), None
 
     def _between(
-        self, idle: Idle, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
+        self, track: Track, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
     ) -> Hold | None:
         """Why a launch that runs until `end` has to wait for an idle job's next step."""
-        track, waited, seconds = idle.track, now - idle.since, end - now
-        chance, model = track.gaps.arrival(waited, seconds), track.model
-        if chance <= 0.0 or model is None:
+        gaps, since, seconds, model = track.gaps, track.idle_since, end - now, track.model
+        if model is None or since is None:
+            return None
+        waited = now - since
+        chance = gaps.arrival(waited, seconds)
+        if chance <= 0.0:
             return None
         if track.calibrating and chance > SPOILS:
-            return _wait("calibration", idle, Risk(seconds, 0.0, inf, 0.0, 0.0, SPOILS), now)
+            clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
+            return Hold("calibration", track.job.id, -1, None, since + clear + ASIDE_S)
         pair, spot = model.pair(key), Spot(GAP, 3, piece.operator)
         answer.spots.append((pair, spot))
         alike = pair.lows.get(piece.operator)
         delay = pair.launches.get(spot) or alike
         if delay is None:
             return None
-        upper = max(delay.upper, delay.worst)
-        if (
-            alike is not None and scene.free_at > now and scene.free_at > idle.soonest
-        ):  # it would begin after the step only
-            upper = max(upper, alike.upper, pair.places.worst.get(piece.operator, 0.0))
+        worst = max(delay.upper, delay.worst)
+        if alike is not None and scene.free_at > now and scene.free_at > track.soonest:
+            # It would begin after the step only.
+            worst = max(worst, alike.upper, pair.places.worst.get(piece.operator, 0.0))
         # A launch that is over so soon after the step came can't delay it by much more.
-        most, mean = outlasted(end, idle.soonest, now), max(0.0, delay.cell.mean)
+        most, mean, account = outlasted(end, track.soonest, now), max(0.0, delay.cell.mean), track.account
         answer.expected = max(answer.expected, min(mean, most))
-        account = track.account
-        room = account.limit() - scene.pending
-        risk = Risk(seconds, mean, upper, room, account.balance + account.credit)
-        if risk.bearable(chance, most):
+        room, budget = account.limit() - scene.pending, account.balance + account.credit
+        if bearable(chance, most, mean, worst, room, budget):
             return None
         if scene.low_out:  # would it have to wait with nothing before it, too?
             seconds -= scene.free_at - now
-            risk = risk._replace(seconds=seconds, room=room + scene.pending)
-            chance, most = track.gaps.arrival(waited, seconds), outlasted(now + seconds, idle.soonest, now)
-            if now + seconds < idle.soonest or risk.bearable(chance, most):
+            asked, room = now + seconds, room + scene.pending
+            chance, most = gaps.arrival(waited, seconds), outlasted(asked, track.soonest, now)
+            if asked < track.soonest or bearable(chance, most, mean, worst, room, budget):
                 return Hold("gap", track.job.id, -1, None, inf)  # until what is out has ended
-        return _wait("gap", idle, risk, now)
+        clear = wait(gaps, waited, seconds, mean, worst, room, budget)
+        return Hold("gap", track.job.id, -1, None, since + clear + ASIDE_S)
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
         held = [(job, answer.hold) for job, answer in self.answers.items() if answer.hold is not None]
         self.holds.note(held, now)
         if self.asked is not None:
-            self.rest = Rest(*self.asked, self.answers.values())
+            self.rest = Rest(*self.asked, self.low_version, self.answers.values())
         wake = inf
         for _, hold in held:
             if hold.until < wake:
@@ -319,13 +307,6 @@ class Guard(Record):
 
 def _held(answer: Answer, reason: str, track: Track, piece: int, ban: Ban | None = None, until: float = inf) -> Answer:
     return answer.held(Hold(reason, track.job.id, piece, ban, until), track)
-
-
-def _wait(reason: str, idle: Idle, risk: Risk, now: float) -> Hold:
-    """Until the answer may be another one, as long as nothing happens; and a little after the moment a step is expected, which should
-    not find the core busy."""
-    until = idle.since + wait(idle.track.gaps, now - idle.since, risk) + ASIDE_S
-    return Hold(reason, idle.track.job.id, -1, None, until)
 
 
 def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpumux.core.bans import Ban, Bans, Why
 from gpumux.core.board import Launch
-from gpumux.core.cells import CREDIBLE
+from gpumux.core.cells import CREDIBLE, Cell
 from gpumux.core.estimates import HighModel
 from gpumux.core.track import Track
 
@@ -12,15 +12,20 @@ LEAST_SPEED = 0.05
 WORSE = 3.0  # times what other ranges cost: a range that does is banned
 
 
+def to_judge(cell: Cell, slack: float) -> bool:
+    """Whether what the range costs may be a reason to ban low work, or a ban to end."""
+    if cell.ban is not None:
+        return cell.ban.probing
+    return cell.count >= CREDIBLE and cell.mean * (1.0 + slack) > slack
+
+
 def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, now: float) -> None:
     """After a step: is low work of this kind to be banned beside the range, or to be freed again?"""
     pair, account = model.pair(low.key), track.account
     cell = pair.cells[piece]
     ban = cell.ban
-    if ban is not None and not ban.probing:
+    if not to_judge(cell, account.slack):
         return
-    if ban is None and (cell.count < CREDIBLE or cell.mean * (1.0 + account.slack) <= account.slack):
-        return  # nothing credible, or within the target
     rate = cell.newest[-1] if ban is not None else min(cell.mean, cell.median)
     rate = max(rate, 0.0)
     ratio = 1.0 / (1.0 - rate)

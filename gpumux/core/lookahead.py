@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
@@ -76,7 +75,7 @@ class Gaps:
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
-        self._widest: list[float] = []
+        self._widest = (-1, 0.0)  # see `widest`
         self.sorted: list[float] = []
         self.usual = self.short = self.longest = 0.0
 
@@ -86,7 +85,7 @@ class Gaps:
             known.remove(self._newest.popleft())
         self._newest.append(seconds)
         insort(known, seconds)
-        self._widest = []
+        self._widest = (-1, 0.0)
         self.usual, self.short = known[len(known) // 2], known[len(known) // 10]
         self.longest = min(known[-1], IDLE_FACTOR * self.usual) * 1.01
 
@@ -101,11 +100,12 @@ class Gaps:
 
     def widest(self, behind: int) -> float:
         """The longest time between two neighbours among the gaps from the shortest but `behind` on."""
-        if not self._widest:
+        at, found = self._widest
+        if at != behind:
             known = self.sorted
-            apart = map(sub, reversed(known), reversed(known[:-1]))
-            self._widest = list(accumulate(apart, max, initial=0.0))  # from the end on
-        return self._widest[len(self.sorted) - 1 - behind]
+            found = max(map(sub, known[behind + 1 :], known[behind:]), default=0.0)
+            self._widest = (behind, found)
+        return found
 
     def arrival(self, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from math import inf
-from typing import NamedTuple
 
 from gpumux.core.blame import OVERLAPPING
 from gpumux.core.lookahead import MANY, Gaps
@@ -18,22 +17,15 @@ AHEAD = 16  # gaps looked at, and those within a quarter of the launch: then it 
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
 
 
-class Risk(NamedTuple):
-    """A launch of `seconds` costs a step that comes during it `mean`, `worst` at worst; `room` is what a step may still lose,
-    `budget` what the job can pay on average. An arrival that is no more probable than `rare` counts for the budget only."""
-
-    seconds: float
-    mean: float
-    worst: float
-    room: float
-    budget: float
-    rare: float = RARE
-
-    def bearable(self, chance: float, most: float) -> bool:
-        """With an arrival as probable as `chance`, which can't cost more than `most`."""
-        if chance > self.rare and (self.worst if self.worst < most else most) > self.room:
-            return False
-        return chance * (self.mean if self.mean < most else most) <= self.budget
+def bearable(
+    chance: float, most: float, mean: float, worst: float, room: float, budget: float, rare: float = RARE
+) -> bool:
+    """Whether a launch may run that costs a step which comes during it, with probability `chance`, `mean` seconds, `worst` at
+    worst, but no more than `most`. `room`: seconds a step may still lose; `budget`: seconds the job can pay on average. An
+    arrival that is no more probable than `rare` counts for the budget only."""
+    if chance > rare and (worst if worst < most else most) > room:
+        return False
+    return chance * (mean if mean < most else most) <= budget
 
 
 def outlasted(end: float, soonest: float, now: float) -> float:
@@ -41,11 +33,19 @@ def outlasted(end: float, soonest: float, now: float) -> float:
     return OVERLAPPING * (end - soonest) if soonest > now else inf
 
 
-def wait(gaps: Gaps, waited: float, risk: Risk) -> float:
-    """How long the job has to have been away, longer than `waited`, until the launch may be bearable: until it is, or
+def wait(
+    gaps: Gaps,
+    waited: float,
+    seconds: float,
+    mean: float,
+    worst: float,
+    room: float,
+    budget: float,
+    rare: float = RARE,
+) -> float:
+    """How long the job has to have been away, longer than `waited`, until a launch of `seconds` may be bearable: until it is, or
     until it is worth while to look again. After `gaps.longest` it is, whatever it costs."""
-    known, longest, seconds = gaps.sorted, gaps.longest, risk.seconds
-    mean, worst, room, budget, rare = risk.mean, risk.worst, risk.room, risk.budget, risk.rare
+    known, longest = gaps.sorted, gaps.longest
     count = len(known)
     first = bisect_right(known, waited)
     if first >= count:

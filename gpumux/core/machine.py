@@ -64,7 +64,9 @@ class Core:
         if policy is not None:
             guard = policy.guard
             if guard is not None:
-                guard.new_event()
+                guard.resting, guard.asked = False, None
+                if guard.answers:
+                    guard.answers.clear()
             low, high = state.board.ready
             while (low.size or high.size) and (choice := policy.choose(state.board, now)) is not None:
                 self._launch(policy, *choice)
@@ -72,7 +74,7 @@ class Core:
                 if guard.answers:
                     self._settle(guard)
                 elif guard.resting:
-                    self._wake(guard.rest_until)
+                    self._wake(guard.rest.until if guard.rest is not None else inf)
                 elif guard.holds.reason:
                     guard.holds.nobody(now)
         if state.touched:

@@ -133,20 +133,28 @@ class Guarded(Paced):
         return self._beside[self.guard.width] if board.active(_HIGH) else self._low_idle
 
     def choose(self, board: Board, now: float) -> Choice | None:
-        job = board.first(_HIGH)
-        if job is not None and board.fits(job, self._high):
-            return Choice(job, int(_HIGH))
-        first = board.first(_LOW)
-        if first is None or not board.fits(first, limit := self.limit(board, _LOW)):
+        # Asked after every event and after every launch: what needs no look at a job comes first.
+        ready, high = board.ready
+        if high.size:
+            job = high.first()
+            if job is not None and board.fits(job, self._high):
+                return Choice(job, int(_HIGH))
+        guard, low = self.guard, board.windows[_LOW]
+        limit = self._beside[guard.width] if board.active_jobs[_HIGH] else self._low_idle
+        if not ready.size or len(low.launches) >= limit.launches:
             return None
-        guard, ready = self.guard, board.ready[_LOW]
-        if guard.rests(first, ready.entered, now):
+        rest = guard.rest
+        if rest is not None and rest.lasts(ready, guard.low_version, now):
+            guard.resting = True
+            return None
+        first = ready.first()
+        if first is None or not board.fits(first, limit):
             return None
         share = guard.admit(first, board, now)
         if share:
             return Choice(first, int(_LOW), share)
         # Others matter where the device would be left without low work.
-        if ready.size > 1 and not board.windows[_LOW].launches and not guard.holds_all(first):
+        if ready.size > 1 and not low.launches and not guard.holds_all(first):
             for job in ready.candidates(CANDIDATES)[1:]:
                 if not board.fits(job, limit):
                     return None

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpumux.model import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId, TransferId
 
@@ -25,6 +25,13 @@ class JobState(Enum):
     OPEN = "open"
     DRAINING = "draining"  # answers what was submitted, takes no more
     CLOSING = "closing"  # all is answered; the device is letting go of it
+
+
+class PairKey(NamedTuple):
+    """One low program (by content, so that equal ones are one) on one share of the device."""
+
+    low: str
+    share: float
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +47,18 @@ class Program:
     bounds: tuple[int, ...] = ()
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device says so
+    keys: dict[float, PairKey] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
         return self.cut >= 0
+
+    def on(self, share: float) -> PairKey:
+        """What the guard knows it by, as a low program on a share of the device."""
+        found = self.keys.get(share)
+        if found is None:
+            found = self.keys[share] = PairKey(self.key, share)
+        return found
 
 
 @dataclass(slots=True, eq=False)

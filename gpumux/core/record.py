@@ -10,12 +10,12 @@ from __future__ import annotations
 from gpumux.core import blame
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Bans
-from gpumux.core.board import Board, Launch, PairKey
+from gpumux.core.board import Board, Launch
 from gpumux.core.cells import GAP
 from gpumux.core.config import CoreConfig
 from gpumux.core.estimates import HighModel
 from gpumux.core.holds import Holds
-from gpumux.core.judge import judge
+from gpumux.core.judge import judge, to_judge
 from gpumux.core.queue import Job, JobState, Program
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
@@ -59,12 +59,12 @@ class Record:
         self.seen, self._seen_version = -1.0, 0
         self.asked: tuple[Job, int] | None = None  # the first of those who were all asked in this event, and held
         self.rest: Rest | None = None
-        self.rest_until = 0.0
         self.resting = False  # who was held before this event still is, and nobody was asked
         self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
         self._low_until = 0.0  # when the newest low launch should be over
         self._pinched = False  # low work had to wait for what high work may lose
-        self._last_high: tuple[JobId | None, float] = (None, 0.0)  # who ended last, and when
+        self._last_high: Job | None = None  # who ended last
+        self._last_end = 0.0  # and when
         self._other_high = 0.0  # when somebody else ended last
 
     # ---- what happened
@@ -94,25 +94,27 @@ class Record:
         if launch.job.priority is _HIGH:
             self._launched_high(launch, board)
             return
-        step = launch.step
+        low, high = board.windows
+        job, step = launch.job, launch.step
         self.low_version += 1
-        answer = self.answers.pop(launch.job.id, None) if self.answers else None
+        answer = self.answers.pop(job.id, None) if self.answers else None
         if self.standing:
-            self.standing.pop(launch.job.id, None)
-        launch.key = PairKey(step.program.key, launch.share)
-        launch.alone = len(board.windows[_LOW].launches) == 1 and not board.windows[_HIGH].launches
-        launch.beside_high = bool(board.windows[_HIGH].launches or self.idle)
-        start = self._low_until if self._low_until > now and len(board.windows[_LOW].launches) > 1 else now
+            self.standing.pop(job.id, None)
+        launch.key = step.program.on(launch.share)
+        first = len(low.launches) == 1
+        launch.alone = first and not high.launches
+        launch.beside_high = bool(high.launches or self.idle)
+        start = now if first or self._low_until < now else self._low_until
         launch.due = self._low_until = start + (answer.seconds if answer is not None else launch.predicted)
         if self.holds.since:
-            self.holds.freed(launch.job.id)
+            self.holds.freed(job.id)
         if answer is None:
             return
         launch.expected = answer.expected
         launch.spots, launch.exposed = answer.spots, answer.exposed
         for track, model in answer.beside:
             for share in self.shares:
-                model.pair(PairKey(launch.key.low, share)).fed = track.steps
+                model.pair(step.program.on(share)).fed = track.steps
         if answer.exploring is not None:
             answer.exploring.watching = True
             answer.exploring.explored = answer.exploring.pieces
@@ -170,7 +172,7 @@ class Record:
         seconds = ended - launch.began
         late = ended - launch.at - launch.predicted
         if launch.alone and late < launch.predicted:
-            self.lag += 0.1 * (max(0.0, late) - self.lag)
+            self.lag += 0.1 * ((late if late > 0.0 else 0.0) - self.lag)
         if launch.beside_high:
             self.harvested += max(0.0, seconds)
             launch.speed = launch.predicted / seconds if seconds > 0.0 else 1.0
@@ -224,15 +226,15 @@ class Record:
 
     def _high_beside(self, job: Job, start: float, ended: float, board: Board) -> bool:
         """Whether another high job had a launch on the device during [start, ended)."""
-        last, when = self._last_high
-        if last != job.id:
-            other, self._other_high = when, when
-        else:
-            other = self._other_high
-        self._last_high = (job.id, ended)
-        if last is not None and other > start:
+        if self._last_high is not job:
+            self._other_high, self._last_high = self._last_end, job
+        self._last_end = ended
+        if self._other_high > start:
             return True
-        return any(out.job is not job and out.at < ended for out in board.windows[_HIGH].launches.values())
+        for out in board.windows[_HIGH].launches.values():  # noqa: SIM110
+            if out.job is not job and out.at < ended:
+                return True
+        return False
 
     def _shared(
         self,
@@ -264,9 +266,9 @@ class Record:
                 if not later:
                     return
                 found, excess = later, excess - part
-        blame.share_out(model, piece, excess, found)
-        for low, _ in found:
-            if low.job.state is not JobState.CLOSING:
+        cells, slack = blame.share_out(model, piece, excess, found), track.account.slack
+        for (low, _), cell in zip(found, cells, strict=True):
+            if to_judge(cell, slack) and low.job.state is not JobState.CLOSING:
                 self._touched.append((model, track, low, piece))
 
     def _caught(self, track: Track, early: list[tuple[Launch, float]]) -> None:
@@ -328,6 +330,9 @@ class Record:
         if track is not None:
             track.version += 1
         self.standing.pop(job.id, None)
+        if self._last_high is job:
+            self._last_high = None
+        self.rest = self.asked = None
         self.idle.pop(job.id, None)
         self.scene.changed()
         self.answers.pop(job.id, None)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
 from gpumux.core.board import Board, Launch
 from gpumux.core.estimates import HighModel
@@ -31,14 +30,6 @@ class Running:
     late: float  # seconds it has run over its estimate
 
 
-class Idle(NamedTuple):
-    """A high job between steps `since` then; its next is not expected before `soonest`."""
-
-    track: Track
-    since: float
-    soonest: float
-
-
 class Scene:
     """`running` and `idle` high jobs, when the low launches that are out should be over (`free_at`), and
     what high seconds they are still expected to cost (`pending`), all as of the last look. Until `calm` no high step is expected."""
@@ -60,7 +51,7 @@ class Scene:
     def __init__(self, tracks: Mapping[JobId, Track], idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
         self._tracks, self._idle, self._recent = tracks, idle, recent
         self.running: Sequence[Running] = ()
-        self.idle: Sequence[Idle] = ()
+        self.idle: Sequence[Track] = ()
         self._soonest = inf  # of those idle
         self._until = 0.0  # they are to be looked at anew
         self.calm = self.free_at = self.pending = 0.0
@@ -71,41 +62,46 @@ class Scene:
         self._until = 0.0
 
     def look(self, board: Board, now: float) -> None:
-        high, low = board.windows[_HIGH].launches, board.windows[_LOW].launches
-        self.running = _running(high.values(), self._tracks, now) if high else ()
+        lows, highs = board.windows
         if now >= self._until:
             self._look_at_idle(now)
-        self.calm = self._soonest if not high else 0.0
-        self.free_at, self.pending = now, 0.0
-        self.low_out = bool(low)
-        for out in low.values():
-            if out.due > self.free_at:
-                self.free_at = out.due
+        if highs.launches:
+            self.running, self.calm = _running(highs.launches.values(), self._tracks, now), 0.0
+        else:
+            self.running, self.calm = (), self._soonest
+        free_at, pending = now, 0.0
+        for out in lows.launches.values():
+            if out.due > free_at:
+                free_at = out.due
             if out.expected > out.blamed:
-                self.pending += out.expected - out.blamed
+                pending += out.expected - out.blamed
         if self.running:  # what ended beside a piece that still runs has cost what nobody saw yet
             began = min([high.began for high in self.running])
             for over in self._recent:
                 if over.ended > began and over.expected > over.blamed:
-                    self.pending += over.expected - over.blamed
+                    pending += over.expected - over.blamed
+        self.free_at, self.pending, self.low_out = free_at, pending, bool(lows.launches)
 
     def _look_at_idle(self, now: float) -> None:
         """Those idle for no longer than they usually are, newest first."""
-        found: list[Idle] = []
+        found: list[Track] = []
         soonest = until = inf
         for track in islice(reversed(self._idle.values()), MAX_IDLE):
             since, gaps = track.idle_since, track.gaps
             if since is None or track.job.paused:
                 continue
-            waited = now - since
-            if waited > gaps.longest:
+            leaves = since + gaps.longest
+            if now > leaves:
                 continue
-            if track.soonest <= now:
-                track.soonest = since + gaps.soonest(waited)
-            found.append(Idle(track, since, track.soonest))
-            soonest = min(soonest, track.soonest)
-            until = min(until, track.soonest, since + gaps.longest)
-        self.idle, self._soonest, self._until = found, soonest, until
+            comes = track.soonest
+            if comes <= now:
+                comes = track.soonest = since + gaps.soonest(now - since)
+            found.append(track)
+            if comes < soonest:
+                soonest = comes
+            if leaves < until:
+                until = leaves
+        self.idle, self._soonest, self._until = found, soonest, soonest if soonest < until else until
 
 
 def _running(launches: Iterable[Launch], tracks: Mapping[JobId, Track], now: float) -> list[Running]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gpumux.core.board import PairKey
 from gpumux.core.interference import Guard
 from gpumux.core.queue import Job
 from gpumux.core.track import STARVED
@@ -29,7 +28,7 @@ def too_long(guard: Guard, job: Job) -> tuple[float, float] | None:
         return None
     step, seconds = job.head_step(), job.next_seconds()
     bounds = step.bounds if step.launched else step.program.bounds
-    pair = track.model.pairs.get(PairKey(step.program.key, 1.0))
+    pair = track.model.pairs.get(step.program.on(1.0))
     known = pair.lows.get(bounds[step.launched]) if pair is not None else None
     fits = track.gaps.short
     if known is not None and known.peak > 0.0:  # what it costs is about in proportion to its length
