@@ -13,14 +13,14 @@ from math import inf
 from typing import Any
 
 from gpumux.core import events as ev
-from gpumux.core import explain, invariants, lifecycle, snapshot, work
+from gpumux.core import explain, invariants, lifecycle, snapshot, standing, work
 from gpumux.core.commands import Command, LaunchPiece, WakeAt
 from gpumux.core.config import CoreConfig as CoreConfig
 from gpumux.core.interference import Guard
 from gpumux.core.policy import Policy
 from gpumux.core.queue import Job, Step
 from gpumux.core.state import CoreState
-from gpumux.model import JobId, LaunchId, StepId
+from gpumux.model import JobId, LaunchId, ProgramId, StepId
 
 _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
     ev.DeviceOpened: lifecycle.device_opened,
@@ -100,6 +100,10 @@ class Core:
             return explain.explain(self._state, known)
         last = self._state.log.tell(job)[-1:]
         return [f"There is no job {job}.", *[f"The last that is known of it: {line}" for line in last]]
+
+    def standing(self, job: JobId) -> dict[ProgramId, int]:
+        """Programs of the job, by cut, whose next step would be launched whole and at once (core/standing.py)."""
+        return standing.standing(self._state, job)
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for status and metrics; `core/snapshot.py` lists it."""

@@ -8,6 +8,7 @@ from typing import Any
 from gpumux.core import events as ev
 from gpumux.daemon.books import JobRecord, ProgramRecord, aligned_total
 from gpumux.daemon.desk import Desk, as_fault, log
+from gpumux.daemon.loans import Loans
 from gpumux.daemon.requests import start_load
 from gpumux.device import contract as dev
 from gpumux.errors import AdmissionRefused, GpumuxError, ProgramError
@@ -38,6 +39,20 @@ class Completions:
             dev.ProgramRefused: self._refused,
             dev.ProgramProfiled: self._profiled,
         }
+
+    def use(self, loans: Loans) -> None:
+        """The device borrows lanes: hear of those that are back."""
+        feed = self._desk.feed
+
+        def lost(event: dev.JobLost) -> None:
+            loans.gone(event.job)
+            feed(ev.JobDied(event.job, event.fault))
+
+        def unloaded(event: dev.JobUnloaded) -> None:
+            loans.gone(event.job)
+            feed(ev.JobReleased(event.job))
+
+        self.handlers |= {dev.LaneReturned: loans.returned, dev.JobLost: lost, dev.JobUnloaded: unloaded}
 
     def _program(self, event: Any) -> tuple[JobRecord, ProgramRecord] | None:
         """The records an event is about, or None when the job ended while the device was at it."""

@@ -10,6 +10,7 @@ from gpumux.core import commands as cmd
 from gpumux.core import events as ev
 from gpumux.daemon.books import JobRecord, ProgramRecord, StepRecord
 from gpumux.daemon.desk import Desk, as_fault, log
+from gpumux.daemon.loans import Loans
 from gpumux.daemon.requests import move, start_load
 from gpumux.daemon.segments import SharedSegment
 from gpumux.device.contract import AnswerForm, Answering, Launch, Segment
@@ -36,6 +37,7 @@ class Executor:
         self._device = desk.device
         self._answering = desk.device if isinstance(desk.device, Answering) else None
         self.wake_at: float | None = None
+        self.loans: Loans | None = None
         self.handlers: dict[type, Callable[[Any], None]] = {  # by class of command
             cmd.LaunchPiece: self._launch,
             cmd.FinishStep: self._finish_step,
@@ -57,6 +59,10 @@ class Executor:
 
     def _launch(self, c: cmd.LaunchPiece) -> None:
         job = self._books.jobs[c.job]
+        self._desk.metrics.launched(job.spec.priority)
+        if self.loans is not None and self.loans.telling:
+            self.loans.launched(c)
+            return
         step = job.steps[c.step]
         submitted = c.submitted if job.device_answers or self._give_lane(job) else None
         self._device.launch(
@@ -64,7 +70,6 @@ class Executor:
                 c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share, submitted
             )
         )  # fmt: skip
-        self._desk.metrics.launched(job.spec.priority)
 
     def _give_lane(self, job: JobRecord) -> bool:
         """Let the device answer the job's steps, if it can and the client hears answers on a lane."""
@@ -80,6 +85,8 @@ class Executor:
         step = self._take_step(job, c.step)
         times = c.times
         self._desk.metrics.step_done(job.spec.priority, times)
+        if self.loans is not None:
+            self.loans.finished(job, c.answered)
         if c.answered:
             return
         frames = _results(step) if job.session.inline else ()

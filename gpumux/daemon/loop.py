@@ -30,11 +30,12 @@ from gpumux.daemon.books import JobRecord, SessionRecord
 from gpumux.daemon.completions import Completions
 from gpumux.daemon.desk import Desk, log
 from gpumux.daemon.execute import Executor
+from gpumux.daemon.loans import Loans
 from gpumux.daemon.offload import Offload
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
 from gpumux.daemon.waiter import Waiter
-from gpumux.device.contract import Answering, Device
+from gpumux.device.contract import Answering, Device, Lending
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
 from gpumux.wire import router as wire
@@ -98,6 +99,11 @@ class Loop:
         self._executor = Executor(self.desk)
         if isinstance(device, Answering):
             self.desk.catch_up = partial(self._catch_up, device)
+        self._told = -inf  # the newest time the core was told
+        self._loans: Loans | None = None
+        if isinstance(device, Lending):
+            self._loans = self._executor.loans = Loans(self.desk, device, self._tell, clock)
+            self._completions.use(self._loans)
         self._waiter = Waiter(router.sockets.lane_epoll)
         self._waiter.follow("clients", router.sockets.descriptors())
         self._waiter.follow("wakeup", [self._wakeup.fd])
@@ -141,6 +147,8 @@ class Loop:
         """Handle everything that is ready, and all that follows from it. `ready` and `lanes`: who the
         wait says may have something; asking the others would only cost time."""
         now = self._clock()
+        if self._loans is not None and self._loans.out is not None:
+            self._loans.hear()
         if "device" in ready:
             for event in self._device.poll():
                 self._completions.handlers[type(event)](event)
@@ -217,10 +225,23 @@ class Loop:
     def _settle(self, now: float) -> None:
         """Let the core see every event that waits, and do what it says, until nothing is left."""
         events, handlers = self.desk.events, self._executor.handlers
+        if events and self._loans is not None and self._loans.out is not None:
+            self._loans.recall()  # first what the device did by itself
+        if now < self._told:
+            now = self._told
+        self._told = now
         handle = self.core.handle
         while events:
             for command in handle(events.popleft(), now):
                 handlers[type(command)](command)
+
+    def _tell(self, event: ev.Event, when: float) -> None:
+        """Let the core see an event of the past, ahead of those that wait."""
+        if when > self._told:
+            self._told = when
+        handlers = self._executor.handlers
+        for command in self.core.handle(event, self._told):
+            handlers[type(command)](command)
 
     def _catch_up(self, device: Answering, job: JobRecord) -> None:
         """Handle what the device has done before the client's message that is being handled."""

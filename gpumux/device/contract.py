@@ -41,6 +41,27 @@ class AnswerForm(NamedTuple):
     total_at: int
 
 
+class LoanTerms(NamedTuple):
+    """A program whose steps a device may take from the lane (Lending): each runs as one piece of `cut`."""
+
+    program: ProgramId
+    cut: int
+    slots: int
+    scalars: tuple[Literal["float", "int"], ...]
+
+
+class StepRan(NamedTuple):
+    """A step the device took from the lane. `submitted` is when it came; `ended` is 0 while it runs."""
+
+    step: StepId
+    program: ProgramId
+    slot: int
+    submitted: float
+    started: float
+    ended: float
+    answered: bool
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
     total_bytes: int
@@ -122,6 +143,16 @@ class LaunchFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneReturned:
+    """The device reads the job's lane no more (Lending). `packet` is what it took there and did not act on, b"" when
+    there is nothing; `ran` are the steps nobody was told of, of which the last may not have ended if the job is lost."""
+
+    job: JobId
+    packet: bytes
+    ran: tuple[StepRan, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TransferDone:
     job: JobId
     transfer: TransferId
@@ -170,6 +201,7 @@ DeviceEvent = (
     | Recut
     | LaunchDone
     | LaunchFailed
+    | LaneReturned
     | TransferDone
     | ProgramProfiled
     | JobLost
@@ -252,3 +284,30 @@ class Answering(Protocol):
     def catch_up(self, job: JobId) -> list[DeviceEvent]:
         """Like poll, but LaunchDone of every step of the job that was answered is among the events of this
         call or an earlier one, even if nothing has said so yet: a client may be quicker than poll."""
+
+
+@runtime_checkable
+class Lending(Answering, Protocol):
+    """What an Answering device may be able to do besides: take a job's steps from its lane, run and answer them, and
+    say so afterwards.
+
+    From `lend` on the device alone reads the lane, until LaneReturned. It runs a step only if it is a Step as its form
+    says, of `terms`, with nothing out of order; with anything else, and whenever it likes, it returns the lane, together
+    with the packet it did not act on. After `recall` no further step starts: what started is known exactly when it
+    returns. LaneReturned follows at the end of the step that runs, at the latest; no JobLost or JobUnloaded comes
+    before the lane is out of the device's hands.
+    """
+
+    def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms]) -> None:
+        """Let the device read the lane it answers the job on, where nothing of the job is outstanding. A Step begins
+        with `head`; steps are numbered upwards from `last`."""
+
+    def ran(self, job: JobId) -> list[StepRan]:
+        """Steps taken from the lane that have ended, oldest first, each told once."""
+
+    def recall(self, job: JobId) -> StepRan | None:
+        """Take no further step. The step that runs now, if one does; what ended before is told by `ran`, which is to
+        be asked next."""
+
+    def adopt(self, launch: Launch) -> None:
+        """The step that `recall` named is this launch -> LaunchDone, like any other. After `recall`, once."""

@@ -122,6 +122,12 @@ def encode_alone(msg: Step | StepDone) -> bytes | memoryview:
     return encode(msg)[0]
 
 
+def step_head(job: str) -> bytes:
+    """How every encoded Step of `job` begins: its step, program, slot, scalars and frames follow, as msgpack. For who
+    takes steps in the daemon's place."""
+    return bytes((0x90 + 1 + len(Step._fields), _BY_CLASS[Step].tag, 0xD9, len(job))) + job.encode("ascii")
+
+
 def step_done_form(job: str) -> tuple[bytes, int, int, int, int]:
     """An encoded StepDone of `job` without payload, and where its step number, queue, device and total
     seconds lie: 8 bytes each, as struct's ">Q" and ">d". For who answers in the daemon's place."""

@@ -91,6 +91,20 @@ class Lane:
             if message is not None:
                 return message
 
+    def restore(self, packet: bytes) -> None:
+        """A packet that somebody who read in our place did not want is the next one again."""
+
+        def again(size: int, flags: int = 0) -> bytes:
+            self._receive = self._sock.recv
+            return packet
+
+        self._receive = again
+
+    @property
+    def between(self) -> bool:
+        """Whether no message has begun to arrive, and none waits to be sent."""
+        return not (self._parts or self._unsent)
+
     def _assemble(self, packet: bytes) -> bytes | None:
         last = packet[0] != MORE
         self._parts.append(packet if last else packet[1:])

@@ -52,12 +52,38 @@ class Lanes:
         """Whether `ready` should say when a lane that was full can take more."""
         self.epoll.modify(lane.fileno(), _IN | OUT if writable else _IN)
 
+    def lend(self, record: SessionRecord) -> bool:
+        """Watch the lane for its end alone: somebody else reads it. False where it can't be lent."""
+        lane = record.lane
+        if lane is None or record.held or not lane.between:
+            return False
+        self.epoll.modify(lane.fileno(), 0)
+        record.lent = True
+        return True
+
+    def take_back(self, record: SessionRecord, packet: bytes) -> None:
+        """The lane is ours again; `packet`, unless empty, is the next one on it."""
+        record.lent = False
+        lane = record.lane
+        if lane is not None:
+            if packet:
+                lane.restore(packet)
+            if not record.hung:
+                self.epoll.modify(lane.fileno(), _IN)
+
+    def hang_up(self, record: SessionRecord) -> None:
+        """The client closed a lane that is lent: don't say so again."""
+        if not record.hung and record.lane is not None:
+            record.hung = True
+            self.epoll.unregister(record.lane.fileno())
+
     def close_lane(self, record: SessionRecord) -> None:
         """Idempotent."""
         lane, record.lane = record.lane, None
         if lane is not None:
             del self.records[lane.fileno()]
-            self.epoll.unregister(lane.fileno())
+            if not record.hung:
+                self.epoll.unregister(lane.fileno())
             lane.shut_down()  # for who holds it besides us, too
             lane.close()
 

@@ -63,8 +63,8 @@ class Allowance:
         self._bytes = limits.burst_bytes
         self._at = now
 
-    def spend(self, size: int, now: float) -> bool:
-        """Take one message of `size` bytes; False when it is too much."""
+    def spend(self, size: int, now: float, count: int = 1) -> bool:
+        """Take `count` messages of `size` bytes in all; False when it is too much."""
         limits, passed = self._limits, now - self._at
         self._at = now
         messages = self._messages + passed * limits.messages_per_s
@@ -73,6 +73,6 @@ class Allowance:
         held = self._bytes + passed * limits.bytes_per_s
         if held > limits.burst_bytes:
             held = limits.burst_bytes
-        enough = messages >= 1.0 and held >= size
-        self._messages, self._bytes = (messages - 1.0, held - size) if enough else (messages, held)
+        enough = messages >= count and held >= size
+        self._messages, self._bytes = (messages - count, held - size) if enough else (messages, held)
         return enough

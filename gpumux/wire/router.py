@@ -21,10 +21,9 @@ no clock: `now` (seconds, any monotonic clock) comes with each call. A loop call
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,8 @@ from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
 from gpumux.model import Peer, SessionId
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import ServerCurve
-from gpumux.wire.delivery import GONE, Delivery
-from gpumux.wire.lane import LANE_ID
-from gpumux.wire.lanes import OUT, decode_lane
+from gpumux.wire.delivery import Delivery
+from gpumux.wire.lanereader import GOODBYE, LaneReader
 from gpumux.wire.limits import Limits
 from gpumux.wire.listening import Listening
 from gpumux.wire.messages import FROM_CLIENT, Goodbye, Heartbeat, Hello, Leaving, Message, Refusal
@@ -45,14 +43,13 @@ from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecor
 from gpumux.wire.sockets import Route, Sockets
 from gpumux.wire.strangers import Strangers
 
-__all__ = ["Arrival", "Closed", "Incoming", "Opened", "Router"]
+__all__ = ["GOODBYE", "Arrival", "Closed", "Incoming", "Opened", "Router"]
 
-GOODBYE = "the client said goodbye"  # the reason in Closed of a session that ended well
 _POLLIN = int(zmq.POLLIN)
 _SIDE_EVERY = 8  # busy passes between looks at the side channel, where nothing is as urgent as a step
 
 
-class Router:
+class Router(LaneReader):
     """Binds `endpoints` (texts) and a side channel beside the first ipc one (`runtime_dir`: where it
     goes when all are tcp). Raises ConfigError for what
     can't be bound and EndpointBusy where another daemon serves.
@@ -81,6 +78,7 @@ class Router:
         self.sockets = Sockets(endpoints, runtime_dir, self.limits, curve, self._lay_lane)
         self._delivery = Delivery(self.sockets, self.limits)
         self._lanes = self.sockets.lanes
+        self.recall: Callable[[SessionId], None] = _nobody
         self.side = self.sockets.side
 
     # ---- what the loop calls ---------------------------------------------------------------------
@@ -110,7 +108,7 @@ class Router:
         self._passes += 1
         if not self._arrivals or self._passes % _SIDE_EVERY == 0:
             for session in self.side.process(now):
-                self._end(session, GONE)
+                self._gone(session)
         return self._take()
 
     def receive_lanes(self, ready: Sequence[tuple[int, int]], now: float) -> list[Arrival]:
@@ -208,7 +206,10 @@ class Router:
         self._behind = True
 
     def _from_session(self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float) -> None:
-        while session.lane is not None and self._hear_lane(session, now):
+        if session.lent and not self._may_pass(session, parts):
+            self._wait_for_lane(session, first, parts, now)
+            return
+        while session.lane is not None and not session.lent and self._hear_lane(session, now):
             pass  # it was written before this message, so it comes first
         if session.id not in self._sessions:
             return
@@ -230,60 +231,15 @@ class Router:
         elif not isinstance(message, Heartbeat):
             self._arrivals.append(Incoming(session.id, session.peer, message, frames))
 
-    def _allow(self, session: SessionRecord, size: int, now: float) -> bool:
-        """A message of `size` bytes came. A session that sends too much is over."""
+    def _allow(self, session: SessionRecord, size: int, now: float, messages: int = 1) -> bool:
+        """A message of `size` bytes came, or several of so many in all. A session that sends too much is over."""
         session.heard = now
-        if session.allowance.spend(size, now):
+        if session.allowance.spend(size, now, messages):
             return True
         self.counters["flood"] += 1
         error = ProtocolError("too many messages or bytes in a short time", "wait for answers before sending more")
         self._refuse_session(session.id, error)
         return False
-
-    def _hear_lanes(self, ready: Sequence[tuple[int, int]], now: float) -> None:
-        records = self._lanes.records
-        for fd, events in ready:
-            record = records.get(fd)
-            if record is None:
-                continue  # it has just been closed
-            if events & OUT and (failure := self._delivery.flush(record)):
-                self._end(record.id, failure)
-            elif events != OUT:
-                self._hear_lane(record, now)
-
-    def _hear_lane(self, session: SessionRecord, now: float) -> bool:
-        """Take one message from the session's lane; whether there was one and the session goes on."""
-        assert session.lane is not None
-        try:
-            packet = session.lane.receive()
-            if packet is None or not self._allow(session, len(packet), now):
-                return False
-            message = decode_lane(packet, self.limits.max_control_bytes)
-        except EOFError:
-            self._end(session.id, GONE)
-            return False
-        except ProtocolError as error:
-            self.counters["malformed"] += 1
-            self._refuse_session(session.id, error)
-            return False
-        if type(message) is Goodbye:
-            self._end(session.id, GOODBYE)
-            return False
-        session.steps_on_lane = True
-        self._arrivals.append(Incoming(session.id, session.peer, message, []))
-        return True
-
-    def _lay_lane(self, session: SessionId) -> bool:
-        """The session's client has connected to the side channel: give it its step lane."""
-        try:
-            theirs = self._lanes.open(self._sessions[session])
-        except OSError:
-            self.counters["no_descriptors"] += 1
-            return False
-        try:
-            return self.side.send(session, LANE_ID, 0, theirs)
-        finally:
-            os.close(theirs)
 
     def _from_stranger(
         self, route: Route, name: str | None, over_ipc: bool, first: zmq.Frame, parts: list[bytes], now: float
@@ -348,3 +304,7 @@ class Router:
     def _take(self) -> list[Arrival]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
+
+
+def _nobody(session: SessionId) -> None:
+    """Nobody borrows lanes."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import zmq
+
 import gpumux
 from gpumux.errors import AdmissionRefused, ProtocolError
 from gpumux.model import Peer, SessionId
@@ -46,6 +48,7 @@ class Closed:
 
 
 Arrival = Opened | Incoming | Closed
+Late = tuple[zmq.Frame, list[bytes]]
 Held = tuple[Sequence[bytes | memoryview], bool]  # a message's frames, whether it goes by the lane
 
 
@@ -62,6 +65,9 @@ class SessionRecord:
     lane: Lane | None = None
     steps_on_lane: bool = False  # the client uses it, so steps are answered there
     held: deque[Held] = field(default_factory=deque)  # what waits behind a full lane
+    lent: bool = False  # somebody else reads the lane
+    hung: bool = False  # the client closed the lane while it was lent
+    later: list[Late] = field(default_factory=list)  # what came by ZeroMQ meanwhile, behind what the lane holds
 
     @classmethod
     def begin(

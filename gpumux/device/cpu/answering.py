@@ -18,13 +18,13 @@ class Answers:
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
-        self._lane: socket.socket | None = None
+        self.lane: socket.socket | None = None  # where steps are answered
         self._started = self._device_s = 0.0
 
     def use(self, lane: int, packet: bytes, step_at: int, queue_at: int, device_at: int, total_at: int) -> None:
         """Answer on `lane`, which is taken over, by filling `packet` (device.contract.AnswerForm)."""
         self.close()
-        self._lane = socket.socket(fileno=lane)
+        self.lane = socket.socket(fileno=lane)
         self._packet = bytearray(packet)
         self._step_at, self._queue_at, self._device_at, self._total_at = step_at, queue_at, device_at, total_at
 
@@ -33,26 +33,33 @@ class Answers:
         if piece == 0:
             self._started, self._device_s = started, 0.0
         self._device_s += ended - started
-        if submitted < 0.0 or self._lane is None:
+        if submitted < 0.0 or self.lane is None:
             return False
-        packet, queue_s = self._packet, self._started - submitted
-        _NUMBER.pack_into(packet, self._step_at, step)
-        _SECONDS.pack_into(packet, self._queue_at, queue_s if queue_s > 0.0 else 0.0)
-        _SECONDS.pack_into(packet, self._device_at, self._device_s)
-        _SECONDS.pack_into(packet, self._total_at, ended - submitted)
         # Before the answer: its client's next message may reach the daemon before we tell.
         PAGE_TIMES.pack_into(self._page, PAGE_TIMES_AT, started, ended)
         PAGE_LAUNCH.pack_into(self._page, PAGE_LAUNCH_AT, launch)
-        try:
-            self._lane.send(packet, _FLAGS)
-        except OSError:  # full, or gone: the daemon's business, from now on, or answers would change their order
+        answered = self.answer(step, self._started - submitted, self._device_s, ended - submitted)
+        if not answered:
             PAGE_LAUNCH.pack_into(self._page, PAGE_LAUNCH_AT, 0)
+        return answered
+
+    def answer(self, step: int, queue_s: float, device_s: float, total_s: float) -> bool:
+        """Answer a step; whether it was. There must be a lane."""
+        packet, lane = self._packet, self.lane
+        assert lane is not None
+        _NUMBER.pack_into(packet, self._step_at, step)
+        _SECONDS.pack_into(packet, self._queue_at, queue_s if queue_s > 0.0 else 0.0)
+        _SECONDS.pack_into(packet, self._device_at, device_s)
+        _SECONDS.pack_into(packet, self._total_at, total_s)
+        try:
+            lane.send(packet, _FLAGS)
+        except OSError:  # full, or gone: the daemon's business, from now on, or answers would change their order
             self.close()
             return False
         return True
 
     def close(self) -> None:
         """Answer nothing any more. Idempotent."""
-        lane, self._lane = self._lane, None
+        lane, self.lane = self.lane, None
         if lane is not None:
             lane.close()

@@ -19,8 +19,21 @@ from gpumux.device.contract import (
     Recut,
     TransferDone,
 )
-from gpumux.device.cpu.channel import DONE, DONE_BODY, FAILED, LOADED, PROFILED, RECUT, REFUSED, TRANSFERRED, unpack
+from gpumux.device.cpu.channel import (
+    DONE,
+    DONE_BODY,
+    FAILED,
+    LOADED,
+    PROFILED,
+    RAN,
+    RECUT,
+    REFUSED,
+    RETURNED,
+    TRANSFERRED,
+    unpack,
+)
 from gpumux.device.cpu.jobs import Command, Executor, Listing, Load, Move, Profile, release
+from gpumux.device.cpu.loans import returned
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.model import Fault, JobId, LaunchId, ProgramId
 
@@ -42,7 +55,11 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
             return []
         schedule.done(job)
         return [LaunchDone(LaunchId(launch), started, ended, answered)]
+    if tag == RAN:
+        return []  # what ran is on its page, for who asks; now somebody will
     said = unpack(body)
+    if tag == RETURNED:
+        return returned(executor, schedule, said)
     if tag == RECUT:
         program, cut, pieces, bounds, through_python = said
         if cut == 1 and through_python:

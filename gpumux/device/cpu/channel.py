@@ -7,8 +7,10 @@ their own, so that the hot path is a plain recv. Bodies longer than a packet go 
     daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
     zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
-                         TRANSFER [..] +fd · PROFILE [program] · LANE [answer form] +fd
-    executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED
+                         TRANSFER [..] +fd · PROFILE [program] · LANE [answer form] +fd ·
+                         LEND [head, last step, terms] +fd · RECALL
+    executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · RAN ·
+                         RETURNED + the packet of the lane that was not acted on
     checker -> daemon    CHECKED · REFUSED
 """
 
@@ -25,8 +27,8 @@ import msgpack
 PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
 MAX_FDS = 4
 
-(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER, PROFILE, LANE) = range(12)
-(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED) = range(16, 24)
+(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER, PROFILE, LANE, LEND, RECALL) = range(14)
+(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, RAN, RETURNED) = range(16, 26)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
 DONE_BODY = struct.Struct("<Bqdd?")  # tag, launch, started, ended, answered
@@ -36,6 +38,12 @@ DONE_BODY = struct.Struct("<Bqdd?")  # tag, launch, started, ended, answered
 # written after its times, so that who finds the launch there finds them, too.
 PAGE_TIMES, PAGE_TIMES_AT = struct.Struct("<dd"), 8  # started, ended
 PAGE_LAUNCH, PAGE_LAUNCH_AT = struct.Struct("<q"), 24
+
+# Then, for the steps it takes from the lane itself (lending.py): how many it ever took, ran to their end, and how many
+# of these the daemon has read (which the daemon writes); and a ring of the newest.
+COUNT, TAKEN_AT, RAN_AT, READ_AT = struct.Struct("<Q"), 32, 40, 48
+RING_AT, RING_STEPS, RING_STRIDE = 256, 64, 48
+RING_ENTRY = struct.Struct("<qIIddd?")  # contract.StepRan
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

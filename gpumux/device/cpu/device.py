@@ -21,10 +21,11 @@ from gpumux.device.contract import DeviceEvent, Launch, Segment
 from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, obituary, of_job, unheard
 from gpumux.device.cpu.channel import DONE
 from gpumux.device.cpu.checks import Checks
+from gpumux.device.cpu.descriptors import Descriptors
 from gpumux.device.cpu.jobs import (
     Answers,
     Command,
-    Descriptors,
+    Errand,
     Executor,
     Move,
     Profile,
@@ -34,6 +35,7 @@ from gpumux.device.cpu.jobs import (
     start_executor,
 )
 from gpumux.device.cpu.keeper import Keeper
+from gpumux.device.cpu.loans import Lender, returned
 from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cpu.warm import WarmProcess
@@ -46,7 +48,7 @@ OPEN_S = 120.0
 CLOSE_S = 10.0
 
 
-class CpuDevice:
+class CpuDevice(Lender):
     """See gpumux.device.contract.Device. `threads` 0 means half the cores, so that two jobs fit;
     `cores` 0 means all this process may use. `low_nice` (0 to 19) is the niceness of low jobs' processes:
     above 0 the kernel stops them wherever a high job wants the core, as no GPU can."""
@@ -261,7 +263,7 @@ class CpuDevice:
         for job, command in self._schedule.hand_over():
             self._send(self._jobs[job], command)
 
-    def _send(self, executor: Executor, command: Command | Answers) -> None:
+    def _send(self, executor: Executor, command: Command | Errand) -> None:
         fault = send(executor.channel, command)
         if fault is not None:  # else its job would wait, and its place be taken, for ever
             executor.failure = fault
@@ -290,7 +292,8 @@ class CpuDevice:
         if not executor.ended or executor.status is None or self._jobs.get(executor.job) is not executor:
             return
         job = executor.job
-        self._events += unheard(executor, self._schedule)
+        if not executor.unloading:
+            self._events += [*unheard(executor, self._schedule), *returned(executor, self._schedule, b"")]
         unfinished = self._schedule.drop(job)
         for token in self._checks.forget(job):
             self._keeper.kill(token)
@@ -303,6 +306,8 @@ class CpuDevice:
         self._by_fd.pop(executor.channel.fileno(), None)
         executor.channel.close()
         executor.page.close()
+        if executor.loan is not None:
+            executor.loan.close()
 
     # ---- the warm process ------------------------------------------------------------------------
 

@@ -26,12 +26,16 @@ from gpumux.device.cpu.channel import (
     LANE,
     LAUNCH,
     LAUNCH_HEAD,
+    LEND,
     LOAD,
     LOADED,
     PROFILE,
     PROFILED,
+    RAN,
+    RECALL,
     RECUT,
     REFUSED,
+    RETURNED,
     TRANSFER,
     TRANSFERRED,
     Channel,
@@ -39,6 +43,7 @@ from gpumux.device.cpu.channel import (
 )
 from gpumux.device.cpu.graph import turn_off_optimisation
 from gpumux.device.cpu.interp import first_lines
+from gpumux.device.cpu.lending import IDLE_S, LentLane, Taken
 from gpumux.device.cpu.loaded import LoadedProgram
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.operands import allocate, over
@@ -47,14 +52,16 @@ from gpumux.program.codec import decode
 from gpumux.program.ir import ALIGN, aligned
 from gpumux.program.profile import dumps
 
-IDLE_S = 2  # after this long without a message, collect garbage
 _HEAD = LAUNCH_HEAD.size - 1
 
 
 class Executor:
     def __init__(self, channel: Channel, settings: dict[str, Any], page: mmap.mmap) -> None:
         self._channel = channel
+        self._page = page
         self._answers = Answers(page)
+        self._lent: LentLane | None = None
+        self._token = -1
         self._target_s: float = settings["target_s"]
         self._progress = progress_on(page)
         self._buffers: list[torch.Tensor] = []
@@ -66,6 +73,8 @@ class Executor:
         """Until the daemon closes the channel (EOFError) or the job fails (returns)."""
         channel, idle = self._channel, False
         while True:
+            if self._lent is not None and not self._follow(self._lent):
+                return
             try:
                 tag, body, fds = channel.receive()
             except BlockingIOError:
@@ -81,6 +90,10 @@ class Executor:
                 self._load(fds)
             elif tag == LANE:
                 self._answers.use(fds[0], *unpack(body))
+            elif tag == LEND:
+                self._borrow(fds[0], *unpack(body))
+            elif tag == RECALL:
+                self._give_back(b"")
             elif tag == TRANSFER:
                 self._transfer(unpack(body), fds)
             elif tag == PROFILE:
@@ -105,6 +118,54 @@ class Executor:
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered))
         if ended_step:
             self._recut(program, loaded)
+        return True
+
+    def _borrow(self, token: int, head: bytes, last: int, terms: Any) -> None:
+        """Read the lane we answer on ourselves, from now on."""
+        lane, self._token = self._answers.lane, token
+        if lane is None:
+            self._channel.send(RETURNED, b"")
+            os.close(token)
+            return
+        self._lent = LentLane(self._channel.fileno(), lane, token, self._page, head, last, terms)
+
+    def _give_back(self, packet: bytes) -> None:
+        """The lane is the daemon's again, unless that was so already."""
+        if self._lent is not None:
+            self._lent = None
+            os.close(self._token)
+            self._channel.send(RETURNED, packet)
+
+    def _follow(self, lent: LentLane) -> bool:
+        """Run the client's steps as they come, until the daemon says something or the lane goes back. Whether
+        the job lives on."""
+        while lent.ready():
+            taken = lent.take()
+            if taken is None:
+                self._give_back(lent.packet)
+                return True
+            if not self._run_taken(lent, taken):
+                return False
+            if self._answers.lane is None:
+                self._give_back(b"")
+                return True
+        return True
+
+    def _run_taken(self, lent: LentLane, taken: Taken) -> bool:
+        step, program, cut, slot, scalars, submitted = taken
+        started = monotonic()
+        try:
+            loaded = self._programs[program]
+            self._numerics.apply(loaded.program.numerics)
+            loaded.run(step, cut, 0, slot, scalars)
+        except GpumuxError as error:
+            self._channel.send(FAILED, [0, error.code, error.message, error.remedy])
+            return False
+        ended = monotonic()
+        answered = self._answers.answer(step, started - submitted, ended - started, ended - submitted)
+        if lent.ended(started, ended, answered):
+            self._channel.send(RAN, [])
+        self._recut(program, loaded)
         return True
 
     def _recut(self, program: int, loaded: LoadedProgram) -> None:

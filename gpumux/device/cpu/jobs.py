@@ -16,6 +16,7 @@ from gpumux.device.cpu.channel import (
     LANE,
     LAUNCH,
     LAUNCH_HEAD,
+    LEND,
     LOAD,
     PACKET,
     PAGE_LAUNCH,
@@ -23,29 +24,20 @@ from gpumux.device.cpu.channel import (
     PAGE_TIMES,
     PAGE_TIMES_AT,
     PROFILE,
+    RECALL,
     TRANSFER,
     Channel,
     memory_file,
     pack,
     pair,
 )
+from gpumux.device.cpu.descriptors import Descriptors
+from gpumux.device.cpu.loans import Lend, Loan, Recall
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.model import Fault, Footprint, JobId, LaunchId, ProgramId, TransferId
 
 UNKNOWN_STATUS = "ended, and nobody could say how"
 _NO_SCALARS = pack(())
-
-
-class Descriptors:
-    """Descriptors of a command under way, ours to close exactly once: sent, or never to be sent."""
-
-    def __init__(self, fds: Sequence[int]) -> None:
-        self.fds = tuple(fds)
-
-    def close(self) -> None:
-        fds, self.fds = self.fds, ()
-        for fd in fds:
-            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +76,7 @@ class Answers:
 
 
 Command = Launch | Load | Move | Profile  # what is scheduled
+Errand = Answers | Lend | Recall  # what is not
 
 
 @dataclass(slots=True)
@@ -129,6 +122,7 @@ class Executor:
     status: int | str | None = None  # how it ended: a wait status, or words
     failure: Fault | None = None
     told: LaunchId | None = None  # the launch whose end was told before it said so
+    loan: Loan | None = None  # while it reads its client's lane
 
     @property
     def memory(self) -> int:
@@ -201,12 +195,12 @@ def start_executor(warm: WarmProcess, job: JobId, settings: dict[str, Any]) -> E
     ours, theirs = pair()
     ours.setblocking(False)
     page_fd = memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
-    page = mmap.mmap(page_fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+    page = mmap.mmap(page_fd, mmap.PAGESIZE)
     token = warm.fork("executor", settings, (theirs.detach(), page_fd))
     return Executor(job, token, Channel(ours), page)
 
 
-def send(channel: Channel, command: Command | Answers) -> Fault | None:
+def send(channel: Channel, command: Command | Errand) -> Fault | None:
     """Send a command to an executor; why it can't be sent, if it can't. One that is gone is no fault: the end of
     its channel will tell."""
     try:
@@ -218,7 +212,7 @@ def send(channel: Channel, command: Command | Answers) -> Fault | None:
     return None
 
 
-def _send(channel: Channel, command: Command | Answers) -> None:
+def _send(channel: Channel, command: Command | Errand) -> None:
     if isinstance(command, Launch):
         launch, _, step, program, cut, piece, slot, _, _, _, submitted = command
         head = LAUNCH_HEAD.pack(
@@ -236,9 +230,14 @@ def _send(channel: Channel, command: Command | Answers) -> None:
     if isinstance(command, Profile):
         channel.send(PROFILE, [command.program])
         return
+    if isinstance(command, Recall):
+        channel.send(RECALL, [])
+        return
     try:
         if isinstance(command, Answers):
             channel.send(LANE, command.form, command.held.fds)
+        elif isinstance(command, Lend):
+            channel.send(LEND, [command.head, command.last, command.terms], command.held.fds)
         elif isinstance(command, Load):
             channel.send(LOAD, [], command.held.fds)
         else:

@@ -119,6 +119,14 @@ class Schedule(Generic[T]):
         self._count(lane, 1)
         return True
 
+    def adopt(self, job: JobId, what: T, stream: int) -> None:
+        """A launch began without us, at the head of its job; it counts until it is `done`, room or not."""
+        self._age += 1
+        lane = self._lanes[job]
+        assert not lane.handed, "a launch began behind others"
+        lane.handed.append(Command(what, stream, self._age))
+        self._count(lane, 1)
+
     def done(self, job: JobId) -> T | None:
         """The job's executor has finished the oldest command handed to it."""
         lane = self._lanes.get(job)

@@ -1,0 +1,125 @@
+"""The daemon's side of a lent lane (lending.py, device.contract.Lending). No torch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpumux.device.contract import LaneReturned, LaunchDone, LoanTerms, StepRan
+from gpumux.device.cpu.channel import COUNT, RAN_AT, READ_AT, RING_AT, RING_ENTRY, RING_STEPS, RING_STRIDE, TAKEN_AT
+from gpumux.device.cpu.descriptors import Descriptors
+from gpumux.device.cpu.schedule import Schedule
+from gpumux.model import JobId, LaunchId
+
+if TYPE_CHECKING:
+    from gpumux.device.contract import DeviceEvent, Launch
+    from gpumux.device.cpu.jobs import Command, Errand, Executor
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """A lane on its way to the executor that answers there already; the token goes with it."""
+
+    held: Descriptors
+    head: bytes
+    last: int
+    terms: tuple[LoanTerms, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """The lane is wanted back."""
+
+
+class Loan:
+    """A lane an executor reads now. `adopted` is the launch its last step was made."""
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self.token = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.adopted: Launch | None = None
+        self._page = page
+
+    def close(self) -> None:
+        os.close(self.token)
+
+    def stop(self) -> StepRan | None:
+        """Let no further step start; the one that runs."""
+        try:
+            os.eventfd_read(self.token)
+        except BlockingIOError:
+            return self.running()
+        return None
+
+    def ran(self) -> list[StepRan]:
+        """What has ended since this was asked last."""
+        page = self._page
+        (read,), (count,) = COUNT.unpack_from(page, READ_AT), COUNT.unpack_from(page, RAN_AT)
+        if read == count:
+            return []
+        found = [self._entry(number) for number in range(read, count)]
+        COUNT.pack_into(page, READ_AT, count)
+        return found
+
+    def running(self) -> StepRan | None:
+        """The step that was begun and has not ended. Of a process that may start no other."""
+        (count,) = COUNT.unpack_from(self._page, RAN_AT)
+        return self._entry(count) if COUNT.unpack_from(self._page, TAKEN_AT)[0] > count else None
+
+    def _entry(self, number: int) -> StepRan:
+        return StepRan._make(RING_ENTRY.unpack_from(self._page, RING_AT + number % RING_STEPS * RING_STRIDE))
+
+
+def returned(executor: Executor, schedule: Schedule[Command], packet: bytes) -> list[DeviceEvent]:
+    """The executor reads the lane no more, because it said so or died."""
+    loan, executor.loan = executor.loan, None
+    if loan is None:
+        return []
+    ran: list[StepRan] = loan.ran()
+    ends: list[DeviceEvent] = []
+    adopted = loan.adopted
+    if adopted is not None and ran and ran[-1].step == adopted.step:
+        last = ran.pop()
+        schedule.done(executor.job)
+        ends.append(LaunchDone(LaunchId(adopted.launch), last.started, last.ended, last.answered))
+    if executor.ended and adopted is None and (running := loan.running()) is not None:
+        ran.append(running)
+    loan.close()
+    return [LaneReturned(executor.job, packet, tuple(ran)), *ends]
+
+
+class Lender:
+    """The part of CpuDevice that lends lanes."""
+
+    _schedule: Schedule[Command]
+
+    def _live(self, job: JobId) -> Executor | None:
+        raise NotImplementedError
+
+    def _send(self, executor: Executor, command: Command | Errand) -> None:
+        raise NotImplementedError
+
+    def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms]) -> None:
+        executor = self._live(job)
+        if executor is not None:
+            executor.loan = loan = Loan(executor.page)
+            self._send(executor, Lend(Descriptors((os.dup(loan.token),)), head, last, tuple(terms)))
+
+    def ran(self, job: JobId) -> list[StepRan]:
+        executor = self._live(job)
+        return executor.loan.ran() if executor is not None and executor.loan is not None else []
+
+    def recall(self, job: JobId) -> StepRan | None:
+        executor = self._live(job)
+        if executor is None or executor.loan is None:
+            return None
+        self._send(executor, Recall())  # before the token is gone: it is read before the next step is looked for
+        return executor.loan.stop()
+
+    def adopt(self, launch: Launch) -> None:
+        executor = self._live(launch.job)
+        if executor is not None and executor.loan is not None:
+            executor.loan.adopted = launch
+            self._schedule.adopt(launch.job, launch, launch.stream)
