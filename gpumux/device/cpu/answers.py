@@ -105,7 +105,7 @@ def obituary(executor: Executor, unfinished: Sequence[Command]) -> list[DeviceEv
         release(command)
     if executor.unloading:
         return [JobUnloaded(executor.job)]
-    first = unfinished[0] if unfinished else None
+    first = executor.at or (unfinished[0] if unfinished else None)
     fault = executor.failure or executor.crash(first if isinstance(first, Launch) else None)
     return [*(_unanswered(executor, command, fault) for command in unfinished), JobLost(executor.job, fault)]
 

@@ -123,6 +123,7 @@ class Executor:
     failure: Fault | None = None
     told: LaunchId | None = None  # the launch whose end was told before it said so
     loan: Loan | None = None  # while it reads its client's lane
+    at: Launch | None = None  # what it died of, if that was a step it had taken there
 
     @property
     def memory(self) -> int:

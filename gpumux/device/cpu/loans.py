@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumux.device.contract import LaneReturned, LaunchDone, LoanTerms, StepRan
+from gpumux.device.contract import LaneReturned, Launch, LaunchDone, LoanTerms, StepRan
 from gpumux.device.cpu.channel import COUNT, RAN_AT, READ_AT, RING_AT, RING_ENTRY, RING_STEPS, RING_STRIDE, TAKEN_AT
 from gpumux.device.cpu.descriptors import Descriptors
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.model import JobId, LaunchId
 
 if TYPE_CHECKING:
-    from gpumux.device.contract import DeviceEvent, Launch
+    from gpumux.device.contract import DeviceEvent
     from gpumux.device.cpu.jobs import Command, Errand, Executor
 
 
@@ -37,7 +37,8 @@ class Recall:
 class Loan:
     """A lane an executor reads now. `adopted` is the launch its last step was made."""
 
-    def __init__(self, page: mmap.mmap) -> None:
+    def __init__(self, page: mmap.mmap, terms: Sequence[LoanTerms]) -> None:
+        self.cuts = {program.program: program.cut for program in terms}
         self.token = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.adopted: Launch | None = None
         self._page = page
@@ -86,6 +87,8 @@ def returned(executor: Executor, schedule: Schedule[Command], packet: bytes) -> 
         ends.append(LaunchDone(LaunchId(adopted.launch), last.started, last.ended, last.answered))
     if executor.ended and adopted is None and (running := loan.running()) is not None:
         ran.append(running)
+        program, cut = running.program, loan.cuts[running.program]
+        executor.at = Launch(LaunchId(0), executor.job, running.step, program, cut, 0, running.slot, (), 0)
     loan.close()
     return [LaneReturned(executor.job, packet, tuple(ran)), *ends]
 
@@ -104,7 +107,7 @@ class Lender:
     def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms]) -> None:
         executor = self._live(job)
         if executor is not None:
-            executor.loan = loan = Loan(executor.page)
+            executor.loan = loan = Loan(executor.page, terms)
             self._send(executor, Lend(Descriptors((os.dup(loan.token),)), head, last, tuple(terms)))
 
     def ran(self, job: JobId) -> list[StepRan]:

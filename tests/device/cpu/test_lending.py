@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.device.contract import LaneReturned, Launch, LaunchDone, StepRan
+from gpumux.device.contract import LaneReturned, Launch, LaunchDone, LoanTerms, StepRan
 from gpumux.device.cpu.answers import answer
 from gpumux.device.cpu.channel import RAN, RETURNED, RING_STEPS, Channel, pack, pair
 from gpumux.device.cpu.jobs import Executor
@@ -41,7 +41,7 @@ class Both:
         self.lend()
 
     def lend(self) -> None:
-        self.loan = self.executor.loan = Loan(self.page)
+        self.loan = self.executor.loan = Loan(self.page, [LoanTerms(*terms) for terms in TERMS])
         self.lent = LentLane(
             self.channel.fileno(), self.lane, self.loan.token, self.page, step_head(JOB), self.last, TERMS
         )
