@@ -17,7 +17,7 @@ from typing import Literal
 from gpumux.core import events as ev
 from gpumux.core.commands import LaunchPiece
 from gpumux.daemon.books import JobRecord, StepRecord
-from gpumux.daemon.desk import Desk
+from gpumux.daemon.desk import Desk, log
 from gpumux.device.contract import LaneReturned, Launch, Lending, LoanTerms, StepRan
 from gpumux.model import JobId, SessionId
 from gpumux.wire import messages as msg
@@ -67,6 +67,7 @@ class Loans:
         ]
         if terms and len(session.jobs) == 1 and self._desk.router.lend(session.id):
             self.out = job
+            log.debug("job %s: its lane is lent to the device", job.short)
             self._device.lend(job.id, step_head(job.id), job.last_step, terms)
 
     # ---- what the device did meanwhile
@@ -106,6 +107,7 @@ class Loans:
         if job is None:
             return
         ended = [step for step in event.ran if step.ended]
+        log.debug("job %s: its lane is back", job.short)
         self._catch_up(job, ended)
         if len(ended) < len(event.ran):
             self._begin(job, event.ran[-1])  # the job is lost with it, which comes next

@@ -133,7 +133,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
     loop = Loop(identity, router, device.device, metrics, shared_limit(config))
     stack.callback(loop.close)
     stack.callback(leave)  # before anything slow: clients learn first
-    metrics.registry.register(GaugeCollector(loop.snapshots.fetch, __version__))
+    metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
     if server is not None:
         log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
 

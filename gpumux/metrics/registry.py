@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
+from prometheus_client.registry import Collector
 
 from gpumux import errors, model
 from gpumux.metrics.tally import Tally
@@ -60,6 +61,12 @@ class Metrics:
         for direction in ("push", "pull"):
             self.transfers.labels(direction)
             self.transfer_bytes.labels(direction)
+
+    def add_gauges(self, gauges: Collector) -> None:
+        """Gauges are asked before what the tally counted: a loop that takes a snapshot has caught up with its device."""
+        self.registry.unregister(self.tally)
+        self.registry.register(gauges)
+        self.registry.register(self.tally)
 
     def step_failed(self, code: str) -> None:
         self.step_failures.labels(self._reason(code)).inc()

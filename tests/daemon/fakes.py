@@ -230,6 +230,71 @@ class AnsweringDevice(FakeDevice):
         return (self.late if self.quick else self.events).append(done)
 
 
+class LendingDevice(AnsweringDevice):
+    """A device that takes steps from a lane that it is lent. `take` and `end` are what it does by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.terms: dict[JobId, list[dev.LoanTerms]] = {}  # of the lanes it reads
+        self.recalled: list[JobId] = []
+        self.taken: dev.StepRan | None = None
+        self.ended: list[dev.StepRan] = []
+        self.adopted: list[dev.Launch] = []
+
+    def lend(self, job, head, last, terms):
+        assert not self.terms, "one lane at a time"
+        assert job in self.lanes
+        assert not [item for item in self.work if isinstance(item, dev.Launch)], "lent beside launches"
+        self.terms[job] = list(terms)
+
+    def take(self, job, step, now, program=0, slot=0):
+        assert job in self.terms
+        assert job not in self.recalled, "a step starts after a recall"
+        assert program in [term.program for term in self.terms[job]]
+        self.taken = dev.StepRan(step, program, slot, now, now + 0.001, 0.0, False)
+
+    def end(self, now, answered=True):
+        self.ended.append(self.taken._replace(ended=now, answered=answered))
+        self.taken = None
+
+    def run(self, job, step, now, **more):
+        self.take(job, step, now, **more)
+        self.end(now + 0.002)
+
+    def ran(self, job):
+        ended, self.ended = self.ended, []
+        return ended
+
+    def recall(self, job):
+        assert job in self.terms, "recalled what is not lent"
+        assert job not in self.recalled, "recalled twice"
+        self.recalled.append(job)
+        return self.taken
+
+    def adopt(self, launch):
+        assert self.taken is not None
+        assert launch.step == self.taken.step
+        self.adopted.append(launch)
+
+    def give_back(self, job, packet=b""):
+        """LaneReturned, and before it LaunchDone of what was adopted."""
+        del self.terms[job]
+        if job in self.recalled:
+            self.recalled.remove(job)
+        ran = tuple(self.ran(job))
+        done = []
+        if self.adopted and ran:
+            *ran, last = ran
+            launch = self.adopted.pop()
+            done.append(dev.LaunchDone(launch.launch, last.started, last.ended, last.answered))
+        self.events += [dev.LaneReturned(job, packet, tuple(ran)), *done]
+
+    def unload(self, job):
+        self.terms.pop(job, None)
+        self.events = [event for event in self.events if getattr(event, "job", None) != job]
+        super().unload(job)
+
+
 class FakeSockets:
     """Nothing to wait on."""
 
@@ -255,10 +320,33 @@ class FakeRouter:
         self.segments: dict[tuple[SessionId, int], int] = {}
         self.open: dict[SessionId, Peer] = {}
         self.read = 0
+        self.lent: list[SessionId] = []
+        self.returned: list[tuple[SessionId, bytes]] = []
+        self.counted = 0  # steps that a borrower took
         self.sockets = FakeSockets()
 
     has_news = False
     lane: int | None = None  # of every session
+    lendable = True
+
+    def recall(self, session):
+        raise AssertionError("nobody listens")
+
+    def lend(self, session):
+        if not self.lendable or session not in self.open:
+            return False
+        assert session not in self.lent, "lent twice"
+        self.lent.append(session)
+        return True
+
+    def took(self, session, steps, nbytes, now):
+        self.counted += steps
+        return True
+
+    def take_back(self, session, packet, now):
+        assert session in self.lent, "what was not lent is back"
+        self.lent.remove(session)
+        self.returned.append((session, packet))
 
     def answering_lane(self, session):
         return self.lane if session in self.open else None

@@ -1,5 +1,5 @@
 """A client that is about to die: starts something that takes the daemon a while, says so, and waits for
-ever. Arguments: the endpoint, and what to start (steps, check, transfer)."""
+ever. Arguments: the endpoint, and what to start (steps, check, transfer, alone)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,18 @@ def transfer(session: Session) -> object:
     return job
 
 
+def alone(session: Session) -> object:
+    """Steps one after the other until the device takes them by itself, and then for ever."""
+    job = LiveJob(session, samples.add_one(), name="victim")
+    for _ in range(50):
+        job.run(bytes(16))[0].release()
+    print("submitted", flush=True)
+    while True:
+        job.run(bytes(16))[0].release()
+
+
 if __name__ == "__main__":
     session = Session.connect(sys.argv[1])
-    kept = {"steps": steps, "check": check, "transfer": transfer}[sys.argv[2]](session)
+    kept = {"steps": steps, "check": check, "transfer": transfer, "alone": alone}[sys.argv[2]](session)
     print("submitted", flush=True)
     threading.Event().wait()

@@ -9,7 +9,7 @@ import zmq
 
 from gpumux.wire.limits import Limits
 from gpumux.wire.router import Router
-from tests.wire.world import RawClient, World
+from tests.wire.world import LaneClient, RawClient, World
 
 
 @pytest.fixture
@@ -45,3 +45,16 @@ def make_client() -> Iterator[Callable[..., RawClient]]:
         yield make
         for client in clients:
             client.close()
+
+
+@pytest.fixture
+def join(make_client) -> Iterator[Any]:
+    made: list[LaneClient] = []
+
+    def make(world: World, **options: Any) -> LaneClient:
+        made.append(LaneClient(world, make_client(world, **options)))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import select
-import socket
 from collections.abc import Iterator
-from typing import Any
 
 import msgpack
 import pytest
 
 from gpumux.errors import ProtocolError
 from gpumux.wire import messages as m
-from gpumux.wire.codec import decode, encode
-from gpumux.wire.lane import LANE_ID, MORE, PACKET, Lane, pair
+from gpumux.wire.lane import MORE, PACKET, Lane, pair
 from gpumux.wire.router import GOODBYE, Closed, Incoming
-from gpumux.wire.sidechannel import HEADER
-from tests.wire.world import JOB, RawClient, World
-
-MOST = 100_000
-
-
-def packet(message: Any) -> bytes:
-    return bytes(encode(message)[0])
-
-
-def step(number: int, scalars: list[float] | None = None) -> m.Step:
-    return m.Step(JOB, number, 1, 0, scalars or [], 0)
+from tests.wire.world import JOB, MOST, packet, step
 
 
 def done(number: int) -> m.StepDone:
@@ -91,50 +76,6 @@ def test_what_finds_no_room_waits_in_order(ends):
 
 
 # ---- lanes of a router
-
-
-class LaneClient:
-    """A session with its side channel and its lane."""
-
-    def __init__(self, world: World, client: RawClient) -> None:
-        self.world = world
-        self.client = client
-        self.opened = world.open(client)
-        self.side = client.side_channel()
-        while not select.select([self.side], [], [], 0.01)[0]:
-            assert world.router.receive(world.now) == []
-        data, (fd,), _, _ = socket.recv_fds(self.side, HEADER.size, 1)
-        assert data == HEADER.pack(LANE_ID, 0)
-        self.lane = Lane(socket.socket(fileno=fd), MOST)
-
-    def say(self, message: Any) -> None:
-        assert self.lane.send(packet(message))
-
-    def heard(self) -> Any:
-        received = self.lane.receive()
-        return None if received is None else decode((received,))[0]
-
-    def arrives(self, number: int) -> None:
-        self.say(step(number))
-        arrival = self.world.next(Incoming)
-        assert (arrival.session, arrival.message) == (self.opened.session, step(number))
-
-    def close(self) -> None:
-        self.lane.close()
-        self.side.close()
-
-
-@pytest.fixture
-def join(make_client) -> Iterator[Any]:
-    made: list[LaneClient] = []
-
-    def make(world: World, **options: Any) -> LaneClient:
-        made.append(LaneClient(world, make_client(world, **options)))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
 
 
 def test_steps_are_answered_the_way_they_came(world, join):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -16,9 +17,12 @@ import zmq
 
 from gpumux.wire import messages as m
 from gpumux.wire.codec import decode, encode
+from gpumux.wire.lane import LANE_ID, Lane
 from gpumux.wire.router import Arrival, Incoming, Opened, Router
+from gpumux.wire.sidechannel import HEADER
 
 JOB = "0123456789abcdef" * 2
+MOST = 100_000  # bytes of a message on a client's end of a lane
 WAIT_MS = 20_000  # a bound for a broken test, never reached by a working one
 HELLO = m.Hello(m.PROTOCOL_VERSION, "test", "client", 0, "", False)
 
@@ -116,6 +120,45 @@ class RawClient:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def packet(message: Any) -> bytes:
+    return bytes(encode(message)[0])
+
+
+def step(number: int, scalars: list[float] | None = None) -> m.Step:
+    return m.Step(JOB, number, 1, 0, scalars or [], 0)
+
+
+class LaneClient:
+    """A session with its side channel and its lane."""
+
+    def __init__(self, world: World, client: RawClient) -> None:
+        self.world = world
+        self.client = client
+        self.opened = world.open(client)
+        self.side = client.side_channel()
+        while not select.select([self.side], [], [], 0.01)[0]:
+            assert world.router.receive(world.now) == []
+        data, (fd,), _, _ = socket.recv_fds(self.side, HEADER.size, 1)
+        assert data == HEADER.pack(LANE_ID, 0)
+        self.lane = Lane(socket.socket(fileno=fd), MOST)
+
+    def say(self, message: Any) -> None:
+        assert self.lane.send(packet(message))
+
+    def heard(self) -> Any:
+        received = self.lane.receive()
+        return None if received is None else decode((received,))[0]
+
+    def arrives(self, number: int) -> None:
+        self.say(step(number))
+        arrival = self.world.next(Incoming)
+        assert (arrival.session, arrival.message) == (self.opened.session, step(number))
+
+    def close(self) -> None:
+        self.lane.close()
+        self.side.close()
 
 
 @contextmanager

@@ -1,0 +1,234 @@
+"""A real daemon that leaves a lone job's steps to its executor: results, accounts and every way that ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from gpumux.cli.control import Control
+from gpumux.client.session import Session
+from gpumux.daemon.loans import AFTER_STEPS
+from gpumux.errors import DaemonGone
+from gpumux.wire import messages as msg
+from tests.program import samples
+
+from .live import SOON_S, LiveJob, read_floats, serving
+from .test_live import sample, scrape, status_when
+
+LONG_ENOUGH = 4 * AFTER_STEPS  # steps alone: the lane is lent by then
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    path = Path(tempfile.mkdtemp(prefix="gmlent-"))
+    with serving(path, "--log-level", "debug") as daemon:
+        yield daemon
+    shutil.rmtree(path)
+    assert daemon.process.returncode == 0, daemon.log
+
+
+def lent(daemon) -> int:
+    """How often a lane was lent so far."""
+    return sum("is lent" in line for line in daemon.lines)
+
+
+def alone(daemon, session, name="alone") -> LiveJob:
+    """A counter whose steps the executor takes by itself; its next result is LONG_ENOUGH + 1."""
+    before = lent(daemon)
+    job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], name=name)
+    for i in range(1, LONG_ENOUGH + 1):
+        assert one(job) == i
+    assert lent(daemon) > before, daemon.log
+    return job
+
+
+def one(job) -> float:
+    (result,) = job.run(scalars=[1.0])
+    return read_floats(result, 1)[0]
+
+
+def entry(body, job):
+    return next(j for j in body["jobs"] if j["job"] == job.id)
+
+
+def test_every_step_counts_wherever_it_went(daemon):
+    series = 'gpumux_steps_total{priority="low"}'
+    before = sample(scrape(daemon), series)
+    with Session.connect(daemon.endpoint) as session, Control(daemon.endpoint, SOON_S) as control:
+        job = alone(daemon, session)
+        for i in range(1, 301):
+            assert one(job) == LONG_ENOUGH + i
+            if i % 100 == 0:
+                assert entry(control.status(), job)["steps_done"] >= LONG_ENOUGH + i - 1
+        status_when(control, lambda body: entry(body, job)["steps_done"] == LONG_ENOUGH + 300)
+        assert sample(scrape(daemon), series) - before == LONG_ENOUGH + 300
+        job.close()
+
+
+def test_state_moves_in_order_with_steps_the_executor_took(daemon):
+    with Session.connect(daemon.endpoint) as session:
+        job = alone(daemon, session)
+        value = float(LONG_ENOUGH)
+        for turn in range(5):
+            for _ in range(turn * 13):
+                value += 1
+                assert one(job) == value
+            number = job.post(scalars=[1.0], slot=1)  # not waited for: the pull comes behind it
+            value += 1
+            assert read_floats(memoryview(job.pull([0])), 1) == (value,)
+            assert isinstance(job.wait(number), msg.StepDone)
+        job.close()
+
+
+def test_a_bad_step_is_refused_and_good_ones_go_on(daemon):
+    with Session.connect(daemon.endpoint) as session:
+        job = alone(daemon, session)
+        failed = job.wait(job.post(scalars=[1]))  # an int where a float belongs
+        assert isinstance(failed, msg.StepFailed)
+        assert failed.code == "protocol"
+        session.post(msg.Step(job.id, 10**6, 5, 0, [], 0))
+        assert job.wait(10**6).code == "program"
+        job.steps = 10**6
+        assert one(job) == LONG_ENOUGH + 1
+        job.close()
+
+
+def test_another_job_comes_and_goes(daemon):
+    with Session.connect(daemon.endpoint) as session, Session.connect(daemon.endpoint) as other:
+        mine = alone(daemon, session)
+        theirs = LiveJob(other, samples.counter(), new_buffers=[4], binding=[0], priority=1)
+        value = float(LONG_ENOUGH)
+        for i in range(1, 31):
+            value += 1
+            assert (one(mine), one(theirs)) == (value, i)
+        before = lent(daemon)
+        for i in range(31, 31 + LONG_ENOUGH):
+            assert one(theirs) == i  # the high one, which is alone now
+        assert lent(daemon) > before
+        assert one(mine) == value + 1
+        theirs.close()
+        mine.close()
+
+
+def test_a_pause_holds_and_a_resume_lets_go(daemon):
+    with Session.connect(daemon.endpoint) as session, Control(daemon.endpoint, SOON_S) as control:
+        job = alone(daemon, session)
+        for turn in range(3):
+            control.change("pause", job.id)
+            number = job.post(scalars=[1.0])
+            status_when(control, lambda body: entry(body, job)["queued"] == 1)
+            assert number not in job.done
+            control.change("resume", job.id)
+            assert isinstance(job.wait(number), msg.StepDone)
+            for _ in range(LONG_ENOUGH):
+                one(job)
+        job.close()
+
+
+def test_a_pause_in_the_midst_of_steps_loses_none(daemon):
+    with Session.connect(daemon.endpoint) as session, Control(daemon.endpoint, SOON_S) as control:
+        job = alone(daemon, session)
+        stop, seen = threading.Event(), []
+
+        def step_on():
+            while not stop.is_set():
+                seen.append(one(job))
+
+        thread = threading.Thread(target=step_on)
+        thread.start()
+        for _ in range(20):
+            control.change("pause", job.id)
+            status_when(control, lambda body: entry(body, job)["queued"] == 1 and not entry(body, job)["outstanding"])
+            control.change("resume", job.id)
+            count = len(seen)
+            status_when(control, lambda body: len(seen) > count + AFTER_STEPS)
+        stop.set()
+        thread.join(SOON_S)
+        assert seen == [float(LONG_ENOUGH + i) for i in range(1, len(seen) + 1)]
+        job.close()
+
+
+def executors(daemon) -> list[int]:
+    """Processes of the daemon's that run a job now."""
+    tree = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        tree.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    return [job for warm in tree.get(daemon.process.pid, []) for job in tree.get(warm, [])]
+
+
+def test_an_executor_that_dies_ends_its_job_alone(daemon):
+    with Session.connect(daemon.endpoint) as session, Session.connect(daemon.endpoint) as other:
+        bystander = LiveJob(other, samples.counter(), new_buffers=[4], binding=[0])
+        assert one(bystander) == 1
+        known = set(executors(daemon))
+        job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], priority=1, name="dies")
+        (pid,) = set(executors(daemon)) - known
+        before = lent(daemon)
+        for i in range(1, LONG_ENOUGH + 1):
+            assert one(job) == i
+        assert lent(daemon) > before
+        os.kill(pid, signal.SIGKILL)
+        assert session.wait(lambda: bool(job.ended), SOON_S)
+        assert job.ended[0].code == "executor_crashed"
+        assert job.wait(job.post(scalars=[1.0])).code == "unknown_job"
+        job.data.release()
+        assert one(bystander) == 2
+        bystander.close()
+
+
+def test_a_client_that_dies_frees_its_job(daemon):
+    with Control(daemon.endpoint, SOON_S) as control:
+        before = control.status()
+        command = [sys.executable, "-m", "tests.daemon.victim", daemon.endpoint, "alone"]
+        victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert victim.stdout.readline() == "submitted\n"
+        victim.kill()
+        victim.wait(SOON_S)
+        victim.stdout.close()
+        after = status_when(control, lambda body: not body["jobs"])
+        assert after["memory"] == before["memory"]
+
+
+def test_a_client_that_leaves_with_a_goodbye_is_not_counted_lost(daemon):
+    before = sample(scrape(daemon), "gpumux_sessions_lost_total")
+    with Control(daemon.endpoint, SOON_S) as control:
+        with Session.connect(daemon.endpoint) as session:
+            job = alone(daemon, session)
+            job.data.release()
+        status_when(control, lambda body: not body["jobs"])
+    assert sample(scrape(daemon), "gpumux_sessions_lost_total") == before
+
+
+def test_a_daemon_told_to_stop_ends_well(runtime_dir):
+    with serving(runtime_dir, "--log-level", "debug") as daemon, Session.connect(daemon.endpoint) as session:
+        job = alone(daemon, session)
+        stepping, gone = threading.Event(), []
+
+        def step_on():
+            try:
+                while True:
+                    one(job)
+                    stepping.set()
+            except (DaemonGone, AssertionError) as error:
+                gone.append(error)
+
+        thread = threading.Thread(target=step_on)
+        thread.start()
+        assert stepping.wait(SOON_S)
+        assert daemon.stop() == 0, daemon.log
+        thread.join(SOON_S)
+        assert gone
+        job.data.release()
+    assert "Traceback" not in daemon.log
