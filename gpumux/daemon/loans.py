@@ -12,17 +12,18 @@ the client sent behind the steps on it (wire/lanereader.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from gpumux.core import events as ev
 from gpumux.core.commands import LaunchPiece
-from gpumux.daemon.books import JobRecord, StepRecord
+from gpumux.daemon.books import JobRecord, SessionRecord, StepRecord
 from gpumux.daemon.desk import Desk, log
 from gpumux.device.contract import LaneReturned, Launch, Lending, LoanTerms, StepRan
 from gpumux.model import JobId, SessionId
 from gpumux.wire import messages as msg
-from gpumux.wire.codec import step_head
+from gpumux.wire.codec import encode_alone, step_head
 
+LONGEST = 4096  # bytes of a Step; longer ones come through the daemon
 STEP_BYTES = 64  # about what a Step takes on the lane, for the limits
 AFTER_STEPS = 16  # that a job ran alone, one after the other, and the device answered
 
@@ -34,6 +35,7 @@ class Loans:
         self, desk: Desk, device: Lending, tell: Callable[[ev.Event, float], None], clock: Callable[[], float]
     ) -> None:
         self.out: JobRecord | None = None  # whose lane the device may take steps from
+        self.due: JobRecord | None = None  # whose lane is to be lent with its next step
         self.telling = False  # an event of a step that the device took is being told
         self._desk = desk
         self._device = device
@@ -48,27 +50,38 @@ class Loans:
     # ---- lending
 
     def finished(self, job: JobRecord, answered: bool) -> None:
-        """A step of the job is over. Lend its lane if it has been alone for long enough."""
-        if job is not self._last or not answered or job.steps:
-            self._last, self._alone = job, 0
+        """A step of the job is over. Its lane is due to be lent once it has been alone for long enough."""
+        if job is not self._last or not answered:
+            self._last, self._alone, self.due = job, 0, None
             return
         self._alone += 1
-        if self._alone >= AFTER_STEPS and self.out is None and not self._back and not self._desk.events:
-            self._alone = 0
-            self._lend(job)
+        if self._alone >= AFTER_STEPS:
+            self.due = job
 
-    def _lend(self, job: JobRecord) -> None:
+    def takes(self, session: SessionRecord, step: Any) -> bool:
+        """Lend the lane that is due, together with the step that has just been read from it, last of all; whether
+        that was done. A step that came by itself, and not behind others, will be followed by such."""
+        job = self.due
+        if job is None or job.session is not session or type(step) is not msg.Step or step.job != job.id:
+            return False
+        if job.steps:
+            self._desk.catch_up(job)  # it may be over, and we have not heard
+        due, self.due, self._alone = self.due, None, 0
+        if due is not job or job.steps or self.out is not None or self._back or self._desk.events:
+            return False
         cuts = self._desk.core.standing(job.id)
-        session = job.session
         terms = [
             LoanTerms(program.id, cuts[program.id], program.slots, tuple(map(_kind, program.scalars)))
             for program in job.programs.values()
             if program.id in cuts and program.announced
         ]
-        if terms and len(session.jobs) == 1 and self._desk.router.lend(session.id):
-            self.out = job
-            log.debug("job %s: its lane is lent to the device", job.short)
-            self._device.lend(job.id, step_head(job.id), job.last_step, terms)
+        packet = bytes(encode_alone(step))
+        if not terms or len(packet) > LONGEST or len(session.jobs) != 1 or not self._desk.router.lend(session.id):
+            return False
+        log.debug("job %s: its lane is lent to the device", job.short)
+        self.out = job
+        self._device.lend(job.id, step_head(job.id), job.last_step, terms, packet)
+        return True
 
     # ---- what the device did meanwhile
 
@@ -83,10 +96,11 @@ class Loans:
         job, self.out = self.out, None
         if job is None:
             return
-        self._alone = 0
         self._back[job.id] = job
+        log.debug("job %s: its lane is wanted back", job.short)
         runs = self._device.recall(job.id)
         self._catch_up(job, self._device.ran(job.id))
+        self._alone, self.due = 0, None
         if runs is not None:
             launch = self._begin(job, runs)
             step = job.steps[launch.step]
@@ -111,6 +125,7 @@ class Loans:
         self._catch_up(job, ended)
         if len(ended) < len(event.ran):
             self._begin(job, event.ran[-1])  # the job is lost with it, which comes next
+        self._alone, self.due = 0, None
         self._desk.router.take_back(job.session.id, event.packet, self._clock())
 
     def gone(self, job_id: JobId) -> None:

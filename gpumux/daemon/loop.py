@@ -154,9 +154,11 @@ class Loop:
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
         if lanes:
-            for arrival in self._router.receive_lanes(lanes, now):
-                self._arrived(arrival, now)
-                self._settle(now)
+            arrivals = self._router.receive_lanes(lanes, now)
+            if not (len(arrivals) == 1 and self._lent(arrivals[0])):
+                for arrival in arrivals:
+                    self._arrived(arrival, now)
+                    self._settle(now)
         if "clients" in ready:
             for arrival in self._router.receive(now):
                 self._arrived(arrival, now)
@@ -234,6 +236,13 @@ class Loop:
         while events:
             for command in handle(events.popleft(), now):
                 handlers[type(command)](command)
+
+    def _lent(self, arrival: wire.Arrival) -> bool:
+        """Whether a step that came alone is left to the device, with all that follow."""
+        if self._loans is None or self._loans.due is None or type(arrival) is not wire.Incoming:
+            return False
+        session = self.desk.books.sessions.get(arrival.session)
+        return session is not None and self._loans.takes(session, arrival.message)
 
     def _tell(self, event: ev.Event, when: float) -> None:
         """Let the core see an event of the past, ahead of those that wait."""

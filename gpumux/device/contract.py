@@ -298,9 +298,9 @@ class Lending(Answering, Protocol):
     before the lane is out of the device's hands.
     """
 
-    def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms]) -> None:
-        """Let the device read the lane it answers the job on, where nothing of the job is outstanding. A Step begins
-        with `head`; steps are numbered upwards from `last`."""
+    def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms], first: bytes) -> None:
+        """Let the device read the lane it answers the job on, where nothing of the job is outstanding. `first` was read
+        from it already and is to be acted on first. A Step begins with `head`; steps are numbered upwards from `last`."""
 
     def ran(self, job: JobId) -> list[StepRan]:
         """Steps taken from the lane that have ended, oldest first, each told once."""

@@ -19,6 +19,7 @@ from gpumux.program import codec
 from gpumux.program.ir import slot_layout
 from gpumux.wire import messages as msg
 from gpumux.wire import router as wire
+from gpumux.wire.codec import decode_step
 from gpumux.wire.dataplane import Segment
 
 INFO = DeviceInfo("fake", "a fake", 1 << 30, 1, 0, "none", {"low": 0.002, "high": 0.002})
@@ -241,8 +242,11 @@ class LendingDevice(AnsweringDevice):
         self.ended: list[dev.StepRan] = []
         self.adopted: list[dev.Launch] = []
 
-    def lend(self, job, head, last, terms):
+    def lend(self, job, head, last, terms, first):
         assert not self.terms, "one lane at a time"
+        assert first.startswith(head)
+        self.first = decode_step(first)
+        assert self.first.step > last
         assert job in self.lanes
         assert not [item for item in self.work if isinstance(item, dev.Launch)], "lent beside launches"
         self.terms[job] = list(terms)
@@ -316,6 +320,7 @@ class FakeRouter:
     def __init__(self):
         self.counters: Counter[str] = Counter()
         self.arrivals: list[wire.Arrival] = []
+        self.on_lane: list[wire.Arrival] = []
         self.sent: list[tuple[SessionId, msg.Message, list[bytes]]] = []
         self.segments: dict[tuple[SessionId, int], int] = {}
         self.open: dict[SessionId, Peer] = {}
@@ -352,7 +357,8 @@ class FakeRouter:
         return self.lane if session in self.open else None
 
     def receive_lanes(self, ready, now):
-        return []
+        arrivals, self.on_lane = self.on_lane, []
+        return arrivals
 
     def receive(self, now):
         arrivals, self.arrivals = self.arrivals, []
@@ -396,9 +402,9 @@ class Daemon:
     def turn(self):
         """Turns until nothing is left to do but what the fake device holds back."""
         while True:
-            self.loop.turn()
+            self.loop.turn(lanes=[(0, 1)] if self.router.on_lane else ())
             self.loop.core.check_invariants()
-            if not (self.device.events or self.router.arrivals or self.loop.desk.events):
+            if not (self.device.events or self.router.arrivals or self.router.on_lane or self.loop.desk.events):
                 return
 
     def connect(self, name: str, uid: int = 1000, inline: bool = False) -> str:
@@ -416,7 +422,10 @@ class Daemon:
 
     def say(self, session: str, message: msg.Message, *frames: bytes):
         """One message, and everything that comes of it at once: [(message, frames)] to that session."""
-        self.router.arrivals.append(wire.Incoming(SessionId(session), self.router.open[session], message, list(frames)))
+        by_lane = self.router.lane is not None and type(message) is msg.Step
+        assert not (by_lane and session in self.router.lent), "the daemon does not read a lane it lent"
+        arrivals = self.router.on_lane if by_lane else self.router.arrivals
+        arrivals.append(wire.Incoming(SessionId(session), self.router.open[session], message, list(frames)))
         return self.hear(session)
 
     def hear(self, session: str):

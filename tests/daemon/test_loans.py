@@ -10,6 +10,7 @@ from gpumux.daemon.loans import AFTER_STEPS
 from gpumux.device.contract import LoanTerms
 from gpumux.model import Fault
 from gpumux.wire import messages as msg
+from gpumux.wire.router import Incoming
 from tests.program import samples
 
 from .fakes import Daemon, LendingDevice
@@ -41,17 +42,21 @@ def run(daemon, first: int, count: int, session: str = "s", job: str = JOB) -> i
     for number in range(first, first + count):
         daemon.now += 0.01
         daemon.say(session, msg.Step(job, number, 0, 0, [], 0))
-        daemon.device.finish(daemon.now)
-        daemon.turn()
+        if not daemon.device.terms:
+            daemon.device.finish(daemon.now)
+            daemon.turn()
     return first + count
 
 
 def lend(daemon, first: int = 1) -> int:
-    """Have JOB alone until its lane is lent; the number of its next step."""
+    """Have JOB alone until its lane is lent, with a step that then runs; the number of its next step."""
     number = first
     while not daemon.device.terms:
         assert number < first + 3 * AFTER_STEPS
         number = run(daemon, number, 1)
+    assert daemon.device.first.step == number - 1
+    daemon.device.run(JOB, number - 1, daemon.now)
+    daemon.turn()
     return number
 
 
@@ -77,7 +82,7 @@ def test_what_the_device_ran_is_told_counted_and_timed_as_if_it_had_passed_by(ru
     running.turn()
     assert counted(running) == before + 5
     assert counted(running, 'gpumux_launches_total{priority="high"}') == launches + 5
-    assert running.router.counted == 5
+    assert running.router.counted == 6  # with the one that came with the lane
     told = story(running, number + 4)
     assert [line.split()[:1] for line in told] == plain
     assert told[-1].endswith("1.000 ms queued, 1.000 ms on the device, 2.000 ms in all")
@@ -135,6 +140,29 @@ def test_a_job_with_steps_in_flight_always_is_not_lent_to(running):
         running.say("s", step(number, slot=number % 2 == 0))
         running.device.finish(running.now)
         running.turn()
+    assert not running.device.terms
+
+
+def test_a_client_quicker_than_we_hear_is_lent_to_too(running):
+    running.device.quick = True
+    for number in range(1, 3 * AFTER_STEPS):
+        running.say("s", step(number, slot=number % 2))
+        if running.device.terms:
+            break
+        running.device.finish(running.now)  # answered, and nothing said of it
+    assert running.device.terms
+    assert running.device.first.step == number
+
+
+def test_steps_that_come_two_at_a_time_are_not_split(running):
+    """The second would be handled here, while the device has the first."""
+    for number in range(1, 6 * AFTER_STEPS, 2):
+        for slot in (0, 1):
+            running.router.on_lane.append(Incoming("s", running.router.open["s"], step(number + slot, slot=slot), []))
+        running.turn()
+        for _ in range(2):
+            running.device.finish(running.now)
+            running.turn()
     assert not running.device.terms
 
 

@@ -39,9 +39,9 @@ class Lane:
         for _ in range(12):  # through all cuts
             self.job.step(self.program)
 
-    def lend(self, scalars: tuple[Any, ...] = ()) -> None:
-        terms = LoanTerms(self.program, self.job.cut[self.program], 2, scalars)
-        self.device.lend(self.job.job, step_head(self.job.job), self.job.steps - 1, [terms])
+    def lend(self, first: bytes = b"") -> None:
+        terms = LoanTerms(self.program, self.job.cut[self.program], 2, ())
+        self.device.lend(self.job.job, step_head(self.job.job), self.job.steps - 1, [terms], first)
 
     def send(self, slot: int = 0) -> int:
         number = self.job.steps
@@ -118,6 +118,18 @@ def test_what_is_no_ordinary_step_comes_back(driver: Driver, lanes: list[Lane]) 
     lane.lend()
     lane.client.send(lane.packet(number))  # the number of one that ran
     assert lane.returned().packet == lane.packet(number)
+
+
+def test_what_was_read_before_is_acted_on_or_comes_back(driver: Driver, lanes: list[Lane]) -> None:
+    lanes.append(lane := Lane(driver, samples.add_one()))
+    lane.settle()
+    lane.job.steps += 1
+    lane.lend(lane.packet(lane.job.steps))
+    assert lane.answer().step == lane.job.steps
+    lane.device.recall(lane.job.job)
+    assert lane.returned().packet == b""
+    lane.lend(b"odd")
+    assert lane.returned().packet == b"odd"
 
 
 def test_a_recall_in_the_middle_loses_and_repeats_nothing(driver: Driver, lanes: list[Lane]) -> None:

@@ -8,7 +8,7 @@ their own, so that the hot path is a plain recv. Bodies longer than a packet go 
     zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
                          TRANSFER [..] +fd · PROFILE [program] · LANE [answer form] +fd ·
-                         LEND [head, last step, terms] +fd · RECALL
+                         LEND [head, last step, terms, first] +fd · RECALL
     executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · RAN ·
                          RETURNED + the packet of the lane that was not acted on
     checker -> daemon    CHECKED · REFUSED

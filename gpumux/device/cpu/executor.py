@@ -92,8 +92,8 @@ class Executor:
                 self._answers.use(fds[0], *unpack(body))
             elif tag == LEND:
                 self._borrow(fds[0], *unpack(body))
-            elif tag == RECALL:
-                self._give_back(b"")
+            elif tag == RECALL and self._lent is not None:
+                self._give_back(self._lent.packet)
             elif tag == TRANSFER:
                 self._transfer(unpack(body), fds)
             elif tag == PROFILE:
@@ -120,14 +120,14 @@ class Executor:
             self._recut(program, loaded)
         return True
 
-    def _borrow(self, token: int, head: bytes, last: int, terms: Any) -> None:
+    def _borrow(self, token: int, head: bytes, last: int, terms: Any, first: bytes) -> None:
         """Read the lane we answer on ourselves, from now on."""
         lane, self._token = self._answers.lane, token
         if lane is None:
-            self._channel.send(RETURNED, b"")
+            self._channel.send(RETURNED, first)
             os.close(token)
             return
-        self._lent = LentLane(self._channel.fileno(), lane, token, self._page, head, last, terms)
+        self._lent = LentLane(self._channel.fileno(), lane, token, self._page, head, last, terms, first)
 
     def _give_back(self, packet: bytes) -> None:
         """The lane is the daemon's again, unless that was so already."""

@@ -238,7 +238,7 @@ def _send(channel: Channel, command: Command | Errand) -> None:
         if isinstance(command, Answers):
             channel.send(LANE, command.form, command.held.fds)
         elif isinstance(command, Lend):
-            channel.send(LEND, [command.head, command.last, command.terms], command.held.fds)
+            channel.send(LEND, [command.head, command.last, command.terms, command.first], command.held.fds)
         elif isinstance(command, Load):
             channel.send(LOAD, [], command.held.fds)
         else:

@@ -55,9 +55,17 @@ class LentLane:
     """`lane` and `token` are used, not owned; `channel` is where the daemon may say something."""
 
     def __init__(
-        self, channel: int, lane: socket.socket, token: int, page: mmap.mmap, head: bytes, last: int, terms: Any
+        self,
+        channel: int,
+        lane: socket.socket,
+        token: int,
+        page: mmap.mmap,
+        head: bytes,
+        last: int,
+        terms: Any,
+        first: bytes,
     ) -> None:
-        self.packet = b""  # what was taken from the lane and not acted on, once `take` has given up
+        self.packet = first  # what was taken from the lane and not acted on yet
         self._receive = lane.recv
         self._lane = lane.fileno()
         self._token = token
@@ -75,6 +83,8 @@ class LentLane:
 
     def ready(self) -> bool:
         """Wait; whether the lane has something, and the daemon has not."""
+        if self.packet:
+            return True
         events = self._poller.poll(IDLE_S * 1000)
         if not events:
             gc.collect()
@@ -83,13 +93,15 @@ class LentLane:
 
     def take(self) -> Taken | None:
         """The client's next step, which is to be run and then said to have `ended`. None: the lane goes back."""
-        try:
-            packet = self._receive(PACKET + 1, socket.MSG_DONTWAIT)
-        except OSError:
-            return None
-        submitted = monotonic()
-        found = self._read(packet, submitted)
+        packet = self.packet
+        if not packet:
+            try:
+                packet = self._receive(PACKET + 1, socket.MSG_DONTWAIT)
+            except OSError:
+                return None
+        found = self._read(packet, monotonic())
         if found is not None and self._begin(found):
+            self.packet = b""
             return found
         self.packet = packet
         return None

@@ -27,6 +27,7 @@ class Lend:
     head: bytes
     last: int
     terms: tuple[LoanTerms, ...]
+    first: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,11 @@ class Lender:
     def _send(self, executor: Executor, command: Command | Errand) -> None:
         raise NotImplementedError
 
-    def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms]) -> None:
+    def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms], first: bytes) -> None:
         executor = self._live(job)
         if executor is not None:
             executor.loan = loan = Loan(executor.page, terms)
-            self._send(executor, Lend(Descriptors((os.dup(loan.token),)), head, last, tuple(terms)))
+            self._send(executor, Lend(Descriptors((os.dup(loan.token),)), head, last, tuple(terms), first))
 
     def ran(self, job: JobId) -> list[StepRan]:
         executor = self._live(job)

@@ -40,10 +40,10 @@ class Both:
         self.last = last
         self.lend()
 
-    def lend(self) -> None:
+    def lend(self, first: bytes = b"") -> None:
         self.loan = self.executor.loan = Loan(self.page, [LoanTerms(*terms) for terms in TERMS])
         self.lent = LentLane(
-            self.channel.fileno(), self.lane, self.loan.token, self.page, step_head(JOB), self.last, TERMS
+            self.channel.fileno(), self.lane, self.loan.token, self.page, step_head(JOB), self.last, TERMS, first
         )
 
     def send(self, step: int, program: int = 1, slot: int = 0, scalars: tuple = ()) -> bytes:
@@ -85,6 +85,19 @@ def test_a_step_is_taken_as_it_was_sent_and_recorded(lane):
     assert lane.loan.ran() == [StepRan(StepId(7), ProgramId(0), 1, taken.submitted, 10.0, 11.0, True)]
     assert lane.loan.ran() == []
     assert lane.loan.running() is None
+
+
+def test_what_was_read_before_is_acted_on_first(lane):
+    first = lane.send(1)
+    assert lane.lane.recv(1000) == first
+    lane.send(2)
+    lane.loan.close()
+    lane.lend(first)
+    for number in (1, 2):
+        assert lane.lent.ready()
+        assert lane.lent.take().step == number
+        lane.lent.ended(1.0, 2.0, True)
+    assert [step.step for step in lane.loan.ran()] == [1, 2]
 
 
 @pytest.mark.parametrize(
