@@ -17,7 +17,7 @@ class CurrentNumerics:
 
     def apply(self, wanted: Numerics) -> None:
         """Raises ProgramError when this machine can't do what the program asks."""
-        if wanted == self._now:
+        if wanted is self._now or wanted == self._now:
             return
         self._now = None
         torch.set_float32_matmul_precision(wanted.matmul_precision)
