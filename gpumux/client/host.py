@@ -296,6 +296,8 @@ class Evaluator:
     def run(self, env: Mapping[str, Number]) -> list[Number] | None:
         """Values of the wanted expressions, or None when a guard no longer holds. A formula that
         raises (a division by zero the traced path would have met too) counts as not holding."""
+        if not (self._wanted or self._checks):
+            return []
         try:
             values: list[Any] = list(map(env.__getitem__, self._vars))
             if list(map(type, values)) != self._types:

@@ -109,6 +109,7 @@ class StaleGuard:
         """What is there now is what we expect to see next time."""
         self._tensors = [t for _, t in self._table.tensors]
         self._states = [o.state for o in self._table.optimizers]
+        self._stateless = not (self._tensors or self._states or self._table.models)
         entries = [entry for state in self._states for entry in state.values()]
         self._flat = all(type(e) is dict and not any(isinstance(v, _NESTED) for v in e.values()) for e in entries)
         self._leaves = self._leaves_now()
@@ -128,6 +129,8 @@ class StaleGuard:
 
     def check_writes(self) -> None:
         """Raises LocalWrite when local state was written or replaced since the last verb."""
+        if self._stateless:
+            return
         if self._now() != self._expected or self._table.replaced() or self._replaced() or self._grads_changed():
             raise LocalWrite(
                 f"the local model or optimizer was changed while job {self._name!r} holds its state in the daemon",

@@ -118,10 +118,11 @@ class LentLane:
         terms = self._terms.get(program)
         if terms is None or frames or not (self._last < step <= _MAX_INT and 0 <= slot < terms[1]):
             return None
-        if scalars and any(type(value) is int and not -_MAX_INT - 1 <= value <= _MAX_INT for value in scalars):
-            return None
-        if tuple(map(type, scalars)) != terms[2]:
-            return None
+        if scalars or terms[2]:
+            if any(type(value) is int and not -_MAX_INT - 1 <= value <= _MAX_INT for value in scalars):
+                return None
+            if tuple(map(type, scalars)) != terms[2]:
+                return None
         return Taken(step, program, terms[0], slot, scalars, submitted)
 
     def _begin(self, taken: Taken) -> bool:
