@@ -143,7 +143,9 @@ def test_a_recall_in_the_middle_loses_and_repeats_nothing(driver: Driver, lanes:
         runs = lane.device.recall(lane.job.job)
         told = [step.step for step in lane.device.ran(lane.job.job)]
         if runs is not None:
-            assert (told, runs.ended) == ([], 0.0) if runs.step == first else ([first], 0.0)
+            assert told == (
+                [] if runs.step == first else [first]
+            )  # the first may be answered and not be noted as ended yet
             number = LaunchId(10**6 + turn)
             cut = lane.job.cut[lane.program]
             lane.device.adopt(
