@@ -306,8 +306,8 @@ class Lending(Answering, Protocol):
         """Steps taken from the lane that have ended, oldest first, each told once."""
 
     def recall(self, job: JobId) -> StepRan | None:
-        """Take no further step. The step that runs now, if one does; what ended before is told by `ran`, which is to
-        be asked next."""
+        """Take no further step. The step that runs now, if one does: that one is to be adopted, and `ran` won't tell it however
+        soon it ends. What ended before is told by `ran`, which is to be asked next."""
 
     def adopt(self, launch: Launch) -> None:
         """The step that `recall` named is this launch -> LaunchDone, like any other. After `recall`, once."""

@@ -43,6 +43,7 @@ class Loan:
         self.token = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.adopted: Launch | None = None
         self._page = page
+        self._limit = -1  # the number of the step that ran when the lane was recalled: not told before that is over
 
     def close(self) -> None:
         os.close(self.token)
@@ -52,13 +53,24 @@ class Loan:
         try:
             os.eventfd_read(self.token)
         except BlockingIOError:
-            return self.running()
+            (count,) = COUNT.unpack_from(self._page, RAN_AT)
+            running = self._running(count)
+            if running is not None:
+                self._limit = count  # it may end at any moment, and is to be told once
+            return running
         return None
+
+    def over(self) -> list[StepRan]:
+        """What has ended and was not told, the step that ran at the end included."""
+        self._limit = -1
+        return self.ran()
 
     def ran(self) -> list[StepRan]:
         """What has ended since this was asked last."""
         page = self._page
         (read,), (count,) = COUNT.unpack_from(page, READ_AT), COUNT.unpack_from(page, RAN_AT)
+        if 0 <= self._limit < count:
+            count = self._limit
         if read == count:
             return []
         found = [self._entry(number) for number in range(read, count)]
@@ -67,7 +79,9 @@ class Loan:
 
     def running(self) -> StepRan | None:
         """The step that was begun and has not ended. Of a process that may start no other."""
-        (count,) = COUNT.unpack_from(self._page, RAN_AT)
+        return self._running(COUNT.unpack_from(self._page, RAN_AT)[0])
+
+    def _running(self, count: int) -> StepRan | None:
         return self._entry(count) if COUNT.unpack_from(self._page, TAKEN_AT)[0] > count else None
 
     def _entry(self, number: int) -> StepRan:
@@ -79,7 +93,7 @@ def returned(executor: Executor, schedule: Schedule[Command], packet: bytes) -> 
     loan, executor.loan = executor.loan, None
     if loan is None:
         return []
-    ran: list[StepRan] = loan.ran()
+    ran: list[StepRan] = loan.over()
     ends: list[DeviceEvent] = []
     adopted = loan.adopted
     if adopted is not None and ran and ran[-1].step == adopted.step:
