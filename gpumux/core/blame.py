@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from gpumux.core.board import Launch
 from gpumux.core.cells import GAP, Cell
-from gpumux.core.estimates import HighModel
+from gpumux.core.estimates import HighModel, Pair
 
 RECENT = 8  # low launches that ended, kept to be blamed
 UNKNOWN = 0.05  # weight of a launch nothing is known of: what all share equally
@@ -69,30 +69,32 @@ def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> l
 def share_out(model: HighModel, piece: int, excess: float, found: list[tuple[Launch, float]]) -> list[Cell]:
     """Charge `excess` seconds of the piece to the launches beside it; the cells that learned of it."""
     least = max(LEAST_OVERLAP * model.refs[piece], LEAST_S)
-    pairs = [model.pair(launch.key) for launch, _ in found]
     if len(found) == 1:
-        weights = [1.0]
+        launch, seconds = found[0]
+        return [_charge(model.pair(launch.key), launch, piece, seconds, least, excess)]
+    pairs = [model.pair(launch.key) for launch, _ in found]
+    weights = [
+        seconds * (UNKNOWN + max(0.0, pair.cells[piece].mean)) for (_, seconds), pair in zip(found, pairs, strict=True)
+    ]
+    part = excess / sum(weights)
+    return [
+        _charge(pair, launch, piece, seconds, least, part * weight)
+        for (launch, seconds), pair, weight in zip(found, pairs, weights, strict=True)
+    ]
+
+
+def _charge(pair: Pair, launch: Launch, piece: int, seconds: float, least: float, mine: float) -> Cell:
+    launch.blamed += mine
+    launch.here += mine
+    rate = mine / (seconds if seconds > least else least) / pair.harm(launch.step.bounds[launch.piece])
+    weight = seconds / (4 * least) + 0.25
+    pair.add(piece, rate, weight if weight < 1.0 else 1.0)
+    cell = pair.cells[piece]
+    if launch.ended:
+        went(cell, launch.speed)
     else:
-        weights = [
-            seconds * (UNKNOWN + max(0.0, pair.cells[piece].mean))
-            for (_, seconds), pair in zip(found, pairs, strict=True)
-        ]
-        total = sum(weights)
-        weights = [weight / total for weight in weights]
-    cells = []
-    for (launch, seconds), pair, weight in zip(found, pairs, weights, strict=True):
-        mine = excess * weight
-        launch.blamed += mine
-        launch.here += mine
-        rate = mine / (seconds if seconds > least else least) / pair.harm(launch.step.bounds[launch.piece])
-        pair.add(piece, rate, min(1.0, seconds / (4 * least) + 0.25))
-        cell = pair.cells[piece]
-        cells.append(cell)
-        if launch.ended:
-            went(cell, launch.speed)
-        else:
-            launch.touched.append(cell)
-    return cells
+        launch.touched.append(cell)
+    return cell
 
 
 def went(cell: Cell, speed: float) -> None:

@@ -53,17 +53,20 @@ class Cell:
         return sorted(self.newest)[len(self.newest) // 2] if self.newest else 0.0
 
     def add(self, rate: float, weight: float = 1.0) -> None:
-        self.newest = (*self.newest[-2:], rate)
+        newest = self.newest
+        self.newest = (newest[1], newest[2], rate) if len(newest) == 3 else (*newest, rate)
         self.count += 1
         if self.count <= CREDIBLE:
             self.mean = self.median
             self.deviation = sum([abs(x - self.mean) for x in self.newest]) / self.count
             return
-        part = weight / min(self.count, MEMORY)
-        bound = CLIP * self.deviation + self.floor + 0.1 * abs(self.mean)
-        off = max(-bound, min(bound, rate - self.mean))
-        self.mean += part * off
-        self.deviation += part * (min(abs(rate - self.mean), 2 * bound) - self.deviation)
+        # For every high piece beside low work: comparisons cost a third of what calls of min and max do.
+        part, mean = weight / (self.count if self.count < MEMORY else MEMORY), self.mean
+        bound = CLIP * self.deviation + self.floor + 0.1 * (mean if mean > 0.0 else -mean)
+        off = rate - mean
+        self.mean = mean = mean + part * (bound if off > bound else -bound if off < -bound else off)
+        off = rate - mean if rate > mean else mean - rate
+        self.deviation += part * ((off if off < 2 * bound else 2 * bound) - self.deviation)
 
     def restart(self) -> None:
         """Forget the samples, but not the ban: what was known is no longer so."""

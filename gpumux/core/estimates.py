@@ -14,11 +14,12 @@ from math import inf
 from typing import TypeAlias
 
 from gpumux.core.baseline import Baseline
-from gpumux.core.cells import FIRST_SPREAD, GAP, TIMED_SPREAD, Cell, Launched, Spot
+from gpumux.core.cells import FIRST_SPREAD, FLOOR_S, GAP, TIMED_SPREAD, Cell, Launched, Spot
 from gpumux.core.places import MOMENTS, Places
 from gpumux.core.queue import PairKey
 
 LEAST_HARM = 0.25
+MOVED = 0.05  # of what a launch may cost: a change that plans are made anew for
 MOST_PAIRS = 256  # low programs and shares remembered of a high program: the oldest go first
 MOST_PLACES = 4096  # kinds of launches remembered of one of them
 LEAST_EXPOSED = 0.3  # of a launch: what is felt of less says little of the whole
@@ -57,7 +58,7 @@ class Pair:
         self.uppers = [0.0] * pieces
         self.banned = [False] * pieces
         self.any_ban = False
-        self.launches: dict[Spot, Launched] = {}
+        self.launches: dict[tuple[int, int, int], Launched] = {}  # by Spot, which plain tuples equal
         self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low operator
         self.bests: dict[int, tuple[int, float]] = {}  # see `best`
         self.lows: dict[int, Launched] = {}  # wherever they were made, by low operator
@@ -98,12 +99,14 @@ class Pair:
             launched = self.launches[spot] = Launched(TIMED_SPREAD if spot.moment in MOMENTS else FIRST_SPREAD)
             if spot.piece != GAP:
                 self.spots.setdefault(spot.low, []).append(launched)
+        mean, upper = launched.cell.mean, launched.upper
         launched.add(cost, peak, rate, seconds, step)
+        moved = abs(launched.cell.mean - mean) + abs(launched.upper - upper) > MOVED * upper + FLOOR_S
         if spot.piece != GAP:
             whole = max(exposed, LEAST_EXPOSED)
             self.lows.setdefault(spot.low, Launched()).add(cost / whole, peak / whole, rate, seconds, step)
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
-            self.places.learn(spot, self.key.share, cost, launched.cell.count)
+            self.places.learn(spot, self.key.share, cost, launched.cell.count, moved)
 
     def best(self, low: int, since: int) -> float:
         """The least that launches beginning with `low` were found to cost since step `since`; inf: nothing known."""

@@ -22,6 +22,7 @@ def device_opened(core: CoreState, event: ev.DeviceOpened) -> None:
         return core.ignore()
     core.info = event.info
     core.policy = core.policy_class(core.config, event.info)
+    core.guard = core.policy.guard
     return core.ledger.open_device(event.info.memory_bytes)
 
 

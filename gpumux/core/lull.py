@@ -11,7 +11,7 @@ from bisect import bisect_right
 from math import inf
 
 from gpumux.core.blame import OVERLAPPING
-from gpumux.core.lookahead import MANY, Gaps
+from gpumux.core.lookahead import MANY, NEXT, Gaps
 
 AHEAD = 16  # gaps looked at, and those within a quarter of the launch: then it is time to look again
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
@@ -53,7 +53,7 @@ def wait(
     if worst > room or budget < 0.0:  # only where the next arrival is far enough away
         apart = seconds - max(0.0, room) / OVERLAPPING if budget >= 0.0 else seconds
         if gaps.widest(first) < apart:
-            return longest
+            return min(known[first + NEXT], longest) if first + NEXT < count else longest
         while known[first + 1] - known[first] < apart:
             first += 1
     soon = waited + seconds / 4

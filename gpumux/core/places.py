@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpumux.core.bans import PROBE_EVERY
-from gpumux.core.cells import FORGET, Spot
+from gpumux.core.cells import CREDIBLE, FORGET, Spot
 
 if TYPE_CHECKING:
     from gpumux.core.estimates import Pair
@@ -77,9 +77,9 @@ class Places:
         self.plans: dict[int, Plan] = {}
         self.versions: dict[int, int] = {}
 
-    def learn(self, spot: Spot, share: float, cost: float, count: int) -> None:
+    def learn(self, spot: Spot, share: float, cost: float, count: int, moved: bool) -> None:
         """A launch at `spot`, the `count`-th there, cost so many seconds. Where launches are often is where they cost little: so that
-        this does not pass for what they cost anywhere, each place counts about once."""
+        this does not pass for what they cost anywhere, each place counts about once. `moved`: what is known of it is no longer what it was."""
         cost, fresh = max(0.0, cost), 1.0 / count
         base = self.base.get(spot.low)
         if base is None:
@@ -90,7 +90,8 @@ class Places:
                 self.effects[key] = self.effects.get(key, 1.0) + 0.4 * fresh * (effect - self.effects.get(key, 1.0))
             self.base[spot.low] = base + 0.15 * fresh * (cost - base)
         self.worst[spot.low] = max(cost, FORGET**fresh * self.worst.get(spot.low, 0.0))
-        self.versions[spot.low] = self.versions.get(spot.low, 0) + 1
+        if moved or count <= CREDIBLE:
+            self.versions[spot.low] = self.versions.get(spot.low, 0) + 1
 
     def expected(self, low: int, piece: int, moment: int, share: float) -> float:
         """What a launch is expected to cost that never began there."""
@@ -118,7 +119,7 @@ class Places:
             lasts = WORTH_S * seconds / share
             for index in range(3 * count):
                 piece, moment = divmod(index, 3)
-                known = launches.get(Spot(piece, moment, low))
+                known = launches.get((piece, moment, low))
                 if known is not None and known.upper <= limit:
                     cost, upper, places = max(0.0, known.cell.mean), known.upper, tried
                     score = price * cost + lasts
@@ -149,7 +150,7 @@ class Places:
         for pair in self.pairs:
             for piece in range(len(pair.rates)):
                 for moment in MOMENTS:
-                    known = pair.launches.get(Spot(piece, moment, low))
+                    known = pair.launches.get((piece, moment, low))
                     if known is not None and known.upper <= limit:
                         return False
         return True

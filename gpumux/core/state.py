@@ -38,6 +38,7 @@ class CoreState:
         self.config = config
         self.policy_class = policy_named(config.policy)
         self.policy: Policy | None = None  # from DeviceOpened on
+        self.guard: Guard | None = None  # the policy's, if it has one
         self.info: DeviceInfo | None = None
         self.leaving: str | None = None  # why, once the daemon is on its way out
         self.sessions: dict[SessionId, Session] = {}
@@ -56,10 +57,6 @@ class CoreState:
         self.cause: Event = Tick()
         self.out: list[Command] = []
         self.touched: list[Job] = []  # jobs whose waiting may want explaining
-
-    @property
-    def guard(self) -> Guard | None:
-        return self.policy.guard if self.policy is not None else None
 
     def ignore(self) -> None:
         """This event is late or was said before; it changes nothing."""
