@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from gpumux.errors import ConfigError
+from gpumux.program import reading
 from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, TensorRef
 
 FORMAT = "gpumux-profile"
 VERSION = 1
 UNITS = {"seconds": "s", "nbytes": "B"}
-MAX_FILE_BYTES = 256 << 20
 RERECORD = "record it again with `gpumux jobs profile NAME -o FILE`, or mend the file"
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -162,12 +162,7 @@ def _flat(out: Out) -> Iterator[int]:
 
 def save(profile: StepProfile, path: Path) -> None:
     """Write it, one operator a line. Raises ConfigError when the file can't be written."""
-    try:
-        path.write_text(dumps(profile))
-    except OSError as error:
-        raise ConfigError(
-            f"can't write {path}: {error.strerror}", "choose a file in a directory you may write"
-        ) from None
+    reading.write_text(path, dumps(profile))
 
 
 def dumps(profile: StepProfile) -> str:
@@ -189,49 +184,27 @@ def dumps(profile: StepProfile) -> str:
 
 def load(path: Path) -> StepProfile:
     """Read a profile. Raises ConfigError, which names the file and the place, for whatever is wrong with it."""
+    body = reading.read_text(path, "a profile")
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", "name a profile")
-        text = path.read_text()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text", "name a profile") from None
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}", "name a profile that exists") from None
-    try:
-        return loads(text)
+        return loads(body)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", error.remedy) from None
 
 
 def loads(text: str) -> StepProfile:
     """The profile a file's text says. Raises ConfigError."""
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not JSON: {error}", RERECORD) from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise ConfigError("this is no profile", f'a profile says "format": "{FORMAT}"; {RERECORD}')
-    if body.get("version") != VERSION:
-        raise ConfigError(
-            f"a profile of version {body.get('version')!r}, and this gpumux reads {VERSION}",
-            "use the gpumux that recorded it, or record it again",
-        )
-    if body.get("units") != UNITS:
-        raise ConfigError(f"units {body.get('units')!r}", f"this gpumux reads {UNITS}")
+    body = reading.header(text, FORMAT, VERSION, UNITS, RERECORD)
     names = {f.name for f in fields(StepProfile)}
-    _same_keys("the profile", body, names | {"format", "version", "units"})
-    ops = _list("ops", body["ops"])
-    versions = body["versions"]
-    if not isinstance(versions, dict):
-        raise ConfigError(f"versions is {versions!r}", "give a map of names to versions")
+    reading.same_keys("the profile", body, names | {"format", "version", "units"}, RERECORD)
+    ops = reading.items("ops", body["ops"])
     return StepProfile(
-        name=_text("name", body["name"]),
-        device=_text("device", body["device"]),
+        name=reading.text("name", body["name"]),
+        device=reading.text("device", body["device"]),
         ops=tuple([_op(index, op) for index, op in enumerate(ops)]),
-        versions={name: _text(f"versions.{name}", value) for name, value in versions.items()},
-        recorded_at=None if body["recorded_at"] is None else _text("recorded_at", body["recorded_at"]),
-        batch=None if body["batch"] is None else _int("batch", body["batch"]),
-        note=_text("note", body["note"]),
+        versions=reading.names("versions", body["versions"]),
+        recorded_at=None if body["recorded_at"] is None else reading.text("recorded_at", body["recorded_at"]),
+        batch=None if body["batch"] is None else reading.whole("batch", body["batch"]),
+        note=reading.text("note", body["note"]),
     )
 
 
@@ -239,62 +212,28 @@ def _op(index: int, body: object) -> OpProfile:
     where = f"ops[{index}]"
     if not isinstance(body, dict):
         raise ConfigError(f"{where} is {body!r}", "give a map")
-    _same_keys(where, body, {f.name for f in fields(OpProfile)})
+    reading.same_keys(where, body, {f.name for f in fields(OpProfile)}, RERECORD)
     shapes = tuple(
-        tuple(_int(f"{where}.shapes", n) for n in _list(f"{where}.shapes", shape))
-        for shape in _list(f"{where}.shapes", body["shapes"])
+        tuple(reading.whole(f"{where}.shapes", n) for n in reading.items(f"{where}.shapes", shape))
+        for shape in reading.items(f"{where}.shapes", body["shapes"])
     )
     optional = {
-        name: None if body[name] is None else _int(f"{where}.{name}", body[name]) for name in ("blocks", "per_sm")
+        name: None if body[name] is None else reading.whole(f"{where}.{name}", body[name])
+        for name in ("blocks", "per_sm")
     }
-    source: Any = _text(f"{where}.source", body["source"])
+    source: Any = reading.text(f"{where}.source", body["source"])
     try:
         return OpProfile(
-            target=_text(f"{where}.target", body["target"]),
+            target=reading.text(f"{where}.target", body["target"]),
             shapes=shapes,
-            seconds=_number(f"{where}.seconds", body["seconds"]),
-            nbytes=_int(f"{where}.nbytes", body["nbytes"]),
+            seconds=reading.number(f"{where}.seconds", body["seconds"]),
+            nbytes=reading.whole(f"{where}.nbytes", body["nbytes"]),
             blocks=optional["blocks"],
             per_sm=optional["per_sm"],
-            sensitivity=_number(f"{where}.sensitivity", body["sensitivity"]),
+            sensitivity=reading.number(f"{where}.sensitivity", body["sensitivity"]),
             source=source,
         )
     except ConfigError as error:
         raise (
             error if error.message.startswith(where) else ConfigError(f"{where}: {error.message}", error.remedy)
         ) from None
-
-
-def _same_keys(where: str, body: Mapping[str, object], wanted: set[str]) -> None:
-    unknown, missing = sorted(set(body) - wanted), sorted(wanted - set(body))
-    if unknown:
-        raise ConfigError(f"{where} has the unknown key {unknown[0]!r}", f"its keys are {', '.join(sorted(wanted))}")
-    if missing:
-        raise ConfigError(f"{where} lacks {missing[0]!r}", RERECORD)
-
-
-def _text(where: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{where} is {value!r}", "give a string")
-    return value
-
-
-def _int(where: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{where} is {value!r}", "give a whole number")
-    return value
-
-
-def _number(where: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{where} is {value!r}", "give a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError(f"{where} is beyond what a float holds", "give a smaller number") from None
-
-
-def _list(where: str, value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{where} is {value!r}", "give a list")
-    return value

@@ -1,0 +1,95 @@
+"""Reading JSON files that people may have edited: every mistake is a ConfigError that names the place and the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpumux.errors import ConfigError
+
+MAX_FILE_BYTES = 256 << 20
+
+
+def read_text(path: Path, what: str) -> str:
+    """A file's text. `what` says what should be in it, as in "a profile". Raises ConfigError."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB", f"name {what}")
+        return path.read_text()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text", f"name {what}") from None
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}", f"name {what} that exists") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file. Raises ConfigError when that can't be done."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            f"can't write {path}: {error.strerror}", "choose a file in a directory you may write"
+        ) from None
+
+
+def header(text: str, kind: str, version: int, units: Mapping[str, str], remedy: str) -> dict[str, Any]:
+    """The JSON map in `text`, if it says that it is of this format, version and units. Raises ConfigError."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON: {error}", remedy) from None
+    if not isinstance(body, dict) or body.get("format") != kind:
+        raise ConfigError("this is no profile", f'a profile says "format": "{kind}"; {remedy}')
+    if body.get("version") != version:
+        raise ConfigError(
+            f"a profile of version {body.get('version')!r}, and this gpumux reads {version}",
+            "use the gpumux that recorded it, or record it again",
+        )
+    if body.get("units") != units:
+        raise ConfigError(f"units {body.get('units')!r}", f"this gpumux reads {units}")
+    return body
+
+
+def same_keys(where: str, body: Mapping[str, object], wanted: set[str], remedy: str) -> None:
+    """Neither a key too many nor one too few."""
+    unknown, missing = sorted(set(body) - wanted), sorted(wanted - set(body))
+    if unknown:
+        raise ConfigError(f"{where} has the unknown key {unknown[0]!r}", f"its keys are {', '.join(sorted(wanted))}")
+    if missing:
+        raise ConfigError(f"{where} lacks {missing[0]!r}", remedy)
+
+
+def text(where: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{where} is {value!r}", "give a string")
+    return value
+
+
+def whole(where: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{where} is {value!r}", "give a whole number")
+    return value
+
+
+def number(where: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{where} is {value!r}", "give a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{where} is beyond what a float holds", "give a smaller number") from None
+
+
+def items(where: str, value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{where} is {value!r}", "give a list")
+    return value
+
+
+def names(where: str, value: object) -> dict[str, str]:
+    """A map of names to versions."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is {value!r}", "give a map of names to versions")
+    return {name: text(f"{where}.{name}", each) for name, each in value.items()}
