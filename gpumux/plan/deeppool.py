@@ -1,0 +1,251 @@
+"""DeepPool's search as published (section 4.2): Algorithm 1 on chains, and its reduction of branch-join blocks to one edge.
+
+The paper's names are kept: S[i][g], the shortest time to complete layers 1..i with g GPUs for i, and T[i][g], the time spent
+on layer i by that way. What the text leaves open is done as in the authors' program (parallelizationPlanner.py of
+DeepPoolML/DeepPool at 7f823f2): a joining layer's T has the transfers from all its branches. Layer 0 costs nothing: the
+input is loaded where it is wanted. The search is exact only where the limit excludes nothing, since it keeps one way to
+each state, the quickest, though a slower one may be the only way on that keeps the limit; and it may exceed the limit,
+since the first count tried is always admitted. See docs/planning.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from gpumux.plan.costs import TOLERANCE, Costs
+from gpumux.plan.graph import Block, Chain, Graph
+from gpumux.plan.plan import Placement
+
+
+@dataclass
+class _State:
+    """One layer on one number of GPUs, and how it was reached."""
+
+    s: float
+    t: float
+    came_from: int | None = None  # GPUs of the layer before, or of the branching layer
+    merged: _Merged | None = None  # for a joining layer, what lies between
+
+
+@dataclass
+class _Merged:
+    """A block reduced to the edge from the branching layer (on one count) to the joining one (on one count). `ends`: for
+    each branch, the count of its last layer (None: it is empty)."""
+
+    tr: float
+    incoming: float
+    ends: list[int | None]
+    away: list[bool]
+    searches: list[_Search]
+
+
+@dataclass
+class _Search:
+    """A linear search's tables: for each layer of the chain, its states by count."""
+
+    layers: list[int] = field(default_factory=list)
+    states: list[dict[int, _State]] = field(default_factory=list)
+    blocks: dict[int, Block] = field(default_factory=dict)  # by position of the joining layer
+
+
+class _Searcher:
+    def __init__(self, costs: Costs, limit: float) -> None:
+        self.costs, self.limit = costs, limit
+
+    def amp(self, layer: int, g: int, seconds: float) -> float:
+        """Amp(i, g) of section 4.2, from T(i, g)."""
+        single = self.costs.comp(layer, 1)
+        if not single:
+            return inf if seconds * g > 0 else 0.0
+        return seconds * g / single
+
+    def linear(self, chain: Chain, fork: int | None, start: dict[int, _State] | None, gpus: int) -> _Search:
+        """Algorithm 1 over a chain that follows `fork` in the states `start` (None: at the very beginning); `gpus` is
+        what the branches of a block share."""
+        found = _Search()
+        layer, states, block = fork, start, None
+        for each in chain:
+            if isinstance(each, Block):
+                block = each
+                continue
+            if layer is None or states is None:
+                states = {g: self._first(each, g) for g in self.costs.counts}
+            elif block is not None:
+                found.blocks[len(found.layers)] = block
+                states, block = self._join(block, layer, states, each, gpus), None
+            else:
+                states = {g: self._step(layer, states, each, g) for g in self.costs.counts}
+            layer = each
+            found.layers.append(each)
+            found.states.append(states)
+        return found
+
+    def _first(self, layer: int, g: int) -> _State:
+        seconds = self.costs.comp(layer, g) + self.costs.sync(layer, g)
+        return _State(seconds, seconds)
+
+    def _step(self, before: int, states: dict[int, _State], layer: int, g: int) -> _State:
+        """The body of Algorithm 1: the best way to `layer` on g GPUs."""
+        best_h, best_s, best_t = self._best(before, states, layer, g)
+        own = self.costs.comp(layer, g) + self.costs.sync(layer, g)
+        return _State(best_s + own, best_t + own, best_h)
+
+    def _best(self, before: int, states: dict[int, _State], layer: int, g: int) -> tuple[int | None, float, float]:
+        """Algorithm 1's innermost loop: (count of the layer before, bestS, bestT)."""
+        best_amp = best_s = best_t = inf
+        best_h = None
+        for h, state in states.items():
+            amp = self.amp(before, h, state.t)
+            if amp <= max(best_amp, self.limit * (1 + TOLERANCE)):
+                comm = self.costs.comm(before, h, g)
+                if state.s + comm <= best_s:
+                    best_s, best_t, best_h = state.s + comm, comm, h
+                    best_amp = min(best_amp, amp)
+        return best_h, best_s, best_t
+
+    def _join(self, block: Block, fork: int, states: dict[int, _State], join: int, gpus: int) -> dict[int, _State]:
+        """The same over tr instead of comm, for all counts of the joining layer."""
+        merged = {}
+        for h, state in states.items():
+            start = {h: _State(0.0, state.t)}
+            searches = [self.linear(branch, fork, start, self.costs.counts[-1]) for branch in block.branches]
+            for g in self.costs.counts:
+                merged[h, g] = self._merge(fork, h, searches, join, g, gpus)
+        joined = {}
+        for g in self.costs.counts:
+            best_amp = best_s = inf
+            best = _State(inf, inf)
+            own = self.costs.comp(join, g) + self.costs.sync(join, g)
+            for h, state in states.items():
+                amp = self.amp(fork, h, state.t)
+                edge = merged[h, g]
+                if amp <= max(best_amp, self.limit * (1 + TOLERANCE)) and state.s + edge.tr <= best_s:
+                    best_s = state.s + edge.tr
+                    best_amp = min(best_amp, amp)
+                    best = _State(best_s + own, edge.incoming + own, h, edge)
+            joined[g] = best
+        return joined
+
+    def _merge(self, fork: int, h: int, searches: list[_Search], join: int, g: int, gpus: int) -> _Merged:
+        """The critical branch is the longest. Each other one runs in parallel with it, on GPUs of its own, if it is not
+        longer for the samples that then move there and back, keeps the limit and finds enough GPUs; else after it."""
+        ends: list[int | None] = []
+        times, transfers = [], []
+        for search in searches:
+            if search.layers:
+                last = search.layers[-1]
+                x, seconds, comm = self._best(last, search.states[-1], join, g)
+                assert x is not None
+            else:
+                x, comm = None, self.costs.comm(fork, h, g)
+                seconds = comm
+            ends.append(x)
+            times.append(seconds)
+            transfers.append(comm)
+        critical = max(range(len(times)), key=lambda i: times[i])
+        away = [False] * len(times)
+        total, incoming = times[critical], sum(transfers)
+        home_gpus = self._widest(searches[critical], ends[critical])
+        left = gpus - home_gpus
+        own = self.costs.comp(join, g) + self.costs.sync(join, g)
+        for i in sorted(range(len(times)), key=lambda i: -times[i]):
+            if i == critical:
+                continue
+            x = ends[i]
+            need = self._widest(searches[i], x)
+            if x is not None and need <= left:
+                there, back = self._moved(searches[i], fork, h, x, join, g)
+                more = there.more + back.more
+                kept = self.amp(there.layer, there.gpus, there.seconds) <= self.limit * (1 + TOLERANCE)
+                kept = kept and self.amp(join, g, incoming + back.more + own) <= self.limit * (1 + TOLERANCE)
+                if kept and times[i] + more <= times[critical]:
+                    away[i] = True
+                    left -= need
+                    incoming += back.more
+                    continue
+            if need > home_gpus:  # it runs at home, where it must fit beside those that are away
+                if need - home_gpus > left:  # nobody is away, then
+                    return _Merged(sum(times), sum(transfers), ends, [False] * len(times), searches)
+                left -= need - home_gpus
+                home_gpus = need
+            total += times[i]
+        return _Merged(total, incoming, ends, away, searches)
+
+    def _moved(self, search: _Search, fork: int, h: int, x: int, join: int, g: int) -> tuple[_Transfer, _Transfer]:
+        """What the transfers at a branch's ends cost more when it is away, with T of its first layer then."""
+        path = _path(search, x)
+        first, last = search.layers[0], search.layers[-1]
+        costs, on = self.costs, path[0]
+        there = costs.moved(fork, h, on) - costs.comm(fork, h, on)
+        back = costs.moved(last, x, g) - costs.comm(last, x, g)
+        return (
+            _Transfer(there, first, on, search.states[0][on].t + there),
+            _Transfer(back, last, x, 0.0),
+        )
+
+    def _widest(self, search: _Search, x: int | None) -> int:
+        """GPUs that the branch's best way to count `x` of its last layer needs at once."""
+        if x is None:
+            return 0
+        path = _path(search, x)
+        found = max(path)
+        for place in search.blocks:
+            found = max(found, self._block_width(search, place, path[place]))
+        return min(count for count in self.costs.counts if count >= found)
+
+    def _block_width(self, search: _Search, place: int, g: int) -> int:
+        merged = search.states[place][g].merged
+        assert merged is not None
+        home, away = 0, 0
+        for inner, end, moved in zip(merged.searches, merged.ends, merged.away, strict=True):
+            need = self._widest(inner, end)
+            home, away = (home, away + need) if moved else (max(home, need), away)
+        return home + away
+
+
+@dataclass
+class _Transfer:
+    more: float
+    layer: int
+    gpus: int
+    seconds: float
+
+
+def _path(search: _Search, x: int) -> list[int]:
+    """Counts of the search's layers on the best way to count `x` of the last."""
+    counts = [x]
+    for states in reversed(search.states[1:]):
+        before = states[counts[-1]].came_from
+        assert before is not None
+        counts.append(before)
+    return counts[::-1]
+
+
+def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
+    """The published algorithm's plan. The last layer's count is the quickest that keeps the limit, or that exceeds it least
+    if none does."""
+    searcher = _Searcher(costs, limit)
+    found = searcher.linear(graph.chain, None, None, gpus)
+    last = found.layers[-1]
+    amps = {g: searcher.amp(last, g, state.t) for g, state in found.states[-1].items()}
+    keeping = [g for g in amps if amps[g] <= limit * (1 + TOLERANCE)]
+    states = found.states[-1]
+    g = min(keeping, key=lambda g: states[g].s) if keeping else min(amps, key=lambda g: amps[g])
+    placed: dict[int, int] = {}
+    away: set[tuple[int, int]] = set()
+    _collect(found, g, placed, away)
+    return Placement(tuple(placed[i] for i in range(len(graph.layers))), frozenset(away))
+
+
+def _collect(found: _Search, x: int, placed: dict[int, int], away: set[tuple[int, int]]) -> None:
+    path = _path(found, x)
+    placed.update(zip(found.layers, path, strict=True))
+    for place, block in found.blocks.items():
+        merged = found.states[place][path[place]].merged
+        assert merged is not None
+        for i, (inner, end) in enumerate(zip(merged.searches, merged.ends, strict=True)):
+            if merged.away[i]:
+                away.add((block.number, i))
+            if end is not None:
+                _collect(inner, end, placed, away)

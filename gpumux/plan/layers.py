@@ -1,0 +1,222 @@
+"""What a model's layers cost, and how they are connected, as a JSON file.
+
+    {"format": "gpumux-layers", "version": 1,
+     "units": {"forward": "s", "backward": "s", "output_bytes": "B a sample", "parameter_bytes": "B", "flops": "a sample"},
+     "name": "vgg16", "device": "a100", "recorded_at": null, "versions": {}, "note": "...",
+     "layers": [{"name": "features.0", "kind": "Conv2d", "inputs": [], "output_bytes": 12845056, "parameter_bytes": 7168,
+                 "flops": 1.7e8, "times": [[1, 2.1e-05, 4.0e-05], [2, 3.9e-05, 7.7e-05]], "source": "measured"}, ...]}
+
+Layers stand in an order in which they can run. `inputs` are the layers whose outputs one reads; the model's own input is
+not among them. `times` are [samples, forward, backward] on one device. Nothing is guessed when a file is read: a missing or
+unknown key, or a value out of range, is a ConfigError that names the place.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from gpumux.errors import ConfigError
+from gpumux.program import reading
+
+FORMAT = "gpumux-layers"
+VERSION = 1
+UNITS = {"forward": "s", "backward": "s", "output_bytes": "B a sample", "parameter_bytes": "B", "flops": "a sample"}
+RERECORD = "record it again with `gpumux plan profile MODEL -o FILE`, or mend the file"
+
+Source: TypeAlias = Literal["measured", "model"]
+
+
+class Timing(NamedTuple):
+    """What one layer takes for a batch of so many samples on one device, in seconds."""
+
+    samples: int
+    forward: float
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer. `output_bytes` are those of one sample's output, `flops` those of one sample's forward pass (0 where
+    nobody counted). `times` has at least one entry, by rising batch. `source`: "measured" on the profile's device, or
+    "model" where a roofline said so. Raises ConfigError for a value out of range."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    output_bytes: int
+    parameter_bytes: int
+    times: tuple[Timing, ...]
+    flops: float = 0.0
+    source: Source = "model"
+
+    def __post_init__(self) -> None:
+        what = f"layer {self.name!r}"
+        if not self.name:
+            raise ConfigError("a layer without a name", RERECORD)
+        if not self.times:
+            raise ConfigError(f"{what} has no times", RERECORD)
+        batches = [timing.samples for timing in self.times]
+        if batches[0] < 1 or batches != sorted(set(batches)):
+            raise ConfigError(f"{what} has times for {batches} samples", "give each batch once, rising, from 1 up")
+        if not all(isfinite(t) and t >= 0 for timing in self.times for t in timing[1:]):
+            raise ConfigError(f"{what} has a time that is negative or no number", "times are seconds of 0 or more")
+        if self.output_bytes < 0 or self.parameter_bytes < 0 or not (isfinite(self.flops) and self.flops >= 0):
+            raise ConfigError(f"{what} has a negative size", "sizes are 0 or more")
+        if self.source not in get_args(Source):
+            raise ConfigError(f"{what} has source {self.source!r}", f"choose one of {', '.join(get_args(Source))}")
+
+    def at(self, samples: int) -> Timing:
+        """What a batch of `samples` takes: as timed, else on a straight line between the two timed batches around it. A
+        batch larger than any that was timed runs as several of the largest (accumulated gradients), so its time is in
+        proportion. Raises ConfigError below the smallest one timed, where nothing is known."""
+        batches = [timing.samples for timing in self.times]
+        place = bisect_left(batches, samples)
+        if place < len(batches) and batches[place] == samples:
+            return self.times[place]
+        if place == 0:
+            raise ConfigError(
+                f"layer {self.name!r} has no time for {samples} samples; its smallest batch is {batches[0]}",
+                "profile smaller batches, or use fewer GPUs",
+            )
+        low = self.times[place - 1]
+        if place == len(batches):
+            share = samples / low.samples
+            return Timing(samples, low.forward * share, low.backward * share)
+        high = self.times[place]
+        share = (samples - low.samples) / (high.samples - low.samples)
+        return Timing(
+            samples,
+            low.forward + share * (high.forward - low.forward),
+            low.backward + share * (high.backward - low.backward),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """A model's layers in an order in which they can run. `device` is what the times are of (a preset's name, or what
+    the device called itself); `recorded_at` is a UTC date, None for what nobody recorded. Raises ConfigError when a
+    name stands twice, or an input is not an earlier layer's."""
+
+    name: str
+    device: str
+    layers: tuple[LayerProfile, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    recorded_at: str | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError(f"profile {self.name!r} has no layers", RERECORD)
+        seen: set[str] = set()
+        for layer in self.layers:
+            if layer.name in seen:
+                raise ConfigError(f"two layers are called {layer.name!r}", "give each a name of its own")
+            unknown = [name for name in layer.inputs if name not in seen]
+            if unknown:
+                raise ConfigError(
+                    f"layer {layer.name!r} reads {unknown[0]!r}, which is no earlier layer", "list layers as they run"
+                )
+            seen.add(layer.name)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    def seconds(self, samples: int) -> float:
+        """All layers one after the other, forward and backward, on one device."""
+        return sum(layer.at(samples).seconds for layer in self.layers)
+
+    def sources(self) -> dict[str, int]:
+        """How many layers are measured and modelled."""
+        found: dict[str, int] = {}
+        for layer in self.layers:
+            found[layer.source] = found.get(layer.source, 0) + 1
+        return found
+
+
+# ---- files ----------------------------------------------------------------------------------------
+
+
+def save(profile: ModelProfile, path: Path) -> None:
+    """Write it, one layer a line. Raises ConfigError when the file can't be written."""
+    reading.write_text(path, dumps(profile))
+
+
+def dumps(profile: ModelProfile) -> str:
+    """The file's text, one layer a line."""
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "units": UNITS,
+        "name": profile.name,
+        "device": profile.device,
+        "recorded_at": profile.recorded_at,
+        "versions": dict(profile.versions),
+        "note": profile.note,
+    }
+    layers = ",\n  ".join(json.dumps(asdict(layer)) for layer in profile.layers)
+    return json.dumps(head, indent=1)[:-2] + f',\n "layers": [\n  {layers}\n ]\n}}\n'
+
+
+def load(path: Path) -> ModelProfile:
+    """Read a profile. Raises ConfigError, which names the file and the place, for whatever is wrong with it."""
+    body = reading.read_text(path, "a profile of layers")
+    try:
+        return loads(body)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", error.remedy) from None
+
+
+def loads(text: str) -> ModelProfile:
+    """The profile a file's text says. Raises ConfigError."""
+    body = reading.header(text, FORMAT, VERSION, UNITS, RERECORD)
+    names = {f.name for f in fields(ModelProfile)}
+    reading.same_keys("the profile", body, names | {"format", "version", "units"}, RERECORD)
+    return ModelProfile(
+        name=reading.text("name", body["name"]),
+        device=reading.text("device", body["device"]),
+        layers=tuple(_layer(i, each) for i, each in enumerate(reading.items("layers", body["layers"]))),
+        versions=reading.names("versions", body["versions"]),
+        recorded_at=None if body["recorded_at"] is None else reading.text("recorded_at", body["recorded_at"]),
+        note=reading.text("note", body["note"]),
+    )
+
+
+def _layer(index: int, body: object) -> LayerProfile:
+    where = f"layers[{index}]"
+    if not isinstance(body, dict):
+        raise ConfigError(f"{where} is {body!r}", "give a map")
+    reading.same_keys(where, body, {f.name for f in fields(LayerProfile)}, RERECORD)
+    source: Any = reading.text(f"{where}.source", body["source"])
+    try:
+        return LayerProfile(
+            name=reading.text(f"{where}.name", body["name"]),
+            kind=reading.text(f"{where}.kind", body["kind"]),
+            inputs=tuple(reading.text(f"{where}.inputs", n) for n in reading.items(f"{where}.inputs", body["inputs"])),
+            output_bytes=reading.whole(f"{where}.output_bytes", body["output_bytes"]),
+            parameter_bytes=reading.whole(f"{where}.parameter_bytes", body["parameter_bytes"]),
+            times=tuple(_timing(f"{where}.times", t) for t in reading.items(f"{where}.times", body["times"])),
+            flops=reading.number(f"{where}.flops", body["flops"]),
+            source=source,
+        )
+    except ConfigError as error:
+        raise (
+            error if error.message.startswith(where) else ConfigError(f"{where}: {error.message}", error.remedy)
+        ) from None
+
+
+def _timing(where: str, value: object) -> Timing:
+    entries = reading.items(where, value)
+    if len(entries) != 3:
+        raise ConfigError(f"{where} has {entries!r}", "give [samples, forward, backward]")
+    return Timing(reading.whole(where, entries[0]), *(reading.number(where, each) for each in entries[1:]))

@@ -1,0 +1,250 @@
+"""A plan: how many GPUs each layer runs on, and what follows from that under a graph's costs.
+
+Time (DeepPool, section 4.1): layers run one after the other; layer i takes T(i) = comm into it + comp + sync. Between a
+layer that branches and the one that joins, each branch is either at home, where the branches run one after the other
+on the first GPUs, or away, on GPUs of its own at the same time; then all its samples move there and back. The block takes
+as long as the home branches together or the longest branch away, whichever is more, the transfers into the joining layer
+included. A joining layer's T has the transfers from all its branches. Home and each branch that is away get a set of GPUs
+whose size is one of the counts that are considered, and all sets in use at once fit into the cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from gpumux.errors import ConfigError
+from gpumux.plan.costs import TOLERANCE, Costs
+from gpumux.plan.graph import Block, Chain, Graph, members
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`gpus`: how many run each layer, by index. `away`: (block's number, branch) of the branches that are away."""
+
+    gpus: tuple[int, ...]
+    away: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A layer on GPUs `first` to `first + gpus - 1`, `seconds` from `start` on: `comm` to get its input there, then comp,
+    then sync. A transfer into a joining layer has a row of its own, on the GPUs that send: `transfer` is True, and `layer` is
+    the one that sent."""
+
+    layer: int
+    start: float
+    comm: float
+    comp: float
+    sync: float
+    first: int
+    gpus: int
+    transfer: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.comm + self.comp + self.sync
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a placement comes to. `times`: T(i), seconds; `amplification`: T(i) * GPUs / comp(i, 1), None where that is 0/0;
+    `limit`: what it was to keep; `width`: the most GPUs set apart at once."""
+
+    graph: Graph
+    placement: Placement
+    algorithm: str
+    gpus: int
+    batch: int
+    limit: float
+    seconds: float
+    times: tuple[float, ...]
+    amplification: tuple[float | None, ...]
+    rows: tuple[Row, ...]
+    width: int
+    single_seconds: float  # one iteration on one GPU
+
+    @property
+    def gpu_seconds(self) -> float:
+        """GPU-seconds that layers hold: T(i) times their GPUs, as the amplification counts them."""
+        return sum(t * g for t, g in zip(self.times, self.placement.gpus, strict=True))
+
+    @property
+    def busy(self) -> float:
+        """GPU-seconds in which a GPU runs a layer or moves its samples."""
+        return sum(row.seconds * row.gpus for row in self.rows)
+
+    @property
+    def idle(self) -> float:
+        """GPU-seconds of the cluster that other jobs can have in each iteration."""
+        return self.gpus * self.seconds - self.busy
+
+    @property
+    def speedup(self) -> float:
+        """Over the same batch on one GPU."""
+        return self.single_seconds / self.seconds if self.seconds else inf
+
+    def over_limit(self) -> tuple[int, ...]:
+        """Layers above the amplification limit."""
+        return tuple(i for i, a in enumerate(self.amplification) if a is not None and a > self.limit * (1 + TOLERANCE))
+
+    def figures(self) -> dict[str, object]:
+        """For scripts: seconds and GPU-seconds an iteration."""
+        names = [layer.name for layer in self.graph.layers]
+        return {
+            "model": self.graph.name,
+            "device": self.graph.device,
+            "algorithm": self.algorithm,
+            "gpus": self.gpus,
+            "global_batch": self.batch,
+            "amplification_limit": self.limit if isfinite(self.limit) else None,
+            "iteration_s": self.seconds,
+            "single_gpu_s": self.single_seconds,
+            "speedup": self.speedup,
+            "gpu_s": self.gpu_seconds,
+            "busy_gpu_s": self.busy,
+            "idle_gpu_s": self.idle,
+            "most_gpus": self.width,
+            "over_limit": [names[i] for i in self.over_limit()],
+            "notes": list(self.graph.notes),
+            "layers": [
+                {"name": names[i], "gpus": self.placement.gpus[i], "seconds": self.times[i],
+                 "amplification": self.amplification[i]}
+                for i in members(self.graph.chain)
+            ],
+            "away": sorted(f"block {block} branch {branch}" for block, branch in self.placement.away),
+            "timeline": [
+                {"layer": names[row.layer], "transfer": row.transfer, "start_s": row.start, "comm_s": row.comm,
+                 "comp_s": row.comp, "sync_s": row.sync, "first_gpu": row.first, "gpus": row.gpus}
+                for row in self.rows
+            ],
+        }  # fmt: skip
+
+
+def evaluate(
+    graph: Graph,
+    costs: Costs,
+    placement: Placement,
+    *,
+    gpus: int,
+    batch: int,
+    limit: float = inf,
+    algorithm: str = "given",
+) -> Plan:
+    """The plan's times from the model above, computed from the placement alone. Raises ConfigError when a layer's count is
+    not among the costs', or more than `gpus` are in use at once."""
+    if len(placement.gpus) != len(graph.layers) or not set(placement.gpus) <= set(costs.counts):
+        raise ConfigError(f"GPU counts {sorted(set(placement.gpus))}", f"one of {tuple(costs.counts)} for each layer")
+    run = _Run(costs, placement)
+    seconds = run.chain(graph.chain, None, False, 0.0, 0)
+    width = _width(graph.chain, placement, costs.counts)
+    if width > gpus:
+        raise ConfigError(f"a plan that uses {width} GPUs at once", f"the cluster has {gpus}")
+    singles = [costs.comp(i, 1) for i in range(len(graph.layers))]
+    times = tuple(run.times[i] for i in range(len(graph.layers)))
+    return Plan(
+        graph,
+        placement,
+        algorithm,
+        gpus,
+        batch,
+        limit,
+        seconds,
+        times,
+        tuple(_amplification(t, g, one) for t, g, one in zip(times, placement.gpus, singles, strict=True)),
+        tuple(sorted(run.rows, key=lambda row: (row.start, row.first, row.end))),
+        width,
+        sum(singles),
+    )
+
+
+def _amplification(seconds: float, gpus: int, single: float) -> float | None:
+    if single > 0:
+        return seconds * gpus / single
+    return inf if seconds > 0 else None
+
+
+def _width(chain: Chain, placement: Placement, counts: Sequence[int]) -> int:
+    """GPUs that a chain needs at once: its widest layer, or a block's home and away branches together."""
+    found = 0
+    for each in chain:
+        if isinstance(each, Block):
+            home, away = _sets(each, placement, counts)
+            found = max(found, home + sum(away.values()))
+        else:
+            found = max(found, placement.gpus[each])
+    return found
+
+
+def _sets(block: Block, placement: Placement, counts: Sequence[int]) -> tuple[int, Mapping[int, int]]:
+    """GPUs set apart for the home branches together, and for each branch that is away."""
+    home, away = 0, {}
+    for i, branch in enumerate(block.branches):
+        needed = _width(branch, placement, counts)
+        size = min((count for count in counts if count >= needed), default=None) if needed else 0
+        if size is None:
+            raise ConfigError(f"a branch that uses {needed} GPUs at once", f"sets have one of {tuple(counts)} GPUs")
+        if (block.number, i) in placement.away:
+            away[i] = size
+        else:
+            home = max(home, size)
+    return home, away
+
+
+class _Run:
+    """Walks a graph once and notes what happens when, and where."""
+
+    def __init__(self, costs: Costs, placement: Placement) -> None:
+        self.costs, self.placement = costs, placement
+        self.rows: list[Row] = []
+        self.times: dict[int, float] = {}
+
+    def chain(self, chain: Chain, fork: int | None, away: bool, start: float, first: int) -> float:
+        """When the chain is done that begins at `start` with samples of layer `fork`; its GPUs are `first` and up."""
+        last, incoming = fork, None
+        for place, each in enumerate(chain):
+            if isinstance(each, Block):
+                assert last is not None
+                following = chain[place + 1]
+                assert isinstance(following, int)
+                start, incoming = self.block(each, last, following, start, first)
+                continue
+            g = self.placement.gpus[each]
+            comm = 0.0
+            if incoming is None and last is not None:
+                move = self.costs.moved if away and last == fork else self.costs.comm
+                comm = move(last, self.placement.gpus[last], g)
+            row = Row(each, start, comm, self.costs.comp(each, g), self.costs.sync(each, g), first, g)
+            self.rows.append(row)
+            self.times[each] = row.seconds + (incoming or 0.0)
+            start, last, incoming = row.end, each, None
+        return start
+
+    def block(self, block: Block, fork: int, join: int, start: float, first: int) -> tuple[float, float]:
+        """(when all of it is at the joining layer, seconds of transfers into that)."""
+        home, away = _sets(block, self.placement, self.costs.counts)
+        home_end, end, incoming, place = start, start, 0.0, first + home
+        for i, branch in enumerate(block.branches):
+            moved = i in away
+            at, begins = (place, start) if moved else (first, home_end)
+            done = self.chain(branch, fork, moved, begins, at)
+            last = branch[-1] if branch else fork
+            assert isinstance(last, int)
+            move = self.costs.moved if moved else self.costs.comm
+            g = self.placement.gpus[last]
+            comm = move(last, g, self.placement.gpus[join])
+            on = g if branch else min(g, home)  # a skip's samples may lie where an away branch runs by now
+            if comm and on:
+                self.rows.append(Row(last, done, comm, 0.0, 0.0, at, on, transfer=True))
+            incoming += comm
+            end = max(end, done + comm)
+            if moved:
+                place += away[i]
+            else:
+                home_end = done + comm
+        return end, incoming
