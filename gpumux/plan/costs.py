@@ -6,7 +6,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -124,39 +125,52 @@ class ProfiledCosts:
         return 2 * self.network.seconds(nbytes)
 
     def tables(self) -> Tables:
-        counts = np.array(self.counts, dtype=np.float64)
+        pattern = _pattern(self.counts)
         samples = [self.batch // count for count in self.counts]
-        forward, backward = self._times([*samples, self.batch])
-        share = (counts - 1) / counts
-        nbytes = self.graph.parameter_bytes[:, None] * share
-        sync = 2 * (nbytes / self.network.bandwidth + self.network.latency * (nbytes > 0))
+        nbytes = self.graph.parameter_bytes[:, None] * pattern.others
+        sync = nbytes * (2 / self.network.bandwidth)
+        if self.network.latency:
+            sync += (nbytes > 0) * (2 * self.network.latency)
         if self.overlap:
-            sync = np.maximum(0.0, sync - self.overlap * backward[:, :-1])
-        comp = forward + backward
-        few, many = np.minimum.outer(counts, counts), np.maximum.outer(counts, counts)
-        common = np.maximum(1 / few - 1 / many, 1 / many)
-        common[few == many] = 0.0
+            sync = np.maximum(0.0, sync - self.overlap * self._times(samples, backward=True))
+        comp = self._times((*samples, self.batch), backward=False)
         return Tables(
             counts=self.counts,
             work=comp[:, :-1] + sync,
             single=comp[:, -1],
             output=self.graph.output_bytes * (2 * self.batch / self.network.bandwidth),
-            share=common,
-            away=1 / few,
+            share=pattern.share,
+            away=pattern.away,
             delay=2 * self.network.latency,
         )
 
-    def _times(self, samples: Sequence[int]) -> tuple[Array, Array]:
-        """Forward and backward seconds [layers, samples], as LayerProfile.at has them."""
+    def _times(self, samples: Sequence[int], *, backward: bool) -> Array:
+        """Seconds [layers, samples] of the backward pass, or of both, as LayerProfile.at has them."""
         timed = self.graph.timed
         if timed is None:
             timings = [[layer.at(each) for each in samples] for layer in self.graph.layers]
-            return np.array([[t.forward for t in row] for row in timings]), np.array(
-                [[t.backward for t in row] for row in timings]
-            )
-        batches, forward, backward = timed
-        weights = np.array([_weights(self.graph.layers[0], batches, each) for each in samples]).T
-        return forward @ weights, backward @ weights
+            return np.array([[t.backward if backward else t.seconds for t in row] for row in timings])
+        weights = np.array([_weights(self.graph.layers[0], timed.batches, each) for each in samples]).T
+        found: Array = (timed.backward if backward else timed.both) @ weights
+        return found
+
+
+class _Pattern(NamedTuple):
+    """What of a network's costs depends on the counts alone: `others` [counts], the part of the gradients that an
+    all-reduce moves through a GPU, twice; `share` and `away` of Tables."""
+
+    others: Array
+    share: Array
+    away: Array
+
+
+@lru_cache(maxsize=64)
+def _pattern(counts: tuple[int, ...]) -> _Pattern:
+    each = np.array(counts, dtype=np.float64)
+    few, many = np.minimum.outer(each, each), np.maximum.outer(each, each)
+    share = np.maximum(1 / few - 1 / many, 1 / many)
+    share[few == many] = 0.0
+    return _Pattern((each - 1) / each, share, 1 / few)
 
 
 def _weights(layer: LayerProfile, batches: Sequence[int], samples: int) -> list[float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -57,13 +57,22 @@ class Graph:
         return np.array([float(layer.output_bytes) for layer in self.layers])
 
     @cached_property
-    def timed(self) -> tuple[tuple[int, ...], npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-        """(batches, forward and backward seconds [layers, batches]) where all layers were timed at the same batches."""
+    def timed(self) -> Timed | None:
+        """The layers' times as arrays, where all were timed at the same batches."""
         batches = tuple(timing.samples for timing in self.layers[0].times)
         if any(tuple(timing.samples for timing in layer.times) != batches for layer in self.layers):
             return None
         forward = np.array([[timing.forward for timing in layer.times] for layer in self.layers])
-        return batches, forward, np.array([[timing.backward for timing in layer.times] for layer in self.layers])
+        backward = np.array([[timing.backward for timing in layer.times] for layer in self.layers])
+        return Timed(batches, forward + backward, backward)
+
+
+class Timed(NamedTuple):
+    """Seconds [layers, batches]: forward and backward together, and backward alone."""
+
+    batches: tuple[int, ...]
+    both: npt.NDArray[np.float64]
+    backward: npt.NDArray[np.float64]
 
 
 def blocks(chain: Chain) -> Iterator[Block]:

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from math import inf, isinf, isnan
 
 import numpy as np
-import numpy.typing as npt
 
 from gpumux.errors import ConfigError
+from gpumux.plan import chains
 from gpumux.plan.costs import TOLERANCE, Array, Costs, Tables
 from gpumux.plan.graph import Block, Graph
 from gpumux.plan.plan import Placement
 from gpumux.plan.sharing import BlockTable, Rules
-
-CHUNK = 1 << 18  # elements of the edges held at once: memory stays linear in layers, whatever the counts
 
 
 def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
@@ -45,9 +43,17 @@ class _Search:
     def __init__(self, tables: Tables, limit: float, gpus: int) -> None:
         self.tables, self.gpus = tables, gpus
         self.rules = rules(tables, limit)
-        self.steps: list[_Run | _Joined] = []
+        self.steps: list[chains.Run | _Joined] = []
 
     def run(self, graph: Graph) -> Placement:
+        if len(self.tables.counts) <= chains.FEW and self.tables.given is None and not graph.blocks:
+            seconds, found = chains.shortest(self.rules)
+            self._possible(seconds)
+            counts = self.tables.counts
+            return Placement(tuple([counts[g] for g in found]))
+        return self._blocks(graph)
+
+    def _blocks(self, graph: Graph) -> Placement:
         chain = graph.chain
         first = chain[0]
         assert isinstance(first, int)
@@ -57,9 +63,10 @@ class _Search:
             end = place
             while end + 1 < len(chain) and not isinstance(chain[end + 1], Block):
                 end += 1
-            step: _Run | _Joined
+            step: chains.Run | _Joined
             if end > place:
-                step = _Run([each for each in chain[place : end + 1] if isinstance(each, int)], reached, self.rules)
+                layers = [each for each in chain[place : end + 1] if isinstance(each, int)]
+                step = chains.Run(layers, reached, self.rules)
                 place = end
             else:
                 fork, block, join = chain[place : place + 3]
@@ -71,12 +78,15 @@ class _Search:
             self.steps.append(step)
             reached = step.reached
         last = int(reached.argmin())
-        if isinf(reached[last]):
+        self._possible(float(reached[last]))
+        return self._placement(graph, last)
+
+    def _possible(self, seconds: float) -> None:
+        if isinf(seconds):
             raise ConfigError(
                 f"no plan over {_some(self.tables.counts)} GPUs keeps the amplification limit",
                 "raise the limit, or let 1 be among the counts",
             )
-        return self._placement(graph, last)
 
     def _placement(self, graph: Graph, last: int) -> Placement:
         counts = self.tables.counts
@@ -88,42 +98,6 @@ class _Search:
         for step in reversed(self.steps):
             last = step.collect(last, placed, away)
         return Placement(tuple(counts[placed[i]] for i in range(len(graph.layers))), frozenset(away))
-
-
-class _Run:
-    """Layers one behind the other, the first of which was `reached` [counts] before. `ways`: for each further layer and
-    count, the count of the one before it on the shortest way."""
-
-    def __init__(self, layers: Sequence[int], reached: Array, rules: Rules) -> None:
-        self.layers = layers
-        n = len(rules.tables.counts)
-        self.ways: list[npt.NDArray[np.intp]] = []
-        chunk = max(1, CHUNK // (n * n))
-        together = layers[-1] - layers[0] == len(layers) - 1  # as they mostly are: slices are quicker than lists
-        for at in range(0, len(layers) - 1, chunk):
-            end = min(at + chunk, len(layers) - 1)
-            if together:
-                before: slice | Sequence[int] = slice(layers[at], layers[end])
-                behind: slice | Sequence[int] = slice(layers[at] + 1, layers[end] + 1)
-            else:
-                before, behind = layers[at:end], layers[at + 1 : end + 1]
-            edges = rules.edges(before, behind)
-            shortest = np.empty((end - at + 1, n))
-            shortest[0] = reached
-            for edge, now, then in zip(edges, shortest[:-1], shortest[1:], strict=True):
-                np.minimum.reduce(edge + now, axis=1, out=then)
-            self.ways.append((edges + shortest[:-1, None, :]).argmin(2))
-            reached = shortest[-1]
-        self.reached = reached
-
-    def collect(self, last: int, placed: dict[int, int], away: set[tuple[int, int]]) -> int:
-        layer = len(self.layers) - 1
-        for ways in reversed(self.ways):
-            for row in reversed(ways.tolist()):
-                last = row[last]
-                layer -= 1
-                placed[self.layers[layer]] = last
-        return last
 
 
 class _Joined:

@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from gpumux.plan.costs import GivenCosts
+from gpumux.plan.costs import Costs, GivenCosts
 from gpumux.plan.graph import Block, Chain, Graph, blocks
 from gpumux.plan.layers import LayerProfile, Timing
 from gpumux.plan.plan import Placement
@@ -85,7 +85,7 @@ def random_costs(random: Random, layers: int, counts: tuple[int, ...], *, scale:
     return GivenCosts(counts, compute, gradients, single, between, apart)
 
 
-def times(graph: Graph, costs: GivenCosts, placement: Placement) -> tuple[float, list[float], int]:
+def times(graph: Graph, costs: Costs, placement: Placement) -> tuple[float, list[float], int]:
     """(iteration, T of each layer, most GPUs at once), from the definitions in docs/planning.md, written down once more."""
     gpus = placement.gpus
     spent = [costs.comp(i, gpus[i]) + costs.sync(i, gpus[i]) for i in range(len(gpus))]
@@ -128,14 +128,13 @@ def times(graph: Graph, costs: GivenCosts, placement: Placement) -> tuple[float,
     return total, spent, wide
 
 
-def keeps(costs: GivenCosts, placement: Placement, spent: list[float], limit: float) -> bool:
-    return all(
-        t * g <= limit * one if limit < inf else True
-        for t, g, one in zip(spent, placement.gpus, costs.single.tolist(), strict=True)
+def keeps(costs: Costs, placement: Placement, spent: list[float], limit: float) -> bool:
+    return limit == inf or all(
+        t * g <= limit * costs.comp(i, 1) for i, (t, g) in enumerate(zip(spent, placement.gpus, strict=True))
     )
 
 
-def brute_force(graph: Graph, costs: GivenCosts, limit: float, gpus: int) -> float:
+def brute_force(graph: Graph, costs: Costs, limit: float, gpus: int) -> float:
     """The least iteration time of all plans that keep the limit and fit."""
     movable = [(block.number, i) for block in blocks(graph.chain) for i, branch in enumerate(block.branches) if branch]
     best = inf
