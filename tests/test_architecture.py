@@ -33,7 +33,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "metrics": SHARED,
     "daemon": SHARED | {"core", "wire", "device", "metrics"},
     "simulate": SHARED | {"core", "device"},
-    "cli": SHARED | {"core", "wire", "device", "metrics", "daemon", "simulate"},
+    "plan": SHARED | {"device", "simulate"},  # roofline and pictures
+    "cli": SHARED | {"core", "wire", "device", "metrics", "daemon", "simulate", "plan"},
     "client": SHARED | {"wire"},
     "gpumux": frozenset(),
 }

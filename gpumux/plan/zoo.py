@@ -1,0 +1,246 @@
+"""The built-in models (gpumux/plan/models.py). Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+VGG = {
+    11: (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
+    16: (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M"),
+}
+
+
+class Classifier(nn.Module):
+    """Features, flattened, then dense layers."""
+
+    def __init__(self, features: nn.Module, classifier: nn.Module) -> None:
+        super().__init__()
+        self.features, self.classifier = features, classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.classifier(torch.flatten(self.features(x), 1))
+        return found
+
+
+def _dense(wide: int, hidden: int, classes: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(wide, hidden), nn.ReLU(inplace=True), nn.Dropout(),
+        nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(),
+        nn.Linear(hidden, classes),
+    )  # fmt: skip
+
+
+def vgg(depth: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    channels = 3
+    for each in VGG[depth]:
+        if isinstance(each, str):
+            layers.append(nn.MaxPool2d(2, 2))
+        else:
+            layers += [nn.Conv2d(channels, each, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = each
+    return Classifier(nn.Sequential(*layers), _dense(512 * 7 * 7, 4096, 1000))
+
+
+def alexnet() -> nn.Module:
+    """Layer sizes as in the guidelines' table 2: 96, 256, 384, 384 and 256 filters."""
+    features = nn.Sequential(
+        nn.Conv2d(3, 96, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        nn.Conv2d(96, 256, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        nn.Conv2d(256, 384, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(384, 384, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+    )  # fmt: skip
+    return Classifier(features, _dense(256 * 6 * 6, 4096, 1000))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a skip connection; `width` channels inside, four times `planes` behind."""
+
+    def __init__(self, channels: int, planes: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * planes
+        self.conv1, self.bn1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or channels != out:
+            self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        out: Tensor = self.relu(self.bn3(self.conv3(x)) + skip)
+        return out
+
+
+class ResNet(nn.Module):
+    def __init__(self, depths: Sequence[int], widening: int, classes: int = 1000) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(64)
+        self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)
+        channels, stages = 64, []
+        for stage, depth in enumerate(depths):
+            planes = 64 << stage
+            blocks = []
+            for i in range(depth):
+                blocks.append(Bottleneck(channels, planes, planes * widening, 2 if stage and i == 0 else 1))
+                channels = 4 * planes
+            stages.append(nn.Sequential(*blocks))
+        self.layers = nn.Sequential(*stages)
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
+        out: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
+        return out
+
+
+class Conv(nn.Module):
+    """A convolution, batch norm and a rectifier."""
+
+    def __init__(self, channels: int, out: int, kernel: int | tuple[int, int], stride: int = 1) -> None:
+        super().__init__()
+        padding: int | tuple[int, ...] = 0
+        if stride == 1:
+            padding = (kernel - 1) // 2 if isinstance(kernel, int) else tuple((k - 1) // 2 for k in kernel)
+        self.conv = nn.Conv2d(channels, out, kernel, stride, padding, bias=False)
+        self.bn, self.relu = nn.BatchNorm2d(out, eps=0.001), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.relu(self.bn(self.conv(x)))
+        return out
+
+
+class Fork(nn.Module):
+    """Branches side by side, put together along the channels."""
+
+    def __init__(self, **branches: nn.Module) -> None:
+        super().__init__()
+        for name, branch in branches.items():
+            self.add_module(name, branch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([branch(x) for branch in self.children()], 1)
+
+
+def _chain(channels: int, *layers: tuple[int, int | tuple[int, int]], stride: int = 1) -> nn.Sequential:
+    """Convolutions one behind the other; the last one has the stride."""
+    made = []
+    for i, (out, kernel) in enumerate(layers):
+        made.append(Conv(channels, out, kernel, stride if i + 1 == len(layers) else 1))
+        channels = out
+    return nn.Sequential(*made)
+
+
+def _pooled(channels: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), Conv(channels, out, 1))
+
+
+def _a(channels: int, pool: int) -> Fork:
+    return Fork(
+        branch1x1=Conv(channels, 64, 1),
+        branch5x5=_chain(channels, (48, 1), (64, 5)),
+        branch3x3dbl=_chain(channels, (64, 1), (96, 3), (96, 3)),
+        branch_pool=_pooled(channels, pool),
+    )
+
+
+def _c(c: int) -> Fork:
+    row, column = (1, 7), (7, 1)
+    return Fork(
+        branch1x1=Conv(768, 192, 1),
+        branch7x7=_chain(768, (c, 1), (c, row), (192, column)),
+        branch7x7dbl=_chain(768, (c, 1), (c, column), (c, row), (c, column), (192, row)),
+        branch_pool=_pooled(768, 192),
+    )
+
+
+def _e(channels: int) -> Fork:
+    def both() -> Fork:
+        return Fork(a=Conv(384, 384, (1, 3)), b=Conv(384, 384, (3, 1)))
+
+    return Fork(
+        branch1x1=Conv(channels, 320, 1),
+        branch3x3=nn.Sequential(Conv(channels, 384, 1), both()),
+        branch3x3dbl=nn.Sequential(Conv(channels, 448, 1), Conv(448, 384, 3), both()),
+        branch_pool=_pooled(channels, 192),
+    )
+
+
+def inception_v3() -> nn.Module:
+    stem = nn.Sequential(
+        Conv(3, 32, 3, stride=2), nn.Sequential(nn.Conv2d(32, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)),
+        Conv(32, 64, 3), nn.MaxPool2d(3, 2), Conv(64, 80, 1),
+        nn.Sequential(nn.Conv2d(80, 192, 3, bias=False), nn.BatchNorm2d(192), nn.ReLU(inplace=True)), nn.MaxPool2d(3, 2),
+    )  # fmt: skip
+    six = Fork(
+        branch3x3=Conv(288, 384, 3, stride=2),
+        branch3x3dbl=_chain(288, (64, 1), (96, 3), (96, 3), stride=2),
+        branch_pool=nn.MaxPool2d(3, 2),
+    )
+    seven = Fork(
+        branch3x3=_chain(768, (192, 1), (320, 3), stride=2),
+        branch7x7x3=_chain(768, (192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3), stride=2),
+        branch_pool=nn.MaxPool2d(3, 2),
+    )
+    mixed = nn.Sequential(
+        _a(192, 32), _a(256, 64), _a(288, 64), six, _c(128), _c(160), _c(160), _c(192), seven, _e(1280), _e(2048)
+    )
+    features = nn.Sequential(stem, mixed, nn.AdaptiveAvgPool2d(1), nn.Dropout())
+    return Classifier(features, nn.Linear(2048, 1000))
+
+
+class EncoderLayer(nn.Module):
+    """Pre-norm attention with separate projections, and a feed-forward of four widths."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = self._split(self.query(y)), self._split(self.key(y)), self._split(self.value(y))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class Encoder(nn.Module):
+    """[N, T] tokens -> [N, classes]."""
+
+    def __init__(self, layers: int = 6, width: int = 512, heads: int = 8, length: int = 128, words: int = 30_000) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        self.layers = nn.Sequential(*(EncoderLayer(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers(self.embed(tokens) + self.position)
+        out: Tensor = self.head(self.norm(x).mean(1))
+        return out
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "alexnet": alexnet,
+    "vgg11": lambda: vgg(11),
+    "vgg16": lambda: vgg(16),
+    "wide_resnet101_2": lambda: ResNet((3, 4, 23, 3), 2),
+    "inception_v3": inception_v3,
+    "transformer": Encoder,
+}
