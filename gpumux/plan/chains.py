@@ -53,13 +53,19 @@ def shortest(rules: Rules) -> tuple[float, list[int]]:
 
 
 class Run:
-    """Layers one behind the other, the first of which was `reached` [counts] before. `ways`: for each further layer and
-    count, the count of the one before it on the shortest way."""
+    """Layers one behind the other. `ways`: for each but the first, and each count, the count of the one before it on the
+    shortest way."""
 
-    def __init__(self, layers: Sequence[int], reached: Array, rules: Rules) -> None:
-        self.layers = layers
-        n = len(rules.tables.counts)
+    def __init__(self, layers: Sequence[int], rules: Rules) -> None:
+        self.layers, self.rules = layers, rules
         self.ways: list[npt.NDArray[np.intp]] = []
+        self.reached: Array
+
+    def run(self, reached: Array) -> Array:
+        """When each count of the last layer is done, if those of the first were `reached` [counts] then."""
+        layers, rules = self.layers, self.rules
+        n = len(rules.tables.counts)
+        self.ways = []
         chunk = max(1, CHUNK // (n * n))
         together = layers[-1] - layers[0] == len(layers) - 1  # as they mostly are: slices are quicker than lists
         for at in range(0, len(layers) - 1, chunk):
@@ -77,6 +83,14 @@ class Run:
             self.ways.append((edges + shortest[:-1, None, :]).argmin(2))
             reached = shortest[-1]
         self.reached = reached
+        return reached
+
+    def back(self, last: int) -> tuple[int, bool]:
+        """(count of the first layer on the shortest way to count `last`, True: these ways are exact)."""
+        for ways in reversed(self.ways):
+            for row in reversed(ways.tolist()):
+                last = row[last]
+        return last, True
 
     def collect(self, last: int, placed: dict[int, int], away: set[tuple[int, int]]) -> int:
         """Note the counts of all layers but the last, whose count is `last`; returns the first one's."""

@@ -67,13 +67,11 @@ class Tables:
             return self.given[layers]
         return self._seconds(self.output[layers], self.share)
 
-    def moved(self, layer: int) -> Array:
-        """moved of one layer: [counts, counts]."""
-        if self.given_away is not None:
-            found: Array = self.given_away[layer]
-            return found
-        moved: Array = self._seconds(self.output[layer : layer + 1], self.away)[0]
-        return moved
+    def transfers(self, layers: Sequence[int]) -> Array:
+        """comm and moved of these layers: [layers, 2, counts, counts]."""
+        if self.given is not None and self.given_away is not None:
+            return np.stack((self.given[layers], self.given_away[layers]), 1)
+        return np.stack((self.comm(layers), self._seconds(self.output[layers], self.away)), 1)
 
     def _seconds(self, output: Array, share: Array) -> Array:
         nbytes = output[:, None, None] * share

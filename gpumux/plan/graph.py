@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -82,6 +83,26 @@ def blocks(chain: Chain) -> Iterator[Block]:
             yield each
             for branch in each.branches:
                 yield from blocks(branch)
+
+
+def neighbours(chain: Chain) -> Iterator[tuple[int, int]]:
+    """Every pair of layers inside of blocks of which the second stands right behind the first."""
+    for block in blocks(chain):
+        for branch in block.branches:
+            for first, second in pairwise(branch):
+                if isinstance(first, int) and isinstance(second, int):
+                    yield first, second
+
+
+def ends(chain: Chain) -> Iterator[int]:
+    """Every layer whose output goes into or out of a block."""
+    for first, second in pairwise(chain):
+        if isinstance(second, Block) and isinstance(first, int):
+            yield first
+        if isinstance(first, Block):
+            for branch in first.branches:
+                yield from (each for each in branch[-1:] if isinstance(each, int))
+                yield from ends(branch)
 
 
 def members(chain: Chain) -> Iterator[int]:

@@ -53,12 +53,14 @@ def find(name: str, shape: Sequence[int] | None = None, *, device: str = "meta")
     if not colon:
         known = ", ".join(BUILT_IN)
         raise ConfigError(
-            f"no model is called {name!r}", f"use one of {known}, or module:factory for one of your own, or a profile's file"
+            f"no model is called {name!r}",
+            f"use one of {known}, or module:factory for one of your own, or a profile's file",
         )
-    made = _factory(module_name, attribute)()
+    made: Any = _factory(module_name, attribute)()
     arguments: Sequence[Any] = ()
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
-        made, arguments = made[0], made[1] if isinstance(made[1], tuple | list) else (made[1],)
+    if isinstance(made, tuple) and len(made) == 2:
+        made, example = made
+        arguments = example if isinstance(example, tuple | list) else (example,)
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(
             f"{name} makes a {type(made).__name__}", "let it return a torch.nn.Module, or one and its example arguments"
@@ -66,7 +68,8 @@ def find(name: str, shape: Sequence[int] | None = None, *, device: str = "meta")
     if not arguments:
         if shape is None:
             raise ConfigError(
-                f"{name} makes a model alone", "say what one sample looks like with --input 3,224,224, or return examples"
+                f"{name} makes a model alone",
+                "say what one sample looks like with --input 3,224,224, or return examples",
             )
         arguments = (_sample(shape, False),)
     if not all(isinstance(each, torch.Tensor) and each.dim() > 0 and len(each) for each in arguments):
@@ -88,7 +91,9 @@ def _factory(module: str, attribute: str) -> Callable[[], Any]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise ConfigError(f"can't import {module}: {error}", "name a module on the path: package.module:factory") from None
+        raise ConfigError(
+            f"can't import {module}: {error}", "name a module on the path: package.module:factory"
+        ) from None
     except AttributeError:
         raise ConfigError(f"{module} has no {attribute}", "name a function of it that makes the model") from None
     finally:

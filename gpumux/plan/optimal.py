@@ -16,7 +16,7 @@ import numpy as np
 from gpumux.errors import ConfigError
 from gpumux.plan import chains
 from gpumux.plan.costs import TOLERANCE, Array, Costs, Tables
-from gpumux.plan.graph import Block, Graph
+from gpumux.plan.graph import Block, Chain, Graph, ends, neighbours
 from gpumux.plan.plan import Placement
 from gpumux.plan.sharing import BlockTable, Rules
 
@@ -43,7 +43,6 @@ class _Search:
     def __init__(self, tables: Tables, limit: float, gpus: int) -> None:
         self.tables, self.gpus = tables, gpus
         self.rules = rules(tables, limit)
-        self.steps: list[chains.Run | _Joined] = []
 
     def run(self, graph: Graph) -> Placement:
         if len(self.tables.counts) <= chains.FEW and self.tables.given is None and not graph.blocks:
@@ -54,32 +53,59 @@ class _Search:
         return self._blocks(graph)
 
     def _blocks(self, graph: Graph) -> Placement:
+        """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them, until
+        it leads through none that are not: then it is the shortest, since no bound is above the truth."""
         chain = graph.chain
+        self.rules.prepare(list(neighbours(chain)), list(ends(chain)))
         first = chain[0]
         assert isinstance(first, int)
-        reached = self.tables.work[first] + np.where(self.rules.room[first] >= 0, 0.0, inf)
+        start = self.tables.work[first] + np.where(self.rules.room[first] >= 0, 0.0, inf)
+        steps = self._steps(chain)
+        changed = 0
+        while True:
+            reached = start if changed == 0 else steps[changed - 1].reached
+            for step in steps[changed:]:
+                reached = step.run(reached)
+            last = int(reached.argmin())
+            self._possible(float(reached[last]))
+            doubtful, count = len(steps), last
+            for at in range(len(steps) - 1, -1, -1):
+                count, settled = steps[at].back(count)
+                doubtful = doubtful if settled else at
+            if doubtful == len(steps):
+                return self._placement(graph, steps, last)
+            changed = doubtful
+
+    def _placement(self, graph: Graph, steps: Sequence[chains.Run | _Joined], last: int) -> Placement:
+        counts = self.tables.counts
+        placed: dict[int, int] = {}
+        away: set[tuple[int, int]] = set()
+        end = graph.chain[-1]
+        assert isinstance(end, int)
+        placed[end] = last
+        for step in reversed(steps):
+            last = step.collect(last, placed, away)
+        return Placement(tuple([counts[placed[i]] for i in range(len(graph.layers))]), frozenset(away))
+
+    def _steps(self, chain: Chain) -> list[chains.Run | _Joined]:
+        found: list[chains.Run | _Joined] = []
         place = 0
         while place + 1 < len(chain):
             end = place
             while end + 1 < len(chain) and not isinstance(chain[end + 1], Block):
                 end += 1
-            step: chains.Run | _Joined
             if end > place:
                 layers = [each for each in chain[place : end + 1] if isinstance(each, int)]
-                step = chains.Run(layers, reached, self.rules)
+                found.append(chains.Run(layers, self.rules))
                 place = end
             else:
                 fork, block, join = chain[place : place + 3]
                 assert isinstance(fork, int)
                 assert isinstance(block, Block)
                 assert isinstance(join, int)
-                step = _Joined(block, fork, join, reached, self.rules, self.gpus)
+                found.append(_Joined(block, fork, join, self.rules, self.gpus))
                 place += 2
-            self.steps.append(step)
-            reached = step.reached
-        last = int(reached.argmin())
-        self._possible(float(reached[last]))
-        return self._placement(graph, last)
+        return found
 
     def _possible(self, seconds: float) -> None:
         if isinf(seconds):
@@ -88,36 +114,28 @@ class _Search:
                 "raise the limit, or let 1 be among the counts",
             )
 
-    def _placement(self, graph: Graph, last: int) -> Placement:
-        counts = self.tables.counts
-        placed: dict[int, int] = {}
-        away: set[tuple[int, int]] = set()
-        end = graph.chain[-1]
-        assert isinstance(end, int)
-        placed[end] = last
-        for step in reversed(self.steps):
-            last = step.collect(last, placed, away)
-        return Placement(tuple(counts[placed[i]] for i in range(len(graph.layers))), frozenset(away))
-
 
 class _Joined:
-    """A block between two layers of the model's own chain. A block's exact time is worked out only for the pairs of counts
-    whose lower bound could still be on the shortest way."""
+    """A block between two layers of the model's own chain."""
 
-    def __init__(self, block: Block, fork: int, join: int, reached: Array, rules: Rules, gpus: int) -> None:
+    def __init__(self, block: Block, fork: int, join: int, rules: Rules, gpus: int) -> None:
         self.table = BlockTable(block, fork, join, rules, (gpus,))
-        self.fork = fork
+        self.fork, self.join, self.rules = fork, join, rules
+        self.reached: Array
+        self.ways: list[int]
+
+    def run(self, reached: Array) -> Array:
+        """When each count of the joining layer is done, if those of the branching layer were `reached` then."""
         bounds = reached[:, None] + self.table.lower[0]
-        self.reached = np.full(len(reached), inf)
-        self.ways = [0] * len(reached)
-        for h, column in enumerate(bounds.T):
-            for g in column.argsort(kind="stable"):
-                if column[g] >= self.reached[h]:
-                    break
-                seconds = reached[g] + self.table.exact(0, int(g), h)
-                if seconds < self.reached[h]:
-                    self.reached[h], self.ways[h] = seconds, int(g)
-        self.reached += rules.tables.work[join]
+        self.ways = bounds.argmin(0).tolist()
+        self.reached = bounds.min(0) + self.rules.tables.work[self.join]
+        return self.reached
+
+    def back(self, last: int) -> tuple[int, bool]:
+        """(count of the branching layer, whether the way from it is as quick as it seemed): it is exact from now on."""
+        g = self.ways[last]
+        before = float(self.table.lower[0, g, last])
+        return g, self.table.exact(0, g, last) <= before
 
     def collect(self, last: int, placed: dict[int, int], away: set[tuple[int, int]]) -> int:
         g = self.ways[last]

@@ -8,8 +8,9 @@ could have more. For each of them a branch is a shortest path that stays within 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
 from math import inf
@@ -23,6 +24,8 @@ from gpumux.plan.costs import Array, Tables
 from gpumux.plan.graph import Block, Chain
 
 MAX_SPLITS = 20_000
+MAX_PREPARED = 1 << 22  # elements
+PAIRWISE = 1 << 16  # elements at once
 HOME, AWAY = 0, 1
 
 
@@ -33,6 +36,22 @@ class Rules:
 
     tables: Tables
     room: Array
+    prepared: dict[tuple[int, int], Array] = field(default_factory=dict)
+    transfers: dict[int, Array] = field(default_factory=dict)
+
+    def prepare(self, pairs: Sequence[tuple[int, int]], ends: Sequence[int]) -> None:
+        """Work out the edges between these pairs of layers, and the transfers from those at blocks' `ends`, together: that
+        is quicker than one at a time."""
+        if len(ends) * self.room.shape[1] ** 2 <= MAX_PREPARED:
+            self.transfers.update(zip(ends, self.tables.transfers(ends), strict=True))
+        if pairs and len(pairs) * self.room.shape[1] ** 2 <= MAX_PREPARED:
+            before, behind = (list(each) for each in zip(*pairs, strict=True))
+            self.prepared.update(zip(pairs, self.edges(before, behind), strict=True))
+
+    def edge(self, before: int, behind: int) -> Array:
+        """The edges between two layers, [counts behind, counts before]."""
+        found = self.prepared.get((before, behind))
+        return self.edges([before], [behind])[0] if found is None else found
 
     def edges(self, before: slice | Sequence[int], behind: slice | Sequence[int]) -> Array:
         """Seconds from each layer to the one behind it, [pairs, counts behind, counts before]: the transfer and the layer
@@ -42,8 +61,13 @@ class Rules:
         edges[comm > self.room[behind][:, :, None]] = inf
         return edges
 
+    def transfer(self, layer: int) -> Array:
+        """comm and moved of a layer, [modes, counts, counts]."""
+        found = self.transfers.get(layer)
+        return self.tables.transfers([layer])[0] if found is None else found
+
     def into(self, layer: int, transfer: Array) -> Array:
-        """The transfers [counts before, counts] where the limit lets `layer` have them, else inf."""
+        """Transfers [..., counts before, counts] where the limit lets `layer` have them, else inf."""
         return np.where(transfer > self.room[layer], inf, transfer)
 
 
@@ -58,44 +82,78 @@ class Split(NamedTuple):
 def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, ...]) -> tuple[Split, ...]:
     """Every split of `gpus` in which nobody could have more. At least one branch is at home, since moving one back there
     costs nothing; those in `empty` always are, and use no GPU. Raises ConfigError where there are too many."""
-    found = []
+    found: list[Split] = []
     movable = [i for i in range(branches) if i not in empty]
     for away_count in range(branches):
         for away in combinations(movable, away_count):
-            home = [i for i in range(branches) if i not in away]
-            for parts in _parts(1 + away_count, gpus, counts, all(i in empty for i in home)):
-                caps = dict.fromkeys(home, parts[0]) | dict(zip(away, parts[1:], strict=True))
-                modes = tuple(AWAY if i in away else HOME for i in range(branches))
-                found.append(Split(modes, tuple(caps[i] for i in range(branches))))
-                if len(found) > MAX_SPLITS:
-                    raise ConfigError(
-                        f"a block of {branches} branches over {len(counts)} GPU counts has too many ways to run",
-                        "let the counts be powers of two",
-                    )
+            nobody = all(i in empty for i in range(branches) if i not in away)
+            places = [1 + away.index(i) if i in away else 0 for i in range(branches)]
+            modes = tuple(AWAY if i in away else HOME for i in range(branches))
+            parts = _parts(away_count + (not nobody), gpus, counts)
+            if len(found) + len(parts) > MAX_SPLITS:
+                raise ConfigError(
+                    f"a block of {branches} branches over {len(counts)} GPU counts has too many ways to run",
+                    "let the counts be powers of two",
+                )
+            for part in parts:
+                sizes = (0, *part) if nobody else part
+                found.append(Split(modes, tuple([sizes[place] for place in places])))
     return tuple(found)
 
 
-def _parts(number: int, gpus: int, counts: tuple[int, ...], nobody_home: bool) -> Iterator[tuple[int, ...]]:
-    """Tuples of counts that together use at most `gpus`, none of which could be the next larger count. The first is home's:
-    0 if nobody there needs any."""
+@lru_cache(maxsize=256)
+def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Tuples of counts that together use at most `gpus`, none of which could be the next larger count."""
+    larger = dict(zip(counts, (*counts[1:], inf), strict=True))
+    found: list[tuple[int, ...]] = []
 
-    def rest(places: int, left: int) -> Iterator[tuple[int, ...]]:
-        if places == 0:
-            yield ()
+    def visit(chosen: tuple[int, ...], left: int) -> None:
+        if len(found) > MAX_SPLITS:
             return
-        for count in counts:
-            if count <= left:
-                for others in rest(places - 1, left - count):
-                    yield (count, *others)
+        if len(chosen) == number:
+            if all(larger[each] - each > left for each in chosen):
+                found.append(chosen)
+        elif len(chosen) + 1 == number:  # the last one takes as much as it can
+            fitting = bisect_right(counts, left)
+            if fitting:
+                visit((*chosen, counts[fitting - 1]), left - counts[fitting - 1])
+        else:
+            for each in counts[: bisect_right(counts, left)]:
+                visit((*chosen, each), left - each)
 
-    first = [0] if nobody_home else [count for count in counts if count <= gpus]
-    for home in first:
-        for others in rest(number - 1, gpus - home):
-            parts = (home, *others)
-            left = gpus - sum(parts)
-            larger = [min((c for c in counts if c > part), default=inf) - part for part in parts[nobody_home:]]
-            if all(more > left for more in larger):
-                yield parts
+    visit((), gpus)
+    return tuple(found)
+
+
+class _Found(NamedTuple):
+    """The best way between two counts: its split, and the count (an index) of each branch's last layer."""
+
+    seconds: float
+    split: Split
+    ends: tuple[int, ...]
+
+
+class _Table(NamedTuple):
+    """Splits as arrays: `caps` that occur; `home` and `away` [splits, branches], 1 + the place of the branch's cap where it is
+    there, else 0."""
+
+    caps: tuple[int, ...]
+    home: tuple[npt.NDArray[np.intp], ...]
+    away: tuple[npt.NDArray[np.intp], ...]
+
+
+@lru_cache(maxsize=256)
+def _tabled(found: tuple[tuple[Split, ...], ...]) -> _Table:
+    """One entry of `home` and `away` for each set of splits."""
+    caps = tuple(sorted({cap for some in found for split in some for cap in split.caps}))
+    place = {cap: i + 1 for i, cap in enumerate(caps)}
+    home, away = [], []
+    for some in found:
+        at = np.array([[place[cap] for cap in split.caps] for split in some], dtype=np.intp)
+        moved = np.array([split.modes for split in some], dtype=np.intp)
+        home.append(at * (moved == HOME))
+        away.append(at * (moved == AWAY))
+    return _Table(caps, tuple(home), tuple(away))
 
 
 @dataclass
@@ -107,9 +165,8 @@ class _Branch:
     steps: list[int]
     tables: list[BlockTable | None]
     states: list[Array]
-    seconds: Array  # [caps, modes, fork's counts, join's counts], the transfer into the joining layer included
-    ends: npt.NDArray[np.intp]  # count of the last layer, the same shape
-    transfers: tuple[Array, Array]  # from the last layer (home, away): [own counts, join's counts]
+    ways: Array  # [caps, modes, fork's counts, own counts, join's], the transfer into the joining layer included
+    transfers: Array  # from the last layer: [modes, fork's counts or 1, own counts or 1, join's]
 
 
 class BlockTable:
@@ -120,38 +177,81 @@ class BlockTable:
         self.block, self.fork, self.join, self.rules = block, fork, join, rules
         counts = rules.tables.counts
         empty = tuple(i for i, branch in enumerate(block.branches) if not branch)
-        self.splits = [splits(len(block.branches), empty, gpus, counts) for gpus in limits]
-        self.caps = tuple(sorted({cap for found in self.splits for split in found for cap in split.caps}))
+        self.splits = tuple(splits(len(block.branches), empty, gpus, counts) for gpus in limits)
+        self.caps, home, away = _tabled(self.splits)
         self.blocked = np.where(np.array(counts) > np.array(self.caps)[:, None], inf, 0.0)[:, None, None, :]
         self.branches = [self._branch(chain) for chain in block.branches]
-        self._found: dict[tuple[int, int, int], tuple[float, Split, tuple[int, ...]]] = {}
-        self.lower = np.empty((len(limits), len(counts), len(counts)))
-        self._best: list[npt.NDArray[np.intp]] = []
+        self._found: dict[tuple[int, int, int], _Found] = {}
+        self._options: dict[tuple[int, int, int, int, int], list[tuple[float, float, int]]] = {}
+        n, k = len(counts), len(self.branches)
+        self.lower = np.full((len(limits), n, n), inf)
         self._times: list[Array] = []
+        self.sure = np.ones(self.lower.shape, dtype=bool)  # where `lower` is exact
+        if k == 2:
+            for at, found in enumerate(self.splits):
+                self._times.append(np.stack([self._pair(split) for split in found]) if found else np.zeros((0, n, n)))
+                if found:
+                    self._times[at].min(0, out=self.lower[at])
+        else:
+            self._relaxed(home, away)
+
+    def _relaxed(self, home: Sequence[npt.NDArray[np.intp]], away: Sequence[npt.NDArray[np.intp]]) -> None:
+        """`lower`, as if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
+        n, k = len(self.rules.tables.counts), len(self.branches)
+        seconds, moved = np.zeros((2, k, 1 + len(self.caps), n, n)), np.zeros((2, k, 1 + len(self.caps), n, n))
+        modes, g, h = np.ogrid[:2, :n, :n]
+        for i, branch in enumerate(self.branches):
+            ways = branch.ways
+            seconds[:, i, 1:] = ways.min(3).transpose(1, 0, 2, 3)
+            row = g if branch.transfers.shape[1] > 1 else 0
+            moved[:, i, 1:] = branch.transfers[modes, row, ways.argmin(3), h].transpose(1, 0, 2, 3)
+        every = np.arange(k)
         for at, found in enumerate(self.splits):
             if not found:  # no count is as small as this
-                self.lower[at] = inf
-                self._best.append(np.zeros(self.lower.shape[1:], dtype=np.intp))
-                self._times.append(np.zeros((0, *self.lower.shape[1:])))
+                self._times.append(np.zeros((0, n, n)))
                 continue
-            times = self._split_times(found)
-            best = times.argmin(0)
-            self.lower[at] = np.take_along_axis(times, best[None], 0)[0]
-            self._best.append(best)
+            times = np.maximum(seconds[HOME][every, home[at]].sum(1), seconds[AWAY][every, away[at]].max(1))
             self._times.append(times)
+            best = times.argmin(0)
+            times.min(0, out=self.lower[at])
+            where = g[0, :, :, None], h[0, :, :, None]
+            incoming = moved[HOME][(every, home[at][best], *where)] + moved[AWAY][(every, away[at][best], *where)]
+            self.sure[at] = incoming.sum(-1) <= self.rules.room[self.join]
+
+    def _pair(self, split: Split) -> Array:
+        """Seconds [counts, counts] of a split of two branches, over all pairs of their last counts that keep the joining
+        layer's limit together."""
+        (a, b), (i, j) = self.branches, [self.caps.index(cap) for cap in split.caps]
+        first, second = a.ways[i, split.modes[0]], b.ways[j, split.modes[1]]
+        together = np.add if split.modes == (HOME, HOME) else np.maximum
+        room = self.rules.room[self.join]
+        n = len(room)
+        found = np.empty((n, n))
+        rows = max(1, PAIRWISE // (first.shape[1] * second.shape[1] * n))
+        for at in range(0, n, rows):
+            some = slice(at, at + rows)
+            every = slice(None)
+            transfers = [
+                branch.transfers[mode][some if len(branch.transfers[mode]) > 1 else every]
+                for branch, mode in zip(self.branches, split.modes, strict=True)
+            ]
+            incoming = transfers[0][:, :, None] + transfers[1][:, None]
+            times = together(first[some, :, None], second[some, None])
+            found[some] = np.where(incoming > room, inf, times).min((1, 2))
+        return found
 
     def _branch(self, chain: Chain) -> _Branch:
         """Shortest paths through one branch, for all caps and both modes at once."""
         rules, tables = self.rules, self.rules.tables
-        ends = tables.comm([self.fork])[0], tables.moved(self.fork)
+        there = rules.transfer(self.fork)
         if not chain:
             n = len(tables.counts)
-            seconds = np.full((len(self.caps), 2, n, n), inf)
-            seconds[:, HOME] = rules.into(self.join, ends[HOME])
-            return _Branch(chain, [], [], [], seconds, np.zeros(seconds.shape, dtype=np.intp), ends)
+            ways = np.full((len(self.caps), 2, n, 1, n), inf)
+            ways[:, HOME, :, 0] = rules.into(self.join, there[HOME])
+            return _Branch(chain, [], [], [], ways, there[:, :, None])
         first = chain[0]
         assert isinstance(first, int)
-        state = np.stack([rules.into(first, each) for each in ends]) + tables.work[first] + self.blocked
+        state = rules.into(first, there) + tables.work[first] + self.blocked
         steps, inner, states = [first], [None], [state]  # type: list[int], list[BlockTable | None], list[Array]
         block = None
         for each in chain[1:]:
@@ -159,8 +259,7 @@ class BlockTable:
                 block = each
                 continue
             if block is None:
-                edges = rules.edges([steps[-1]], [each])[0]
-                state = (state[..., None, :] + edges).min(-1) + self.blocked
+                state = (state[..., None, :] + rules.edge(steps[-1], each)).min(-1) + self.blocked
                 inner.append(None)
             else:
                 table = BlockTable(block, steps[-1], each, rules, self.caps)
@@ -170,89 +269,57 @@ class BlockTable:
                 block = None
             steps.append(each)
             states.append(state)
-        transfers = tables.comm([steps[-1]])[0], tables.moved(steps[-1])
-        last = np.stack([rules.into(self.join, each) for each in transfers])  # [modes, own, join's]
-        ways = state[..., None] + last[:, None]
-        best = ways.argmin(-2)
-        seconds = np.take_along_axis(ways, best[..., None, :], -2)[..., 0, :]
-        return _Branch(chain, steps, inner, states, seconds, best, transfers)
-
-    def _split_times(self, found: Sequence[Split]) -> Array:
-        """Seconds [splits, counts, counts] of each split, as if the joining layer's limit held for each transfer alone."""
-        place = {cap: i for i, cap in enumerate(self.caps)}
-        modes = np.array([split.modes for split in found])
-        caps = np.array([[place[cap] for cap in split.caps] for split in found])
-        shape = (len(found), *self.lower.shape[1:])
-        home, away = np.zeros(shape), np.zeros(shape)
-        for i, branch in enumerate(self.branches):
-            seconds = branch.seconds[caps[:, i], modes[:, i]]
-            moved = modes[:, i] == AWAY
-            home += np.where(moved[:, None, None], 0.0, seconds)
-            away = np.maximum(away, np.where(moved[:, None, None], seconds, 0.0))
-        return np.maximum(home, away)
+        back = rules.transfer(steps[-1])
+        last = rules.into(self.join, back)[:, None]  # [modes, 1, own, join's]
+        return _Branch(chain, steps, inner, states, state[..., None] + last, back[:, None])
 
     # ---- exact, for one pair of counts
 
     def exact(self, limit: int, g: int, h: int) -> float:
-        """The least seconds from count g to count h (indices) within the `limit`-th number of GPUs; inf: no way."""
-        key = (limit, g, h)
-        if key not in self._found:
-            self._found[key] = self._solve(limit, g, h)
-        return self._found[key][0]
+        """The least seconds from count g to count h (indices) within the `limit`-th number of GPUs; inf: no way. `lower`
+        has it from now on."""
+        if not self.sure[limit, g, h]:
+            self.lower[limit, g, h] = self._at(limit, g, h).seconds
+            self.sure[limit, g, h] = True
+        return float(self.lower[limit, g, h])
 
     def resolved(self) -> Array:
         """`lower`, made exact everywhere."""
-        for limit, g, h in np.argwhere(np.isfinite(self.lower)).tolist():
-            self.lower[limit, g, h] = self.exact(limit, g, h)
+        for limit, g, h in np.argwhere(np.isfinite(self.lower) & ~self.sure).tolist():
+            self.exact(limit, g, h)
         return self.lower
 
-    def _solve(self, limit: int, g: int, h: int) -> tuple[float, Split, tuple[int, ...]]:
-        """Splits by rising lower bound. Mostly the first one's paths keep the joining layer's limit together, too."""
-        bound = float(self.lower[limit, g, h])
-        if bound == inf:
-            return inf, Split((), ()), ()
-        room = self.rules.room[self.join, h]
-        split = self.splits[limit][int(self._best[limit][g, h])]
-        ends = self._ends(split, g, h)
-        if self._incoming(split, ends, g, h) <= room:
-            return bound, split, ends
-        found = (inf, split, ends)
+    def _at(self, limit: int, g: int, h: int) -> _Found:
+        key = (limit, g, h)
+        if key not in self._found:
+            self._found[key] = self._solve(limit, g, h)
+        return self._found[key]
+
+    def _solve(self, limit: int, g: int, h: int) -> _Found:
+        """Tries splits by rising lower bound, until no other could be quicker."""
+        found = _Found(inf, Split((), ()), ())
         times = self._times[limit][:, g, h]
         for index in times.argsort(kind="stable").tolist():
-            if times[index] >= found[0]:
+            if times[index] >= found.seconds:
                 break
             split = self.splits[limit][index]
-            seconds, ends = self._within(split, g, h, room, found[0])
-            if seconds < found[0]:
-                found = (seconds, split, ends)
+            seconds, ends = self._within(split, g, h, found.seconds)
+            if seconds < found.seconds:
+                found = _Found(seconds, split, ends)
         return found
 
-    def _ends(self, split: Split, g: int, h: int) -> tuple[int, ...]:
-        return tuple(
-            int(branch.ends[self.caps.index(cap), mode, g, h])
-            for branch, mode, cap in zip(self.branches, split.modes, split.caps, strict=True)
-        )
-
-    def _incoming(self, split: Split, ends: Sequence[int], g: int, h: int) -> float:
-        return float(
-            sum(
-                branch.transfers[mode][end if branch.steps else g, h]
-                for branch, mode, end in zip(self.branches, split.modes, ends, strict=True)
-            )
-        )
-
-    def _within(self, split: Split, g: int, h: int, room: float, below: float) -> tuple[float, tuple[int, ...]]:
-        """The least seconds under `split`, less than `below`, such that all transfers together take at most `room`;
-        (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
-        options = []
-        for branch, mode, cap in zip(self.branches, split.modes, split.caps, strict=True):
-            transfer = branch.transfers[mode]
-            if branch.steps:
-                paths = branch.states[-1][self.caps.index(cap), mode, g]
-                pairs = [(float(paths[x] + transfer[x, h]), float(transfer[x, h]), x) for x in range(len(paths))]
-            else:
-                pairs = [(float(transfer[g, h]), float(transfer[g, h]), 0)]
-            options.append(_undominated([pair for pair in pairs if pair[0] < inf and pair[1] <= room]))
+    def _within(self, split: Split, g: int, h: int, below: float) -> tuple[float, tuple[int, ...]]:
+        """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its limit
+        together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
+        room = float(self.rules.room[self.join, h])
+        options = [
+            self._choices(i, mode, cap, g, h) for i, (mode, cap) in enumerate(zip(split.modes, split.caps, strict=True))
+        ]
+        quickest = [each[0] if each else (inf, inf, 0) for each in options]
+        if sum(each[1] for each in quickest) <= room:  # mostly so
+            at_home = sum(each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == HOME)
+            away = max((each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == AWAY), default=0.0)
+            return max(at_home, away), tuple(each[2] for each in quickest)
         least = [0.0]  # transfers of all branches from here on, at the least
         for each in reversed(options):
             least.append(least[-1] + min((pair[1] for pair in each), default=inf))
@@ -275,12 +342,26 @@ class BlockTable:
         visit(0, 0.0, 0.0, 0.0, ())
         return best
 
+    def _choices(self, i: int, mode: int, cap: int, g: int, h: int) -> list[tuple[float, float, int]]:
+        """(seconds, transfer, last count) of branch `i`, the quickest first, each with a smaller transfer than those before."""
+        key = (i, mode, cap, g, h)
+        if key not in self._options:
+            branch = self.branches[i]
+            ways = branch.ways[self.caps.index(cap), mode, g, :, h].tolist()
+            transfers = branch.transfers[mode]
+            moved = transfers[g if len(transfers) > 1 else 0, :, h].tolist()
+            found: list[tuple[float, float, int]] = []
+            for pair in sorted(zip(ways, moved, range(len(ways)), strict=True)):
+                if pair[0] < inf and (not found or pair[1] < found[-1][1]):
+                    found.append(pair)
+            self._options[key] = found
+        return self._options[key]
+
     # ---- the way back
 
     def collect(self, limit: int, g: int, h: int, placed: dict[int, int], away: set[tuple[int, int]]) -> None:
         """Note the counts (indices) of the block's layers, and the branches that are away, between counts g and h."""
-        self.exact(limit, g, h)
-        _, split, ends = self._found[limit, g, h]
+        _, split, ends = self._at(limit, g, h)
         for i, (branch, mode, cap, end) in enumerate(zip(self.branches, split.modes, split.caps, ends, strict=True)):
             if not branch.steps:
                 continue
@@ -292,19 +373,9 @@ class BlockTable:
                 before = branch.states[k - 1][at, mode, g]
                 table, layer = branch.tables[k], branch.steps[k]
                 if table is None:
-                    edges = self.rules.edges([branch.steps[k - 1]], [layer])[0][end]
-                    x = int((before + edges).argmin())
+                    x = int((before + self.rules.edge(branch.steps[k - 1], layer)[end]).argmin())
                 else:
                     x = int((before + table.lower[at, :, end]).argmin())
                     table.collect(at, x, end, placed, away)
                 end = x
                 placed[branch.steps[k - 1]] = end
-
-
-def _undominated(pairs: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Those of (seconds, transfer, count) than which no other is both quicker and transfers less."""
-    found: list[tuple[float, float, int]] = []
-    for pair in sorted(pairs):
-        if not found or pair[1] < found[-1][1]:
-            found.append(pair)
-    return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> Trace
         graph = tracer.trace(loaded.module)
         module = fx.GraphModule(tracer.root, graph)
         _propagate(module, loaded.example(batch))
-    except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+    except Exception as error:  # whatever the model's own code raises
         raise CaptureError(
             f"{loaded.name} can't be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             "branches on values or shapes can't be; name the module class around them with --whole CLASS",
@@ -98,16 +97,12 @@ class _Shapes(fx.Interpreter):
 
 
 def _propagate(module: fx.GraphModule, arguments: Sequence[torch.Tensor]) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [mode.from_tensor(each) if each.device.type != "meta" else each for each in arguments]
-        state = {name: each for name, each in [*module.named_parameters(), *module.named_buffers()]}
-        meta = {name: torch.empty_like(each, device="meta") for name, each in state.items()}
-        moved = [torch.empty_like(each, device="meta") for each in fakes]
-        with torch.no_grad(), nn.utils.stateless._reparametrize_module(module, meta):
-            _Shapes(module).run(*moved)
+    """Work out what every node makes, without computing anything: parameters and buffers stay as they are."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        _Shapes(module).run(*(mode.from_tensor(each) for each in arguments))
 
 
-def _function(node: fx.Node) -> str:
+def function_name(node: fx.Node) -> str:
     """The name of what a node calls."""
     target = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
@@ -129,7 +124,9 @@ class _Grouping:
         self.module, self.batch = module, batch
         self.owner: dict[fx.Node, Traced | None] = {}  # None: the model's input
         self.base: dict[fx.Node, fx.Node] = {}  # what a view is a view of
-        self.constant: dict[fx.Node, list[fx.Node]] = {}  # what is the same for every sample, and the nodes it is made by
+        self.constant: dict[
+            fx.Node, list[fx.Node]
+        ] = {}  # what is the same for every sample, and the nodes it is made by
         self.found: list[Traced] = []
         self.seen: set[str] = set()
         self.names: set[str] = set()
@@ -197,12 +194,12 @@ class _Grouping:
     def _is_view(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return isinstance(self.module.get_submodule(str(node.target)), VIEW_MODULES)
-        return _function(node) in VIEWS
+        return function_name(node) in VIEWS
 
     def _is_cheap(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return isinstance(self.module.get_submodule(str(node.target)), CHEAP_MODULES)
-        return _function(node) in CHEAP
+        return function_name(node) in CHEAP
 
     def _alone(self, layer: Traced, node: fx.Node) -> bool:
         """Whether nobody else reads what `node` reads of the layer."""
@@ -215,7 +212,9 @@ class _Grouping:
 
         own = [each for each in node.all_input_nodes if self.owner.get(each) is layer]
         made = {self.base.get(each, each) for each in own}
-        return all(reader is node or not tensors(reader.meta.get("val", ())) for each in made for reader in readers(each))
+        return all(
+            reader is node or not tensors(reader.meta.get("val", ())) for each in made for reader in readers(each)
+        )
 
     def _unplaced_view(self, node: fx.Node) -> bool:
         return node.op in ("call_module", "call_method", "call_function") and self._is_view(node)
@@ -243,7 +242,7 @@ class _Grouping:
     def _kind(self, node: fx.Node) -> str:
         if node.op == "call_module":
             return type(self.module.get_submodule(str(node.target))).__name__
-        return _function(node)
+        return function_name(node)
 
     def _name(self, node: fx.Node) -> str:
         if node.op == "call_module":
@@ -251,15 +250,10 @@ class _Grouping:
         else:
             stack = list(node.meta.get("nn_module_stack", {}).values())
             path = stack[-1][0] if stack else ""
-            name = f"{path}.{_function(node)}" if path else _function(node)
+            name = f"{path}.{function_name(node)}" if path else function_name(node)
         unique, number = name, 1
         while unique in self.names:
             number += 1
             unique = f"{name}:{number}"
         self.names.add(unique)
         return unique
-
-
-def elements(node: fx.Node) -> int:
-    """Elements a node makes."""
-    return sum(prod(each.shape) for each in tensors(node.meta["val"]))

@@ -107,9 +107,8 @@ class Conv(nn.Module):
 
     def __init__(self, channels: int, out: int, kernel: int | tuple[int, int], stride: int = 1) -> None:
         super().__init__()
-        padding: int | tuple[int, ...] = 0
-        if stride == 1:
-            padding = (kernel - 1) // 2 if isinstance(kernel, int) else tuple((k - 1) // 2 for k in kernel)
+        rows, columns = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = ((rows - 1) // 2, (columns - 1) // 2) if stride == 1 else (0, 0)
         self.conv = nn.Conv2d(channels, out, kernel, stride, padding, bias=False)
         self.bn, self.relu = nn.BatchNorm2d(out, eps=0.001), nn.ReLU(inplace=True)
 
@@ -209,7 +208,8 @@ class EncoderLayer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        heads: Tensor = x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        return heads
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
@@ -223,7 +223,9 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """[N, T] tokens -> [N, classes]."""
 
-    def __init__(self, layers: int = 6, width: int = 512, heads: int = 8, length: int = 128, words: int = 30_000) -> None:
+    def __init__(
+        self, layers: int = 6, width: int = 512, heads: int = 8, length: int = 128, words: int = 30_000
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.position = nn.Parameter(torch.zeros(length, width))
