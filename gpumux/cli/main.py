@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from gpumux import __version__, config
+from gpumux.cli import planning
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.wire.endpoint import parse
 
@@ -28,6 +29,7 @@ examples:
   gpumux status                         the daemon, its device and its jobs
   gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
   gpumux simulate --high a.json --low b.json   try a pair of jobs without a GPU
+  gpumux plan burst vgg16 --gpus 8 --global-batch 32   how many GPUs each layer should have
 """
 _SERVE = """\
 Settings come from the --config file, then GPUMUX_* variables, then these flags; the last one wins.
@@ -212,6 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
     _simulation(simulate)
+    planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
     for sub in (status, jobs, doctor):
         kind = str if sub is doctor else _endpoint  # the doctor makes a finding of it

@@ -8,25 +8,20 @@ could have more. For each of them a branch is a shortest path that stays within 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import combinations
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gpumux.errors import ConfigError
 from gpumux.plan.costs import Array, Tables
 from gpumux.plan.graph import Block, Chain
+from gpumux.plan.splits import AWAY, HOME, Split, splits, tabled
 
-MAX_SPLITS = 20_000
 MAX_PREPARED = 1 << 22  # elements
 PAIRWISE = 1 << 16  # elements at once
-HOME, AWAY = 0, 1
 
 
 @dataclass(frozen=True)
@@ -71,89 +66,12 @@ class Rules:
         return np.where(transfer > self.room[layer], inf, transfer)
 
 
-class Split(NamedTuple):
-    """One way to share GPUs: for each branch whether it is HOME or AWAY, and how many it may use at most."""
-
-    modes: tuple[int, ...]
-    caps: tuple[int, ...]
-
-
-@lru_cache(maxsize=256)
-def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, ...]) -> tuple[Split, ...]:
-    """Every split of `gpus` in which nobody could have more. At least one branch is at home, since moving one back there
-    costs nothing; those in `empty` always are, and use no GPU. Raises ConfigError where there are too many."""
-    found: list[Split] = []
-    movable = [i for i in range(branches) if i not in empty]
-    for away_count in range(branches):
-        for away in combinations(movable, away_count):
-            nobody = all(i in empty for i in range(branches) if i not in away)
-            places = [1 + away.index(i) if i in away else 0 for i in range(branches)]
-            modes = tuple(AWAY if i in away else HOME for i in range(branches))
-            parts = _parts(away_count + (not nobody), gpus, counts)
-            if len(found) + len(parts) > MAX_SPLITS:
-                raise ConfigError(
-                    f"a block of {branches} branches over {len(counts)} GPU counts has too many ways to run",
-                    "let the counts be powers of two",
-                )
-            for part in parts:
-                sizes = (0, *part) if nobody else part
-                found.append(Split(modes, tuple([sizes[place] for place in places])))
-    return tuple(found)
-
-
-@lru_cache(maxsize=256)
-def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Tuples of counts that together use at most `gpus`, none of which could be the next larger count."""
-    larger = dict(zip(counts, (*counts[1:], inf), strict=True))
-    found: list[tuple[int, ...]] = []
-
-    def visit(chosen: tuple[int, ...], left: int) -> None:
-        if len(found) > MAX_SPLITS:
-            return
-        if len(chosen) == number:
-            if all(larger[each] - each > left for each in chosen):
-                found.append(chosen)
-        elif len(chosen) + 1 == number:  # the last one takes as much as it can
-            fitting = bisect_right(counts, left)
-            if fitting:
-                visit((*chosen, counts[fitting - 1]), left - counts[fitting - 1])
-        else:
-            for each in counts[: bisect_right(counts, left)]:
-                visit((*chosen, each), left - each)
-
-    visit((), gpus)
-    return tuple(found)
-
-
 class _Found(NamedTuple):
     """The best way between two counts: its split, and the count (an index) of each branch's last layer."""
 
     seconds: float
     split: Split
     ends: tuple[int, ...]
-
-
-class _Table(NamedTuple):
-    """Splits as arrays: `caps` that occur; `home` and `away` [splits, branches], 1 + the place of the branch's cap where it is
-    there, else 0."""
-
-    caps: tuple[int, ...]
-    home: tuple[npt.NDArray[np.intp], ...]
-    away: tuple[npt.NDArray[np.intp], ...]
-
-
-@lru_cache(maxsize=256)
-def _tabled(found: tuple[tuple[Split, ...], ...]) -> _Table:
-    """One entry of `home` and `away` for each set of splits."""
-    caps = tuple(sorted({cap for some in found for split in some for cap in split.caps}))
-    place = {cap: i + 1 for i, cap in enumerate(caps)}
-    home, away = [], []
-    for some in found:
-        at = np.array([[place[cap] for cap in split.caps] for split in some], dtype=np.intp)
-        moved = np.array([split.modes for split in some], dtype=np.intp)
-        home.append(at * (moved == HOME))
-        away.append(at * (moved == AWAY))
-    return _Table(caps, tuple(home), tuple(away))
 
 
 @dataclass
@@ -178,7 +96,7 @@ class BlockTable:
         counts = rules.tables.counts
         empty = tuple(i for i, branch in enumerate(block.branches) if not branch)
         self.splits = tuple(splits(len(block.branches), empty, gpus, counts) for gpus in limits)
-        self.caps, home, away = _tabled(self.splits)
+        self.caps, home, away = tabled(self.splits)
         self.blocked = np.where(np.array(counts) > np.array(self.caps)[:, None], inf, 0.0)[:, None, None, :]
         self.branches = [self._branch(chain) for chain in block.branches]
         self._found: dict[tuple[int, int, int], _Found] = {}

@@ -1,0 +1,174 @@
+"""`gpumux plan batch`, `gpus` and `servers`: advice from "Distributed training guidelines"."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from math import isinf
+from pathlib import Path
+
+from gpumux.cli.text import emit, emit_json, size, table
+from gpumux.device.sim.spec import preset
+from gpumux.errors import ConfigError
+from gpumux.plan import lemmas, overhead
+
+
+def _batch(args: argparse.Namespace) -> int:
+    """Mini-batch and algorithms."""
+    from gpumux.plan import batch, cnn
+    from gpumux.plan.models import find
+    from gpumux.plan.trace import trace
+
+    algorithms = args.algorithms.split(",")
+    unknown = [each for each in algorithms if each not in cnn.ALGORITHMS]
+    if unknown or "gemm" not in algorithms:
+        raise ConfigError(
+            f"no algorithm is called {unknown[0]!r}" if unknown else "algorithms without gemm, which every layer has",
+            f"choose from {', '.join(cnn.ALGORITHMS)}, gemm among them",
+        )
+    spec = preset(args.gpu_model or "a100")
+    memory = args.memory or spec.memory_bytes
+    network = cnn.read(trace(find(args.model, args.input), whole=args.whole))
+    choices = batch.suggest(network, args.batches, memory, spec, algorithms)
+    best = choices[0]
+    if args.json:
+        emit_json(
+            {
+                "model": network.name,
+                "memory_bytes": memory,
+                "suggested": best.batch,
+                "choices": [
+                    {"batch": c.batch, "seconds": c.seconds, "seconds_a_sample": c.seconds_a_sample, "workspace_bytes": c.workspace,
+                     "bound_bytes": c.bound, "algorithms": dict(c.algorithms)}
+                    for c in sorted(choices, key=lambda c: c.batch)
+                ],
+                "fft_over_gemm": {
+                    c.name: c.fft_bytes(best.batch) / c.gemm_bytes(best.batch) for c in network.convolutions
+                },
+            }
+        )  # fmt: skip
+        return 0
+    emit(f"suggested mini-batch for {network.name} within {size(int(memory))}: {best.batch}")
+    rows = [
+        (str(c.batch), f"{c.seconds * 1e3:.3f} ms", f"{c.seconds_a_sample * 1e6:.1f} us", size(int(c.workspace)), size(int(c.bound)),
+         _counted(c.algorithms.values()))
+        for c in sorted(choices, key=lambda c: c.batch)
+    ]  # fmt: skip
+    emit(table(("BATCH", "CONVOLUTIONS", "A SAMPLE", "WORKSPACE", "OF", "ALGORITHMS"), rows))
+    emit("")
+    layers = [
+        (c.name, best.algorithms[c.name], f"{c.fft_bytes(best.batch) / c.gemm_bytes(best.batch):.2f}")
+        for c in network.convolutions
+    ]
+    emit(table(("LAYER", f"AT {best.batch}", "FFT/GEMM MEMORY"), layers))
+    emit(f"\ntimes are modelled for an {spec.title}; nothing here was measured")
+    left_out = sorted(set(args.batches) - {c.batch for c in choices})
+    if left_out:
+        emit(f"do not fit: {', '.join(map(str, left_out))}")
+    return 0
+
+
+def _counted(names: object) -> str:
+    listed = list(names)  # type: ignore[call-overload]
+    return ", ".join(f"{listed.count(each)} {each}" for each in dict.fromkeys(listed))
+
+
+def _gpus(args: argparse.Namespace) -> int:
+    """Lemma 3.1, whichever way round."""
+    if args.overhead is not None and args.trace is not None:
+        raise ConfigError("both --overhead and --trace", "give one of them")
+    measured = overhead.load(Path(args.trace)) if args.trace is not None else None
+    given = measured.ratio if measured is not None else args.overhead
+    told: dict[str, object] = {}
+    lines = []
+    if measured is not None:
+        told["measured"] = {"total_s": measured.total, "compute_s": measured.compute, "loading_s": measured.loading,
+                            "device": measured.device}  # fmt: skip
+        lines.append(
+            f"R_O is {measured.ratio:.1%}: {measured.compute:.3f} s of computation ({measured.device}) in {measured.total:.3f} s; "
+            f"data loading took {measured.loading:.3f} s"
+        )
+    if given is not None:
+        told |= {"overhead": given, "most_speedup": lemmas.most_speedup(given)}
+    if args.speedup is not None and given is not None:
+        gpus = lemmas.gpus_for(args.speedup, given)
+        told |= {"speedup": args.speedup, "gpus": gpus}
+        if gpus is None:
+            lines.append(
+                f"no number of GPUs is {args.speedup:g} times as fast: at R_O {given:.1%} the most is {lemmas.most_speedup(given):.2f}"
+            )
+        else:
+            lines.append(
+                f"{args.speedup:g} times as fast with R_O {given:.1%}: {gpus} GPUs (they give {lemmas.speedup(gpus, given):.2f}, "
+                f"efficiency {lemmas.efficiency(gpus, given):.0%})"
+            )
+    if args.gpus is not None and given is not None:
+        told |= {"efficiency": lemmas.efficiency(args.gpus, given), "speedup_of_gpus": lemmas.speedup(args.gpus, given)}
+        lines.append(
+            f"{args.gpus} GPUs with R_O {given:.1%}: {lemmas.speedup(args.gpus, given):.2f} times as fast, efficiency "
+            f"{lemmas.efficiency(args.gpus, given):.0%}"
+        )
+    if args.gpus is not None and args.efficiency is not None:
+        most = lemmas.tolerable_overhead(args.gpus, args.efficiency)
+        told["tolerable_overhead"] = None if isinf(most) else most
+        lines.append(
+            f"{args.gpus} GPUs at efficiency {args.efficiency:.0%}: "
+            + ("any R_O is tolerable" if isinf(most) else f"R_O may be {most:.1%} at most")
+        )
+    if not lines or (args.efficiency is not None and args.gpus is None):
+        raise ConfigError(
+            "not enough to go by", "give --speedup or --gpus with --overhead or --trace, or --gpus with --efficiency"
+        )
+    if args.json:
+        emit_json(told)
+    else:
+        emit("\n".join(lines))
+    return 0
+
+
+def _servers(args: argparse.Namespace) -> int:
+    """Lemma 3.2, and what does without servers."""
+    nbytes = args.parameters
+    if (nbytes is None) == (args.model is None):
+        raise ConfigError("either --parameters or --model says how much is exchanged", "give one of them")
+    if nbytes is None:
+        from gpumux.cli.plan import model_profile
+
+        nbytes = float(model_profile(args).parameter_bytes)
+    found = [
+        (bandwidth, lemmas.servers(nbytes, args.workers, bandwidth, args.compute),
+         lemmas.exchanges(nbytes, args.workers, bandwidth, args.compute))
+        for bandwidth in args.bandwidth
+    ]  # fmt: skip
+    if args.json:
+        emit_json(
+            {
+                "parameter_bytes": nbytes,
+                "workers": args.workers,
+                "compute_s": args.compute,
+                "networks": [
+                    {"bandwidth": bandwidth, "servers": servers, "one_push_s": nbytes / bandwidth,
+                     "without_servers": [{"name": e.name, "bytes": e.nbytes, "seconds": e.seconds, "hidden": e.hidden,
+                                          "bandwidth_needed": e.bandwidth} for e in ways]}
+                    for bandwidth, servers, ways in found
+                ],
+            }
+        )  # fmt: skip
+        return 0
+    emit(
+        f"{args.workers} workers that compute {args.compute:g} s an iteration and exchange {nbytes / 1e6:.0f} MB of parameters"
+    )
+    rows = []
+    for bandwidth, servers, ways in found:
+        speed = f"{bandwidth * 8e-9:g} Gb/s"
+        rows.append((speed, f"{servers} parameter servers", f"{nbytes / bandwidth:.3f} s a push", "hidden"))
+        for each in ways:
+            enough = "hidden" if each.hidden else f"not hidden: needs {each.bandwidth * 8e-9:.1f} Gb/s"
+            rows.append(("", each.name, f"{each.seconds:.3f} s", enough))
+    emit(table(("NETWORK", "WAY", "TRANSFERS", "BEHIND COMPUTATION"), rows))
+    for each in found[0][2]:
+        emit(f"{each.name}: {each.what}")
+    return 0
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], int]] = {"batch": _batch, "gpus": _gpus, "servers": _servers}

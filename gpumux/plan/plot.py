@@ -1,0 +1,122 @@
+"""Pictures of plans, and DeepPool's figures 1 to 3, 5 and 10 for any model. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpumux.plan.baselines import STRATEGIES, Scaled
+from gpumux.plan.curves import OperatingPoint
+from gpumux.plan.graph import Graph
+from gpumux.plan.plan import Plan, Row
+from gpumux.simulate.plot import HIGH_COLOR, LINE_COLOR, LOW_COLOR, figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = {"comp": HIGH_COLOR, "comm": "#dd8452", "sync": "#8172b3"}
+LINES = dict(zip(STRATEGIES, (LOW_COLOR, "#55a868", "#ccb974", HIGH_COLOR), strict=True))
+SMALL = 8
+LABELLED = 40  # layers; more names would hide each other
+
+
+def timeline(plan: Plan, path: Path) -> None:
+    """Which GPUs run what, and when; white is idle. A GPU's row is as high as there is room."""
+    drawn = figure(11.0, 4.0)
+    axes = drawn.subplots()
+    for part, color in COLORS.items():
+        bars = [(row, _begin(row, part), getattr(row, part)) for row in plan.rows if getattr(row, part) > 0]
+        for row, begin, seconds in bars:
+            axes.broken_barh(
+                [(begin * 1e3, seconds * 1e3)], (row.first, row.gpus), facecolor=color, edgecolor="white", lw=0.2
+            )
+        axes.broken_barh([], (0, 0), facecolor=color, label=part)
+    axes.set_ylim(0, plan.gpus)
+    axes.set_xlim(0, plan.seconds * 1e3)
+    axes.set_ylabel("GPU", fontsize=SMALL)
+    idle = plan.idle / (plan.gpus * plan.seconds) if plan.seconds else 0.0
+    _finish(axes, "ms", f"{plan.graph.name}, {plan.algorithm}: {plan.gpus} GPUs, batch {plan.batch}, {idle:.0%} idle")
+    save(drawn, path)
+
+
+def _begin(row: Row, part: str) -> float:
+    """When a part of a row begins: samples come first, gradients go last."""
+    return row.start + (0.0 if part == "comm" else row.comm if part == "comp" else row.comm + row.comp)
+
+
+def scaling(found: Sequence[Scaled], name: str, path: Path) -> None:
+    """Figures 1 and 2: speed-up to accuracy over cluster sizes, and the samples a GPU that batch-optimal scaling chooses."""
+    drawn = figure(11.0, 4.0)
+    speedups, samples = drawn.subplots(1, 2)
+    sizes = sorted({each.gpus for each in found})
+    speedups.plot(sizes, sizes, color=LINE_COLOR, ls=":", lw=1, label="linear")
+    for strategy in STRATEGIES:
+        some = [each for each in found if each.strategy == strategy]
+        speedups.plot(
+            [s.gpus for s in some], [s.speedup for s in some], marker=".", color=LINES[strategy], label=strategy
+        )
+    chosen = [each for each in found if each.strategy == "batch-optimal"]
+    samples.plot([s.gpus for s in chosen], [s.samples_a_gpu for s in chosen], marker=".", color=LINES["batch-optimal"])
+    for axes in (speedups, samples):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+    speedups.set_ylabel("speed-up to accuracy", fontsize=SMALL)
+    samples.set_ylabel("samples a GPU", fontsize=SMALL)
+    _finish(speedups, "GPUs", f"{name}: ways to scale")
+    _finish(samples, "GPUs", "what batch-optimal scaling chooses", legend=False)
+    save(drawn, path)
+
+
+def networks(found: Sequence[tuple[float, Scaled]], name: str, path: Path) -> None:
+    """Figure 3: speed-up to accuracy over network speeds."""
+    drawn = figure(6.5, 4.0)
+    axes = drawn.subplots()
+    for strategy in STRATEGIES:
+        some = [(bandwidth * 8e-9, each.speedup) for bandwidth, each in found if each.strategy == strategy]
+        axes.plot([x for x, _ in some], [y for _, y in some], marker=".", color=LINES[strategy], label=strategy)
+    axes.set_xscale("log")
+    axes.set_ylabel("speed-up to accuracy", fontsize=SMALL)
+    gpus = found[0][1].gpus if found else 0
+    _finish(axes, "Gb/s a GPU", f"{name}: {gpus} GPUs")
+    save(drawn, path)
+
+
+def layers(graph: Graph, speedups: Sequence[Sequence[float]], counts: Sequence[int], path: Path) -> None:
+    """Figure 5: how much quicker each layer computes on how many GPUs."""
+    drawn = figure(11.0, 4.0)
+    axes = drawn.subplots()
+    last = [each[-1] for each in speedups]
+    axes.bar(range(len(last)), last, color=HIGH_COLOR)
+    axes.axhline(counts[-1], color=LINE_COLOR, ls=":", lw=1)
+    names = [layer.name for layer in graph.layers]
+    if len(names) <= LABELLED:
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=6)
+    axes.set_ylabel(f"speed-up on {counts[-1]} GPUs", fontsize=SMALL)
+    _finish(axes, "layer", f"{graph.name}: computation alone", legend=False)
+    save(drawn, path)
+
+
+def trade_off(points: Sequence[OperatingPoint], name: str, path: Path) -> None:
+    """Figure 10: what the cluster gets done in all over how quick the foreground job is."""
+    drawn = figure(6.5, 4.0)
+    axes = drawn.subplots()
+    for prefix, label, color in (
+        ("limit", "burst, idle time shared", HIGH_COLOR),
+        ("partition", "partition", LOW_COLOR),
+    ):
+        some = sorted((p.speedup, p.throughput, p.name) for p in points if p.name.startswith(prefix))
+        axes.plot([x for x, _, _ in some], [y for _, y, _ in some], marker="o", color=color, label=label)
+        for x, y, text in some:
+            axes.annotate(text.split()[1], (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+    axes.set_ylabel("samples a second, all jobs", fontsize=SMALL)
+    _finish(axes, "foreground speed-up", f"{name}: amplification limits, and GPUs given to the foreground")
+    save(drawn, path)
+
+
+def _finish(axes: Axes, xlabel: str, title: str, *, legend: bool = True) -> None:
+    axes.set_xlabel(xlabel, fontsize=SMALL)
+    axes.set_title(title, fontsize=9)
+    axes.tick_params(labelsize=SMALL)
+    if legend:
+        axes.legend(fontsize=7)
