@@ -7,7 +7,7 @@ layer, which then runs on one number of GPUs; `Graph.notes` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -162,11 +162,33 @@ def _reading(node: LayerProfile, inputs: tuple[str, ...]) -> LayerProfile:
 
 
 class _Irregular(Exception):
-    """Between `first` and `last` (indices) lies what is no block."""
+    """Between `first` and `last` (indices) lies what is no block: the layers `inside`."""
 
-    def __init__(self, first: int, last: int, why: str) -> None:
+    def __init__(self, first: int, last: int, inside: Sequence[int], why: str) -> None:
         super().__init__(why)
-        self.first, self.last, self.why = first, last, why
+        self.first, self.last, self.inside = first, last, inside
+
+
+def _dominators(sides: Sequence[Sequence[int]], order: Iterable[int], earlier: Callable[[int, int], bool]) -> list[int]:
+    """For each node the nearest one that every way from (or to) it leads through; itself where there is none. `sides`: its
+    neighbours that way, which stand before it in `order`."""
+    found = list(range(len(sides)))
+    for node in order:
+        common: int | None = None
+        for each in sides[node]:
+            common = each if common is None else _meet(common, each, found, earlier)
+        found[node] = node if common is None else common
+    return found
+
+
+def _meet(a: int, b: int, tree: Sequence[int], earlier: Callable[[int, int], bool]) -> int:
+    """The nearest common ancestor; `earlier(a, b)`: whether a is further from the root."""
+    while a != b:
+        if earlier(a, b):
+            a = tree[a]
+        else:
+            b = tree[b]
+    return a
 
 
 class _Parser:
@@ -179,30 +201,29 @@ class _Parser:
         for node, inputs in enumerate(self.before):
             for each in inputs:
                 self.behind[each].append(node)
-        self.joins = self._post_dominators()
+        last = len(nodes) - 1
+        self.joins = _dominators(self.behind, reversed(range(last + 1)), lambda a, b: a < b)
+        self.forks = _dominators(self.before, range(last + 1), lambda a, b: a > b)
         self.blocks = 0
 
     def parse(self) -> Chain:
         return self._walk(0, None, None)
 
-    def _post_dominators(self) -> list[int]:
-        """For each layer, the first one that every way from it to the end leads through; the last one's is itself."""
-        found = list(range(len(self.behind)))
-        for node in reversed(range(len(self.behind))):
-            common: int | None = None
-            for each in self.behind[node]:
-                common = each if common is None else self._meet(common, each, found)
-            found[node] = node if common is None else common
-        return found
-
-    @staticmethod
-    def _meet(a: int, b: int, joins: Sequence[int]) -> int:
-        while a != b:
-            if a < b:
-                a = joins[a]
-            else:
-                b = joins[b]
-        return a
+    def _irregular(self, fork: int, why: str) -> _Irregular:
+        """The smallest part from `fork` on that nothing leads into but through its first layer, nor out but through its
+        last."""
+        while True:
+            join = self.joins[fork]
+            inside, first = {fork}, fork
+            for node in range(fork + 1, join):
+                if inside & set(self.before[node]):
+                    inside.add(node)
+                    for each in self.before[node]:
+                        if each not in inside:
+                            first = _meet(first, each, self.forks, lambda a, b: a > b)
+            if first == fork:
+                return _Irregular(fork, join, sorted(inside - {fork}), why)
+            fork = first
 
     def _walk(self, node: int, stop: int | None, fork: int | None) -> Chain:
         """The chain from `node` up to, and without, `stop`; None: to the end. `fork` is where this branch left."""
@@ -210,9 +231,7 @@ class _Parser:
         expected = 0 if fork is None else 1  # ways that lead to the next layer
         while node != stop:
             if len(self.before[node]) != expected:
-                assert fork is not None
-                assert stop is not None
-                raise _Irregular(fork, stop, "ways meet before the block's end")
+                raise self._irregular(self.forks[node], "ways meet before the block's end")
             found.append(node)
             behind = self.behind[node]
             if not behind:
@@ -224,10 +243,10 @@ class _Parser:
             join = self.joins[node]
             found.append(self._block(node, join))
             if join == stop:
-                raise _Irregular(node, join, "a block ends where the one around it does")
+                raise self._irregular(node, "a block ends where the one around it does")
             expected = len(self.before[join])
             if expected != len(behind):
-                raise _Irregular(node, join, "ways meet before the block's end")
+                raise self._irregular(node, "ways meet before the block's end")
             node = join
         return tuple(found)
 
@@ -236,20 +255,14 @@ class _Parser:
         number, self.blocks = self.blocks, self.blocks + 1
         branches = tuple(() if each == join else self._walk(each, join, fork) for each in behind)
         if len(behind) > MAX_BRANCHES:
-            raise _Irregular(fork, join, f"it has {len(behind)} branches, more than {MAX_BRANCHES}")
+            raise self._irregular(fork, f"it has {len(behind)} branches, more than {MAX_BRANCHES}")
         return Block(number, branches)
 
 
 def _merge(nodes: Sequence[LayerProfile], found: _Irregular) -> tuple[list[LayerProfile], str]:
     """All that lies between the two layers as one layer, and a sentence about it."""
     first, last = nodes[found.first], nodes[found.last]
-    inside = [found.first]  # grows: everything behind the fork and before the join, in order
-    reached = {first.name}
-    for i in range(found.first + 1, found.last):
-        if reached & set(nodes[i].inputs):
-            reached.add(nodes[i].name)
-            inside.append(i)
-    merged = [nodes[i] for i in inside[1:]]
+    merged = [nodes[i] for i in found.inside]
     names = {node.name for node in merged}
     leaving = sum(node.output_bytes for node in (first, *merged) if node.name in last.inputs)
     batches = sorted({timing.samples for node in merged for timing in node.times})

@@ -17,7 +17,7 @@ from gpumux.client.session import Session
 from gpumux.errors import ConfigError, DaemonGone, EndpointBusy, UnknownJob
 from gpumux.wire.lock import EndpointLock
 
-COMMANDS = ("serve", "status", "jobs", "doctor", "simulate", "version")
+COMMANDS = ("serve", "status", "jobs", "doctor", "simulate", "plan", "version")
 
 
 @pytest.mark.parametrize("argv", [["--help"], *[[name, "--help"] for name in COMMANDS], ["version"]])
@@ -36,7 +36,7 @@ def test_no_help_imports_torch_or_other_heavy_things(argv):
     assert not {"torch", "numpy", "prometheus_client", "zmq"} & set(modules)
 
 
-@pytest.mark.parametrize("name", ["serve", "jobs", "doctor", "simulate"])
+@pytest.mark.parametrize("name", ["serve", "jobs", "doctor", "simulate", "plan"])
 def test_help_teaches_by_example(name, capsys):
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out

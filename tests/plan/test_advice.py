@@ -1,0 +1,188 @@
+"""The guidelines' own numbers, both lemmas, the integer program, and what a trace says of a loop."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import product
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from gpumux.device.sim.spec import A100
+from gpumux.errors import ConfigError
+from gpumux.plan import batch, cnn, lemmas, models, overhead
+from gpumux.plan.trace import trace
+
+ALEXNET = cnn.read(trace(models.find("alexnet")))
+
+
+def test_table_2_of_the_guidelines():
+    """The printed 11.6, 1.6, 2.3, 2.7 and 2.3."""
+    found = [layer.fft_bytes(128) / layer.gemm_bytes(128) for layer in ALEXNET.convolutions]
+    assert found == pytest.approx([11.62, 1.60, 2.37, 2.69, 2.37], abs=0.005)
+    assert found == pytest.approx([11.6, 1.6, 2.3, 2.7, 2.3], abs=0.1)
+
+
+def test_equations_2_to_5_for_alexnet():
+    assert ALEXNET.maps[0] == 3 * 224 * 224
+    assert ALEXNET.dense == (9216, 4096, 4096, 1000)
+    weights = 11 * 11 * 3 * 96 + 5 * 5 * 96 * 256 + 9 * (256 * 384 + 384 * 384 + 384 * 256)
+    assert ALEXNET.parameter_bytes() == 12 * (weights + 96 + 256 + 384 + 384 + 256)
+    assert ALEXNET.classifier_bytes() == 4 * (18408 + 3 * (9216 * 4096 + 4096 * 4096 + 4096 * 1000) + 9)
+    maps = sum(
+        (
+            3 * 224**2,
+            96 * 55**2,
+            96 * 27**2,
+            256 * 27**2,
+            256 * 13**2,
+            384 * 13**2,
+            384 * 13**2,
+            256 * 13**2,
+            256 * 6**2,
+        )
+    )
+    assert ALEXNET.feature_bytes(128) == 4 * 128 * maps
+    left = ALEXNET.bound(128, 12e9)
+    assert left == 12e9 - ALEXNET.feature_bytes(128) - ALEXNET.parameter_bytes() - ALEXNET.classifier_bytes()
+
+
+def test_lemma_3_1_and_its_examples():
+    assert lemmas.tolerable_overhead(4, 0.8) == pytest.approx(0.0909, abs=1e-4)  # "must not exceed 9 %"
+    assert lemmas.gpus_for(3, 0.1) == 4
+    assert lemmas.gpus_for(11, 0.1) is None
+    assert lemmas.most_speedup(0.1) == pytest.approx(11)
+    assert lemmas.tolerable_overhead(1, 0.5) == inf
+    assert lemmas.efficiency(1, 0.3) == 1
+    for wrong in ((0, 0.1), (1, -0.1), (1, inf)):
+        with pytest.raises(ConfigError):
+            lemmas.efficiency(*wrong)
+
+
+@given(st.integers(2, 2000), st.floats(0, 10))
+def test_lemma_3_1_is_one_lemma_both_ways(gpus: int, ratio: float):
+    alpha = lemmas.efficiency(gpus, ratio)
+    assert 1 / gpus <= alpha <= 1 + 1e-12
+    if alpha * gpus > 1.001:
+        assert lemmas.tolerable_overhead(gpus, min(1.0, alpha)) == pytest.approx(ratio, rel=1e-5, abs=1e-9)
+    needed = lemmas.gpus_for(max(1.0, lemmas.speedup(gpus, ratio) * (1 - 1e-7)), ratio)
+    assert needed is not None
+    assert needed <= gpus
+    assert lemmas.speedup(needed, ratio) >= lemmas.speedup(gpus, ratio) * (1 - 1e-6)
+
+
+def test_lemma_3_2_and_alexnets_updates():
+    """180 MB a push do not go through 1 Gb/s: 1.44 s, where 10 Gb/s takes 0.144 s."""
+    one, ten = lemmas.exchanges(180e6, 8, 1e9 / 8, 0.5), lemmas.exchanges(180e6, 8, 10e9 / 8, 0.5)
+    assert lemmas.servers(180e6, 8, 1e9 / 8, 0.5) == 47
+    assert lemmas.servers(180e6, 8, 10e9 / 8, 0.5) == 5
+    assert lemmas.servers(1.0, 1, 2.0, 1.0) == 1
+    assert [each.hidden for each in one] == [False] * 3
+    assert [each.hidden for each in ten] == [True] * 3
+    assert one[0].nbytes == 2 * 7 / 8 * 180e6
+    assert one[0].seconds == pytest.approx(2.52)
+    assert one[2].nbytes == 1.5 * one[1].nbytes
+    assert one[0].bandwidth * 0.5 == one[0].nbytes
+    with pytest.raises(ConfigError, match="bandwidth"):
+        lemmas.servers(1.0, 1, 0.0, 1.0)
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=3), min_size=1, max_size=4
+    ),
+    st.integers(-5, 120),
+)
+@settings(max_examples=60)
+def test_the_integer_program_is_solved_exactly(layers: list[list[tuple[int, int]]], bound: int):
+    options = {
+        f"l{i}": [batch.Option(str(j), float(t), float(m)) for j, (t, m) in enumerate(each)]
+        for i, each in enumerate(layers)
+    }
+    found = batch.choose(options, float(bound))
+    fitting = [chosen for chosen in product(*options.values()) if sum(o.nbytes for o in chosen) <= bound]
+    if not fitting:
+        assert found is None
+    else:
+        assert found is not None
+        assert sum(o.nbytes for o in found.values()) <= bound
+        assert sum(o.seconds for o in found.values()) == min(sum(o.seconds for o in chosen) for chosen in fitting)
+
+
+def test_less_memory_means_slower_algorithms_or_smaller_batches():
+    plenty, tight = (batch.suggest(ALEXNET, (16, 32, 64, 128), memory, A100) for memory in (12e9, 1e9))
+    assert plenty[0].batch == 128
+    assert tight[0].batch == 16
+    for choices, memory in ((plenty, 12e9), (tight, 1e9)):
+        for choice in choices:
+            assert 0 <= choice.workspace <= choice.bound
+            assert choice.bound == ALEXNET.bound(choice.batch, memory)
+    same = {choice.batch: choice for choice in plenty}
+    assert all(choice.seconds >= same[choice.batch].seconds for choice in tight)
+    assert "fft" not in {
+        a for choice in batch.suggest(ALEXNET, (64,), 12e9, A100, ("gemm",)) for a in choice.algorithms.values()
+    }
+    with pytest.raises(ConfigError, match="fits into"):
+        batch.suggest(ALEXNET, (64,), 1e8, A100)
+
+
+def test_groups_strides_and_shapes_limit_the_algorithms():
+    layer = ALEXNET.convolutions[0]
+    assert [layer.can(each) for each in cnn.ALGORITHMS] == [True, True, False]
+    assert [ALEXNET.convolutions[2].can(each) for each in cnn.ALGORITHMS] == [True, True, True]
+    with pytest.raises(ConfigError, match="no 2d convolutions"):
+        cnn.read(trace(models.find("transformer")))
+
+
+def event(name: str, category: str, start: float, seconds: float) -> dict[str, object]:
+    return {"ph": "X", "name": name, "cat": category, "ts": start * 1e6, "dur": seconds * 1e6}
+
+
+def test_overhead_on_a_gpu_is_when_no_kernel_computes():
+    found = overhead.measure({"traceEvents": [
+        event("aten::mm", "cpu_op", 0, 1), event("gemm", "kernel", 1, 2), event("relu", "kernel", 2, 2),
+        event("ncclDevKernel_AllReduce", "kernel", 4, 2), event("memcpy", "gpu_memcpy", 6, 1),
+        event("enumerate(DataLoader)#x", "cpu_op", 7, 1), event("gemm", "kernel", 8, 2),
+    ]})  # fmt: skip
+    assert (found.total, found.compute, found.loading, found.device) == (10, 5, 1, "cuda")
+    assert found.ratio == pytest.approx(1.0)
+
+
+def test_overhead_on_the_cpu_leaves_out_loading_and_collectives():
+    found = overhead.measure([
+        event("enumerate(DataLoader)#x", "cpu_op", 0, 2), event("aten::stack", "cpu_op", 1, 0.5), event("aten::mm", "cpu_op", 2, 4),
+        event("aten::add", "cpu_op", 3, 1), event("c10d::allreduce_", "cpu_op", 6, 1), event("aten::add", "cpu_op", 7, 1),
+    ])  # fmt: skip
+    assert (found.total, found.compute, found.loading, found.device) == (8, 5, 2, "cpu")
+
+
+def test_a_real_loops_trace(tmp_path):
+    data = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=16)
+    model = torch.nn.Linear(8, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for (x,) in data:
+            model(x).sum().backward()
+    path = tmp_path / "loop.json"
+    profiler.export_chrome_trace(str(path))
+    found = overhead.load(path)
+    assert 0 < found.compute < found.total
+    assert found.loading > 0
+    assert found.ratio > 0
+    packed = tmp_path / "loop.json.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert overhead.load(packed) == found
+
+
+def test_what_is_no_trace_is_refused(tmp_path):
+    for body, says in (("{", "no JSON"), ("{}", "no trace"), (json.dumps({"traceEvents": []}), "no computation")):
+        path = tmp_path / "x.json"
+        path.write_text(body)
+        with pytest.raises(ConfigError, match=says):
+            overhead.load(path)
+    with pytest.raises(ConfigError, match="can't read"):
+        overhead.load(tmp_path / "absent.json")

@@ -1,0 +1,156 @@
+"""From layers to a chain of layers and blocks, and what is no such thing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumux.errors import ConfigError
+from gpumux.plan import curves
+from gpumux.plan.costs import ProfiledCosts, divisors, powers_of_two
+from gpumux.plan.graph import MAX_BRANCHES, Block, members, reduce
+from gpumux.plan.layers import LayerProfile, ModelProfile, Timing, dumps, load, loads, save
+from gpumux.plan.network import Network, away_share, moved_share, preset
+from tests.plan.graphs import layer
+
+
+def graph(*layers: LayerProfile):
+    return reduce(ModelProfile("m", "d", layers))
+
+
+def test_chains_skips_and_nested_blocks():
+    found = graph(
+        layer("a"), layer("b", "a"), layer("c", "b"), layer("d", "b"), layer("e", "c", "d"), layer("f", "a", "e"), layer("g", "f")
+    )  # fmt: skip
+    assert found.chain == (0, Block(0, ((1, Block(1, ((2,), (3,))), 4), ())), 5, 6)
+    assert found.blocks == 2
+    assert found.notes == ()
+
+
+def test_several_inputs_and_results_get_a_common_layer_that_costs_nothing():
+    found = graph(layer("a"), layer("b"), layer("c", "a", "b"), layer("d", "c"), layer("e", "c"))
+    names = [each.name for each in found.layers]
+    assert (names[0], names[-1]) == ("inputs", "outputs")
+    assert found.layers[0].times[0].seconds == found.layers[-1].times[0].seconds == 0
+    assert found.chain == (0, Block(0, ((1,), (2,))), 3, Block(1, ((4,), (5,))), 6)
+
+
+def test_what_is_no_block_is_merged_and_said_so():
+    """A way from one branch into the middle of another."""
+    found = graph(layer("a"), layer("b", "a"), layer("c", "a"), layer("d", "b", "c"), layer("e", "b", "d"))
+    assert [each.name for each in found.layers] == ["a", "b..d", "e"]
+    assert found.chain == (0, 1, 2)
+    (merged,) = [each for each in found.layers if each.kind == "merged"]
+    assert merged.times == (Timing(1, 3.0, 6.0),)
+    assert merged.parameter_bytes == 12
+    assert "counts as one layer" in found.notes[0]
+
+
+def test_more_branches_than_can_be_searched_are_merged():
+    wide = [layer(f"b{i}", "a") for i in range(MAX_BRANCHES + 1)]
+    found = graph(layer("a"), *wide, layer("z", *(each.name for each in wide)))
+    assert len(found.layers) == 3
+    assert "more than" in found.notes[0]
+
+
+def test_a_block_that_ends_where_the_one_around_it_does():
+    found = graph(layer("a"), layer("b", "a"), layer("c", "b"), layer("d", "b"), layer("e", "a", "c", "d"))
+    assert [each.name for each in found.layers] == ["a", "b", "c..d", "e"]
+    assert found.chain == (0, Block(0, ((1, 2), ())), 3)
+
+
+def test_profiles_survive_a_file(tmp_path):
+    profile = ModelProfile(
+        "m", "a100", (layer("a"), layer("b", "a", flops=1.5)), {"torch": "2"}, "2026-01-02T03:04:05Z", "n"
+    )
+    save(profile, tmp_path / "p.json")
+    assert load(tmp_path / "p.json") == profile
+    assert profile.sources() == {"model": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (('"gpumux-layers"', '"gpumux-profile"'), "no profile"),
+        (('"version": 1', '"version": 2'), "version 2"),
+        (('"B a sample"', '"KiB"'), "units"),
+        (('"kind": "Linear", ', ""), "lacks 'kind'"),
+        (('"kind"', '"sort"'), "unknown key"),
+        (('"times": [[1, 1.0, 2.0]]', '"times": [[1, 1.0]]'), "samples, forward, backward"),
+        (('"times": [[1, 1.0, 2.0]]', '"times": []'), "no times"),
+        (('"times": [[1, 1.0, 2.0]]', '"times": [[2, 1, 1], [1, 1, 1]]'), "rising"),
+        (('"times": [[1, 1.0, 2.0]]', '"times": [[1, -1.0, 2.0]]'), "negative"),
+        (('"inputs": ["a"]', '"inputs": ["x"]'), "no earlier layer"),
+        (('"name": "b"', '"name": "a"'), "called 'a'"),
+        (('"source": "model"', '"source": "hearsay"'), "source"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_place(change, says):
+    text = dumps(ModelProfile("m", "a100", (layer("a"), layer("b", "a"))))
+    assert change[0] in text
+    with pytest.raises(ConfigError, match=says):
+        loads(text.replace(*change))
+
+
+def test_times_lie_on_lines_between_and_in_proportion_above():
+    profile = layer("a", times=(Timing(2, 2.0, 4.0), Timing(4, 3.0, 6.0)))
+    assert profile.at(3) == Timing(3, 2.5, 5.0)
+    assert profile.at(8) == Timing(8, 6.0, 12.0)
+    with pytest.raises(ConfigError, match="smallest batch is 2"):
+        profile.at(1)
+
+
+def test_samples_move_as_far_as_they_must():
+    assert moved_share(2, 2) == 0
+    assert moved_share(1, 4) == moved_share(4, 1) == 3 / 4  # the one that has all keeps a quarter
+    assert moved_share(2, 4) == 1 / 4
+    assert moved_share(3, 4) == 1 / 4  # the new one receives its whole share
+    assert away_share(2, 4) == away_share(4, 2) == 1 / 2
+    link = Network("n", 10.0, 1.0)
+    assert link.all_reduce(40, 4) == 2 * (30 / 10 + 1)
+    assert link.all_reduce(40, 1) == link.all_reduce(0, 8) == 0
+    for wrong in ({"bandwidth": 0}, {"latency": -1}):
+        with pytest.raises(ConfigError):
+            Network(**({"name": "n", "bandwidth": 1.0, "latency": 0.0} | wrong))
+    with pytest.raises(ConfigError, match="nvswitch"):
+        preset("carrier pigeon")
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_what_would():
+    found = graph(layer("a"))
+    with pytest.raises(ConfigError, match="does not divide among 4") as caught:
+        ProfiledCosts(found, 6, powers_of_two(8), preset("25g"))
+    assert "1,2,3,6" in caught.value.remedy
+    assert divisors(6, 8) == (1, 2, 3, 6)
+    for counts in ((), (2, 1), (0, 1)):
+        with pytest.raises(ConfigError, match="GPU counts"):
+            ProfiledCosts(found, 6, counts, preset("25g"))
+    with pytest.raises(ConfigError, match="overlap"):
+        ProfiledCosts(found, 6, (1,), preset("25g"), 1.5)
+
+
+def test_layers_timed_at_different_batches_cost_the_same_as_alone():
+    a = layer("a", times=(Timing(1, 1.0, 1.0), Timing(4, 2.0, 2.0)))
+    b = layer("b", "a", times=(Timing(1, 1.0, 1.0), Timing(2, 1.5, 1.5)))
+    costs = ProfiledCosts(graph(a, b), 4, (1, 2, 4), Network("n", 8.0, 0.5), 0.5)
+    tables = costs.tables()
+    for i in range(2):
+        for place, g in enumerate(costs.counts):
+            assert tables.work[i, place] == costs.comp(i, g) + costs.sync(i, g)
+
+
+@given(st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=3), max_size=12))
+@settings(max_examples=300)
+def test_every_graph_becomes_a_chain_of_all_its_layers(inputs: list[list[int]]):
+    """Whatever the connections, nothing is lost or counted twice."""
+    layers = [layer("l0")]
+    for i, each in enumerate(inputs, start=1):
+        layers.append(layer(f"l{i}", *sorted({f"l{n % i}" for n in each}), parameter_bytes=i))
+    found = graph(*layers)
+    assert sorted(members(found.chain)) == list(range(len(found.layers)))
+    assert sum(each.parameter_bytes for each in found.layers) == sum(each.parameter_bytes for each in layers)
+    assert sum(each.at(1).seconds for each in found.layers) == pytest.approx(3.0 * len(layers))
+    ours, theirs = (curves.plan(found, batch=4, gpus=4, counts=(1, 2, 4), network=preset("25g"), limit=4.0, algorithm=each)
+                    for each in ("optimal", "deeppool"))  # fmt: skip
+    assert theirs.over_limit() or ours.seconds <= theirs.seconds * (1 + 1e-12)

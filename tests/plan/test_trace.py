@@ -1,0 +1,175 @@
+"""torch models as layers: names, connections, sizes, times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clients.models.cnn import cnn
+from clients.models.transformer import transformer
+from gpumux.device.sim.spec import A100
+from gpumux.errors import CaptureError, ConfigError
+from gpumux.plan import measure, models, roofline
+from gpumux.plan.graph import Block, reduce
+from gpumux.plan.models import Loaded
+from gpumux.plan.trace import trace
+
+
+def loaded(module: nn.Module, *shape: int) -> Loaded:
+    return Loaded("it", module, (torch.randn(1, *shape),))
+
+
+def test_layers_have_the_users_names_and_take_what_belongs_to_them():
+    found = trace(loaded(cnn("tiny"), 1, 8, 8)).layers
+    assert [(each.name, each.kind) for each in found] == [
+        ("features.0", "Conv2d"), ("features.3", "Conv2d"), ("features.6", "MaxPool2d"), ("classifier.1", "Linear"),
+        ("classifier.4", "Linear"),
+    ]  # fmt: skip
+    model = cnn("tiny")
+    assert sum(each.parameter_bytes for each in found) == sum(4 * p.numel() for p in model.parameters())
+    assert found[0].output_bytes == 4 * 4 * 64
+    assert found[0].flops == 2 * 9 * 4 * 64
+    assert found[-1].output_bytes == 4 * 10
+
+
+def test_attention_and_skip_connections_become_blocks():
+    traced = trace(loaded(transformer("tiny"), 1, 8, 8))
+    graph = reduce(roofline.profile(traced, A100))
+    assert graph.notes == ()
+    assert graph.blocks == 2  # around the attention and around the feed-forward
+    skip = next(each for each in graph.chain if isinstance(each, Block))
+    assert () in skip.branches
+    names = [each.name for each in graph.layers]
+    assert "blocks.0.attention.1.scaled_dot_product_attention" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "blocks", "millions"),
+    [("vgg16", 21, 0, 138.4), ("inception_v3", 124, 15, 23.8), ("wide_resnet101_2", 140, 33, 126.9), ("transformer", 68, 18, 34.9)],
+)  # fmt: skip
+def test_the_papers_models_are_what_they_should_be(name: str, layers: int, blocks: int, millions: float):
+    traced = trace(models.find(name))
+    graph = reduce(roofline.profile(traced, A100, (1, 2)))
+    assert (len(traced.layers), graph.blocks, graph.notes) == (layers, blocks, ())
+    assert sum(each.parameter_bytes for each in traced.layers) / 4e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_a_class_of_modules_can_be_one_layer_each():
+    found = trace(models.find("wide_resnet101_2"), whole=["Bottleneck"]).layers
+    assert len(found) == 37
+    assert sum(each.kind == "Bottleneck" for each in found) == 33
+
+
+class Shared(nn.Module):
+    """One module used twice, a parameter of its own, several inputs and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a, b = self.dense(x), self.dense(y)
+        return {"both": a * b, "scaled": (a * self.scale).chunk(2, 1)[0]}
+
+
+def test_shared_modules_parameters_and_several_inputs():
+    traced = trace(Loaded("shared", Shared(), (torch.randn(1, 4), torch.randn(1, 4))))
+    assert [each.name for each in traced.layers] == ["dense", "dense:2", "mul", "mul:2"]
+    assert [each.parameter_bytes for each in traced.layers] == [80, 0, 0, 16]
+    assert traced.layers[2].inputs == ["dense", "dense:2"]
+    profile = measure.profile(
+        Loaded("shared", Shared(), (torch.randn(1, 4), torch.randn(1, 4))), device="cpu", batches=(1, 2), repeats=1
+    )
+    assert profile.sources() == {"measured": 4}
+
+
+class Branchy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_model_that_does_not_trace_says_what_to_do():
+    with pytest.raises(CaptureError, match="it can't be traced") as caught:
+        trace(loaded(Branchy(), 4))
+    assert "--whole" in caught.value.remedy
+    with pytest.raises(CaptureError, match="can't be traced"):
+        trace(loaded(nn.Linear(3, 2), 4))  # the shape is wrong
+
+
+@pytest.mark.parametrize("make", [lambda: (cnn("tiny"), (1, 8, 8)), lambda: (transformer("tiny"), (1, 8, 8))])
+def test_measured_layers_are_all_there_and_leave_the_model_alone(make):
+    model, shape = make()
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    told = []
+    found = measure.profile(
+        loaded(model, *shape), device="cpu", batches=(1, 4), repeats=2, progress=lambda *each: told.append(each)
+    )
+    assert [each.name for each in found.layers] == [each.name for each in trace(loaded(model, *shape)).layers]
+    assert all([t.samples for t in each.times] == [1, 4] for each in found.layers)
+    assert all(t.forward > 0 and t.backward > 0 for each in found.layers for t in each.times)
+    assert found.sources() == {"measured": len(found.layers)}
+    assert found.recorded_at is not None
+    assert "torch" in found.versions
+    assert [done for done, _, _ in told] == list(range(2 * len(found.layers)))
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+    assert all(each.grad is None for each in model.parameters())
+    reduce(found)
+
+
+def test_measuring_runs_what_the_model_runs():
+    """Layer by layer, the result is the model's own."""
+    torch.manual_seed(0)
+    model = transformer("tiny").eval()
+    it = loaded(model, 1, 8, 8)
+    traced = trace(it)
+    runner = measure._Runner(traced, it.example(3), "cpu", 1)
+    for each in traced.layers:
+        runner.layer(each)
+    (output,) = [node for node in traced.module.graph.nodes if node.op == "output"]
+    with torch.no_grad():
+        torch.testing.assert_close(runner.values[output.args[0]], model(*it.example(3)))
+
+
+def test_batches_and_repeats_make_sense():
+    it = loaded(cnn("tiny"), 1, 8, 8)
+    for wrong in ({"batches": ()}, {"batches": (2, 1)}, {"batches": (0,)}, {"batches": (1,), "repeats": 0}):
+        with pytest.raises(ConfigError):
+            measure.profile(it, device="cpu", **({"repeats": 1} | wrong))
+
+
+def test_modelled_times_grow_with_the_batch_and_are_marked():
+    found = roofline.profile(trace(models.find("alexnet")), A100)
+    assert found.sources() == {"model": 11}
+    assert found.device == "a100"
+    for each in found.layers:
+        seconds = [timing.seconds for timing in each.times]
+        assert seconds == sorted(seconds)
+        assert seconds[-1] > 0
+
+
+def bare() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def with_example() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, 2), torch.zeros(3, 4)
+
+
+def nothing() -> int:
+    return 0
+
+
+NAME = "tests.plan.test_trace"
+
+
+def test_models_are_found_by_name():
+    assert len(models.find(f"{NAME}:with_example").example(5)[0]) == 5
+    assert models.find(f"{NAME}:bare", (4,)).example(2)[0].shape == (2, 4)
+    for name, says in (
+        ("vgg", "no model is called"), (f"{NAME}:bare", "say what one sample looks like|makes a model alone"),
+        (f"{NAME}:nothing", "makes a int"), (f"{NAME}:absent", "has no absent"), ("absent.module:f", "can't import"),
+        (f"{NAME}:NAME", "no function"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            models.find(name)
