@@ -99,7 +99,10 @@ class _Shapes(fx.Interpreter):
 def _propagate(module: fx.GraphModule, arguments: Sequence[torch.Tensor]) -> None:
     """Work out what every node makes, without computing anything: parameters and buffers stay as they are."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        _Shapes(module).run(*(mode.from_tensor(each) for each in arguments))
+        shapes = _Shapes(module)
+        shapes.args_iter = iter([mode.from_tensor(each) for each in arguments])
+        for node in module.graph.nodes:  # Interpreter.run would start the thread of a progress bar
+            shapes.env[node] = shapes.run_node(node)
 
 
 def function_name(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from gpumux.plan.network import preset
 from gpumux.plan.plan import evaluate
 from microbench import a100, planner
 
-WHERE = "GPUMUX_DEEPPOOL_PROFILES"
+WHERE = "DEEPPOOL_PROFILES"
 QUICK = ["--models", "vgg16", "inception_v3", "--sizes", "8", "--repeats", "1", "--layers", "50"]
 
 
@@ -71,6 +71,7 @@ def test_a_rectifiers_time_is_its_convolutions(tmp_path: Path) -> None:
     assert found.sources() == {"measured": 1, "model": 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(a100.MODELS))
 def test_plans_on_the_measured_times(name: str, directory: Path) -> None:
     graph = reduce(a100.profile(directory, name))
