@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -74,6 +75,13 @@ class _Found(NamedTuple):
     ends: tuple[int, ...]
 
 
+@lru_cache(maxsize=64)
+def _places(k: int, n: int) -> tuple[npt.NDArray[np.intp], ...]:
+    """Indices that broadcast over [branches, caps, modes, fork's counts, join's counts]: of branches, modes and both counts."""
+    counts = np.arange(n)
+    return np.arange(k), np.arange(2)[:, None, None], counts[:, None], counts
+
+
 @dataclass
 class _Branch:
     """One branch's shortest paths from each count of the branching layer. `states`: after each step, seconds
@@ -85,6 +93,14 @@ class _Branch:
     states: list[Array]
     ways: Array  # [caps, modes, fork's counts, own counts, join's], the transfer into the joining layer included
     transfers: Array  # from the last layer: [modes, fork's counts or 1, own counts or 1, join's]
+
+    def padded(self, n: int) -> Array:
+        """`ways` over n last counts: an empty branch has but one way."""
+        if self.steps:
+            return self.ways
+        found = np.full((*self.ways.shape[:3], n, n), inf)
+        found[:, :, :, 0] = self.ways[:, :, :, 0]
+        return found
 
 
 class BlockTable:
@@ -116,23 +132,26 @@ class BlockTable:
     def _relaxed(self, home: Sequence[npt.NDArray[np.intp]], away: Sequence[npt.NDArray[np.intp]]) -> None:
         """`lower`, as if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
         n, k = len(self.rules.tables.counts), len(self.branches)
-        seconds, moved = np.zeros((2, k, 1 + len(self.caps), n, n)), np.zeros((2, k, 1 + len(self.caps), n, n))
-        modes, g, h = np.ogrid[:2, :n, :n]
-        for i, branch in enumerate(self.branches):
-            ways = branch.ways
-            seconds[:, i, 1:] = ways.min(3).transpose(1, 0, 2, 3)
-            row = g if branch.transfers.shape[1] > 1 else 0
-            moved[:, i, 1:] = branch.transfers[modes, row, ways.argmin(3), h].transpose(1, 0, 2, 3)
-        every = np.arange(k)
+        ways = np.stack([branch.padded(n) for branch in self.branches])
+        transfers = np.stack([np.broadcast_to(branch.transfers, (2, n, n, n)) for branch in self.branches])
+        every, modes, g, h = _places(k, n)
+        quickest = ways.argmin(4)
+        possible = np.where(ways < inf, transfers[:, None], inf)
+        seconds, moved, least = np.zeros((3, 2, k, 1 + len(self.caps), n, n))
+        seconds[:, :, 1:] = ways.min(4).transpose(2, 0, 1, 3, 4)
+        moved[:, :, 1:] = transfers[every[:, None, None, None, None], modes, g, quickest, h].transpose(2, 0, 1, 3, 4)
+        least[:, :, 1:] = possible.min(4).transpose(2, 0, 1, 3, 4)
+        where = g[:, :, None], h[:, None]
         for at, found in enumerate(self.splits):
             if not found:  # no count is as small as this
                 self._times.append(np.zeros((0, n, n)))
                 continue
             times = np.maximum(seconds[HOME][every, home[at]].sum(1), seconds[AWAY][every, away[at]].max(1))
+            needed = least[HOME][every, home[at]].sum(1) + least[AWAY][every, away[at]].sum(1)
+            times[needed > self.rules.room[self.join]] = inf  # not even with the smallest transfer of each branch
             self._times.append(times)
             best = times.argmin(0)
             times.min(0, out=self.lower[at])
-            where = g[0, :, :, None], h[0, :, :, None]
             incoming = moved[HOME][(every, home[at][best], *where)] + moved[AWAY][(every, away[at][best], *where)]
             self.sure[at] = incoming.sum(-1) <= self.rules.room[self.join]
 
