@@ -94,15 +94,18 @@ def neighbours(chain: Chain) -> Iterator[tuple[int, int]]:
                     yield first, second
 
 
-def ends(chain: Chain) -> Iterator[int]:
-    """Every layer whose output goes into or out of a block."""
-    for first, second in pairwise(chain):
-        if isinstance(second, Block) and isinstance(first, int):
-            yield first
-        if isinstance(first, Block):
-            for branch in first.branches:
-                yield from (each for each in branch[-1:] if isinstance(each, int))
-                yield from ends(branch)
+def doors(chain: Chain, *, entry: bool) -> Iterator[tuple[int, int]]:
+    """Every pair of a layer that branches and the first of a branch; or of a branch's last and the layer that joins, where an
+    empty branch's last is the layer that branches."""
+    for place, block in enumerate(chain):
+        if not isinstance(block, Block):
+            continue
+        fork, join = chain[place - 1], chain[place + 1]
+        for branch in block.branches:
+            pair = (fork, branch[0]) if entry and branch else (branch[-1] if branch else fork, join)
+            if (branch or not entry) and isinstance(pair[0], int) and isinstance(pair[1], int):
+                yield pair[0], pair[1]
+            yield from doors(branch, entry=entry)
 
 
 def members(chain: Chain) -> Iterator[int]:

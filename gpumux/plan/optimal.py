@@ -16,7 +16,7 @@ import numpy as np
 from gpumux.errors import ConfigError
 from gpumux.plan import chains
 from gpumux.plan.costs import TOLERANCE, Array, Costs, Tables
-from gpumux.plan.graph import Block, Chain, Graph, ends, neighbours
+from gpumux.plan.graph import Block, Chain, Graph
 from gpumux.plan.plan import Placement
 from gpumux.plan.sharing import BlockTable, Rules
 
@@ -56,7 +56,7 @@ class _Search:
         """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them, until
         it leads through none that are not: then it is the shortest, since no bound is above the truth."""
         chain = graph.chain
-        self.rules.prepare(list(neighbours(chain)), list(ends(chain)))
+        self.rules.prepare(chain)
         first = chain[0]
         assert isinstance(first, int)
         start = self.tables.work[first] + np.where(self.rules.room[first] >= 0, 0.0, inf)

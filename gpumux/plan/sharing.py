@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -18,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumux.plan.costs import Array, Tables
-from gpumux.plan.graph import Block, Chain
+from gpumux.plan.graph import Block, Chain, doors, neighbours
 from gpumux.plan.splits import AWAY, HOME, Split, splits, tabled
 
 MAX_PREPARED = 1 << 22  # elements
-PAIRWISE = 1 << 16  # elements at once
+PAIRWISE = 1 << 18  # elements at once
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,43 @@ class Rules:
     tables: Tables
     room: Array
     prepared: dict[tuple[int, int], Array] = field(default_factory=dict)
-    transfers: dict[int, Array] = field(default_factory=dict)
+    entered: dict[tuple[int, int], Array] = field(default_factory=dict)
+    left: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
 
-    def prepare(self, pairs: Sequence[tuple[int, int]], ends: Sequence[int]) -> None:
-        """Work out the edges between these pairs of layers, and the transfers from those at blocks' `ends`, together: that
-        is quicker than one at a time."""
-        if len(ends) * self.room.shape[1] ** 2 <= MAX_PREPARED:
-            self.transfers.update(zip(ends, self.tables.transfers(ends), strict=True))
-        if pairs and len(pairs) * self.room.shape[1] ** 2 <= MAX_PREPARED:
+    def prepare(self, chain: Chain) -> None:
+        """Work out what blocks need of their layers together: that is quicker than one at a time."""
+        pairs, entries, exits = list(neighbours(chain)), list(doors(chain, entry=True)), list(doors(chain, entry=False))
+        if (len(pairs) + 2 * len(entries) + 2 * len(exits)) * self.room.shape[1] ** 2 > MAX_PREPARED:
+            return
+        if pairs:
             before, behind = (list(each) for each in zip(*pairs, strict=True))
             self.prepared.update(zip(pairs, self.edges(before, behind), strict=True))
+        if entries:
+            self.entered.update(zip(entries, self._enter(entries), strict=True))
+        if exits:
+            self.left.update(zip(exits, zip(*self._leave(exits), strict=True), strict=True))
+
+    def enter(self, fork: int, first: int) -> Array:
+        """Seconds from the branching layer to the end of a branch's first one, [modes, counts, counts]."""
+        found = self.entered.get((fork, first))
+        return self._enter([(fork, first)])[0] if found is None else found
+
+    def leave(self, last: int, join: int) -> tuple[Array, Array]:
+        """Transfers into a joining layer, [modes, counts, counts]: inf where the limit forbids it; and as they are."""
+        found = self.left.get((last, join))
+        if found is None:
+            allowed, transfers = self._leave([(last, join)])
+            found = allowed[0], transfers[0]
+        return found
+
+    def _enter(self, pairs: Sequence[tuple[int, int]]) -> Array:
+        allowed, _ = self._leave(pairs)
+        return allowed + self.tables.work[[first for _, first in pairs]][:, None, None]
+
+    def _leave(self, pairs: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+        transfers = self.tables.transfers([before for before, _ in pairs])
+        room = self.room[[behind for _, behind in pairs]][:, None, None]
+        return np.where(transfers > room, inf, transfers), transfers
 
     def edge(self, before: int, behind: int) -> Array:
         """The edges between two layers, [counts behind, counts before]."""
@@ -56,15 +84,6 @@ class Rules:
         edges: Array = comm + self.tables.work[behind][:, :, None]
         edges[comm > self.room[behind][:, :, None]] = inf
         return edges
-
-    def transfer(self, layer: int) -> Array:
-        """comm and moved of a layer, [modes, counts, counts]."""
-        found = self.transfers.get(layer)
-        return self.tables.transfers([layer])[0] if found is None else found
-
-    def into(self, layer: int, transfer: Array) -> Array:
-        """Transfers [..., counts before, counts] where the limit lets `layer` have them, else inf."""
-        return np.where(transfer > self.room[layer], inf, transfer)
 
 
 class _Found(NamedTuple):
@@ -122,10 +141,7 @@ class BlockTable:
         self._times: list[Array] = []
         self.sure = np.ones(self.lower.shape, dtype=bool)  # where `lower` is exact
         if k == 2:
-            for at, found in enumerate(self.splits):
-                self._times.append(np.stack([self._pair(split) for split in found]) if found else np.zeros((0, n, n)))
-                if found:
-                    self._times[at].min(0, out=self.lower[at])
+            self._pairs()
         else:
             self._relaxed(home, away)
 
@@ -155,40 +171,48 @@ class BlockTable:
             incoming = moved[HOME][(every, home[at][best], *where)] + moved[AWAY][(every, away[at][best], *where)]
             self.sure[at] = incoming.sum(-1) <= self.rules.room[self.join]
 
-    def _pair(self, split: Split) -> Array:
-        """Seconds [counts, counts] of a split of two branches, over all pairs of their last counts that keep the joining
-        layer's limit together."""
-        (a, b), (i, j) = self.branches, [self.caps.index(cap) for cap in split.caps]
-        first, second = a.ways[i, split.modes[0]], b.ways[j, split.modes[1]]
-        together = np.add if split.modes == (HOME, HOME) else np.maximum
+    def _pairs(self) -> None:
+        """`lower` of a block of two branches, exact: over all pairs of their last counts that keep the joining layer's limit
+        together."""
+        every = [split for found in self.splits for split in found]
+        n, count = len(self.rules.tables.counts), len(every)
+        times = np.empty((count, n, n))
+        sides = []
+        for i, branch in enumerate(self.branches):
+            caps = [self.caps.index(split.caps[i]) for split in every]
+            modes = [split.modes[i] for split in every]
+            sides.append((branch.ways[caps, modes], branch.transfers[modes]))
+        (first, into), (second, in_too) = sides
+        together = np.array([split.modes == (HOME, HOME) for split in every])[:, None, None, None, None]
         room = self.rules.room[self.join]
-        n = len(room)
-        found = np.empty((n, n))
-        rows = max(1, PAIRWISE // (first.shape[1] * second.shape[1] * n))
-        for at in range(0, n, rows):
-            some = slice(at, at + rows)
-            every = slice(None)
-            transfers = [
-                branch.transfers[mode][some if len(branch.transfers[mode]) > 1 else every]
-                for branch, mode in zip(self.branches, split.modes, strict=True)
-            ]
-            incoming = transfers[0][:, :, None] + transfers[1][:, None]
-            times = together(first[some, :, None], second[some, None])
-            found[some] = np.where(incoming > room, inf, times).min((1, 2))
-        return found
+        rows = max(1, PAIRWISE // n**3)
+        step = max(1, rows // n)
+        for at, g in product(range(0, count, step), range(0, n, min(rows, n))):
+            some = slice(at, at + step), slice(g, g + min(rows, n))
+            a, b = first[some][:, :, :, None], second[some][:, :, None]
+            x, y = (each[some[0], some[1] if each.shape[1] > 1 else slice(None)] for each in (into, in_too))
+            both = np.where(together[some[0]], a + b, np.maximum(a, b))
+            both[np.broadcast_to(x[:, :, :, None] + y[:, :, None] > room, both.shape)] = inf
+            times[some] = both.min((2, 3))
+        place = 0
+        for at, found in enumerate(self.splits):
+            self._times.append(times[place : place + len(found)])
+            if found:
+                self._times[at].min(0, out=self.lower[at])
+            place += len(found)
 
     def _branch(self, chain: Chain) -> _Branch:
         """Shortest paths through one branch, for all caps and both modes at once."""
         rules, tables = self.rules, self.rules.tables
-        there = rules.transfer(self.fork)
         if not chain:
             n = len(tables.counts)
+            allowed, transfers = rules.leave(self.fork, self.join)
             ways = np.full((len(self.caps), 2, n, 1, n), inf)
-            ways[:, HOME, :, 0] = rules.into(self.join, there[HOME])
-            return _Branch(chain, [], [], [], ways, there[:, :, None])
+            ways[:, HOME, :, 0] = allowed[HOME]
+            return _Branch(chain, [], [], [], ways, transfers[:, :, None])
         first = chain[0]
         assert isinstance(first, int)
-        state = rules.into(first, there) + tables.work[first] + self.blocked
+        state = rules.enter(self.fork, first) + self.blocked
         steps, inner, states = [first], [None], [state]  # type: list[int], list[BlockTable | None], list[Array]
         block = None
         for each in chain[1:]:
@@ -196,7 +220,7 @@ class BlockTable:
                 block = each
                 continue
             if block is None:
-                state = (state[..., None, :] + rules.edge(steps[-1], each)).min(-1) + self.blocked
+                state = np.minimum.reduce(state[..., None, :] + rules.edge(steps[-1], each), -1) + self.blocked
                 inner.append(None)
             else:
                 table = BlockTable(block, steps[-1], each, rules, self.caps)
@@ -206,9 +230,8 @@ class BlockTable:
                 block = None
             steps.append(each)
             states.append(state)
-        back = rules.transfer(steps[-1])
-        last = rules.into(self.join, back)[:, None]  # [modes, 1, own, join's]
-        return _Branch(chain, steps, inner, states, state[..., None] + last, back[:, None])
+        allowed, transfers = rules.leave(steps[-1], self.join)
+        return _Branch(chain, steps, inner, states, state[..., None] + allowed[:, None], transfers[:, None])
 
     # ---- exact, for one pair of counts
 
