@@ -50,6 +50,13 @@ class Graph:
         return sum(1 for _ in blocks(self.chain))
 
     @cached_property
+    def pairs(self) -> Pairs:
+        """What the search asks for of its blocks."""
+        return Pairs(
+            tuple(neighbours(self.chain)), tuple(doors(self.chain, entry=True)), tuple(doors(self.chain, entry=False))
+        )
+
+    @cached_property
     def parameter_bytes(self) -> npt.NDArray[np.float64]:
         return np.array([float(layer.parameter_bytes) for layer in self.layers])
 
@@ -66,6 +73,15 @@ class Graph:
         forward = np.array([[timing.forward for timing in layer.times] for layer in self.layers])
         backward = np.array([[timing.backward for timing in layer.times] for layer in self.layers])
         return Timed(batches, forward + backward, backward)
+
+
+class Pairs(NamedTuple):
+    """Pairs of layers inside of blocks: one behind the other; a block's branching layer and a branch's first; a branch's last
+    and the joining layer."""
+
+    neighbours: tuple[tuple[int, int], ...]
+    entries: tuple[tuple[int, int], ...]
+    exits: tuple[tuple[int, int], ...]
 
 
 class Timed(NamedTuple):

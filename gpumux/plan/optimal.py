@@ -56,7 +56,7 @@ class _Search:
         """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them, until
         it leads through none that are not: then it is the shortest, since no bound is above the truth."""
         chain = graph.chain
-        self.rules.prepare(chain)
+        self.rules.prepare(graph.pairs)
         first = chain[0]
         assert isinstance(first, int)
         start = self.tables.work[first] + np.where(self.rules.room[first] >= 0, 0.0, inf)

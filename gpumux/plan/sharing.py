@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumux.plan.costs import Array, Tables
-from gpumux.plan.graph import Block, Chain, doors, neighbours
-from gpumux.plan.splits import AWAY, HOME, Split, splits, tabled
+from gpumux.plan.graph import Block, Chain, Pairs
+from gpumux.plan.splits import AWAY, HOME, Split, tabled
 
 MAX_PREPARED = 1 << 22  # elements
 PAIRWISE = 1 << 18  # elements at once
@@ -37,9 +37,9 @@ class Rules:
     entered: dict[tuple[int, int], Array] = field(default_factory=dict)
     left: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
 
-    def prepare(self, chain: Chain) -> None:
+    def prepare(self, found: Pairs) -> None:
         """Work out what blocks need of their layers together: that is quicker than one at a time."""
-        pairs, entries, exits = list(neighbours(chain)), list(doors(chain, entry=True)), list(doors(chain, entry=False))
+        pairs, entries, exits = found
         if (len(pairs) + 2 * len(entries) + 2 * len(exits)) * self.room.shape[1] ** 2 > MAX_PREPARED:
             return
         if pairs:
@@ -113,14 +113,6 @@ class _Branch:
     ways: Array  # [caps, modes, fork's counts, own counts, join's], the transfer into the joining layer included
     transfers: Array  # from the last layer: [modes, fork's counts or 1, own counts or 1, join's]
 
-    def padded(self, n: int) -> Array:
-        """`ways` over n last counts: an empty branch has but one way."""
-        if self.steps:
-            return self.ways
-        found = np.full((*self.ways.shape[:3], n, n), inf)
-        found[:, :, :, 0] = self.ways[:, :, :, 0]
-        return found
-
 
 class BlockTable:
     """A block between `fork` and `join`, within each of `limits` GPUs. `lower` [limits, counts, counts]: no way is quicker;
@@ -130,9 +122,7 @@ class BlockTable:
         self.block, self.fork, self.join, self.rules = block, fork, join, rules
         counts = rules.tables.counts
         empty = tuple(i for i, branch in enumerate(block.branches) if not branch)
-        self.splits = tuple(splits(len(block.branches), empty, gpus, counts) for gpus in limits)
-        self.caps, home, away = tabled(self.splits)
-        self.blocked = np.where(np.array(counts) > np.array(self.caps)[:, None], inf, 0.0)[:, None, None, :]
+        self.splits, self.caps, self.blocked, home, away = tabled(len(block.branches), empty, limits, counts)
         self.branches = [self._branch(chain) for chain in block.branches]
         self._found: dict[tuple[int, int, int], _Found] = {}
         self._options: dict[tuple[int, int, int, int, int], list[tuple[float, float, int]]] = {}
@@ -148,8 +138,11 @@ class BlockTable:
     def _relaxed(self, home: Sequence[npt.NDArray[np.intp]], away: Sequence[npt.NDArray[np.intp]]) -> None:
         """`lower`, as if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
         n, k = len(self.rules.tables.counts), len(self.branches)
-        ways = np.stack([branch.padded(n) for branch in self.branches])
-        transfers = np.stack([np.broadcast_to(branch.transfers, (2, n, n, n)) for branch in self.branches])
+        ways = np.full((k, len(self.caps), 2, n, n, n), inf)
+        transfers = np.empty((k, 2, n, n, n))
+        for i, branch in enumerate(self.branches):
+            ways[i, :, :, :, : branch.ways.shape[3]] = branch.ways  # an empty branch has but one last count
+            transfers[i] = branch.transfers
         every, modes, g, h = _places(k, n)
         quickest = ways.argmin(4)
         possible = np.where(ways < inf, transfers[:, None], inf)

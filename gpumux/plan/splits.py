@@ -72,17 +72,21 @@ def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 class Table(NamedTuple):
-    """Splits as arrays: `caps` that occur; `home` and `away` [splits, branches], 1 + the place of the branch's cap where it is
-    there, else 0."""
+    """Splits of several numbers of GPUs. `caps` that occur; `blocked` [caps, 1, 1, counts], inf where a count is above the
+    cap; for each number of GPUs `home` and `away` [splits, branches], 1 + the place of the branch's cap where it is there,
+    else 0."""
 
+    splits: tuple[tuple[Split, ...], ...]
     caps: tuple[int, ...]
+    blocked: npt.NDArray[np.float64]
     home: tuple[npt.NDArray[np.intp], ...]
     away: tuple[npt.NDArray[np.intp], ...]
 
 
 @lru_cache(maxsize=256)
-def tabled(found: tuple[tuple[Split, ...], ...]) -> Table:
-    """One entry of `home` and `away` for each set of splits."""
+def tabled(branches: int, empty: tuple[int, ...], limits: tuple[int, ...], counts: tuple[int, ...]) -> Table:
+    """The splits of each of `limits` GPUs (see `splits`)."""
+    found = tuple([splits(branches, empty, gpus, counts) for gpus in limits])
     caps = tuple(sorted({cap for some in found for split in some for cap in split.caps}))
     place = {cap: i + 1 for i, cap in enumerate(caps)}
     home, away = [], []
@@ -91,4 +95,5 @@ def tabled(found: tuple[tuple[Split, ...], ...]) -> Table:
         moved = np.array([split.modes for split in some], dtype=np.intp)
         home.append(at * (moved == HOME))
         away.append(at * (moved == AWAY))
-    return Table(caps, tuple(home), tuple(away))
+    blocked = np.where(np.array(counts) > np.array(caps, dtype=np.int64)[:, None], inf, 0.0)[:, None, None, :]
+    return Table(found, caps, blocked, tuple(home), tuple(away))
