@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from gpumux.errors import ConfigError
 from gpumux.plan.graph import Graph
-from gpumux.plan.layers import LayerProfile
 from gpumux.plan.network import Network, away_share, moved_share
 
 Array = npt.NDArray[np.float64]
@@ -148,7 +147,10 @@ class ProfiledCosts:
         if timed is None:
             timings = [[layer.at(each) for each in samples] for layer in self.graph.layers]
             return np.array([[t.backward if backward else t.seconds for t in row] for row in timings])
-        weights = np.array([_weights(self.graph.layers[0], timed.batches, each) for each in samples]).T
+        weights = _weights(timed.batches, tuple(samples))
+        if weights is None:
+            self.graph.layers[0].at(min(samples))  # says what is wrong
+        assert weights is not None
         found: Array = (timed.backward if backward else timed.both) @ weights
         return found
 
@@ -171,19 +173,22 @@ def _pattern(counts: tuple[int, ...]) -> _Pattern:
     return _Pattern((each - 1) / each, share, 1 / few)
 
 
-def _weights(layer: LayerProfile, batches: Sequence[int], samples: int) -> list[float]:
-    """How much of each timed batch makes up a batch of `samples` (see LayerProfile.at)."""
-    found = [0.0] * len(batches)
-    place = bisect_left(batches, samples)
-    if place == len(batches):
-        found[-1] = samples / batches[-1]
-    elif batches[place] == samples:
-        found[place] = 1.0
-    elif place == 0:
-        layer.at(samples)  # says what is wrong
-    else:
-        found[place] = (samples - batches[place - 1]) / (batches[place] - batches[place - 1])
-        found[place - 1] = 1.0 - found[place]
+@lru_cache(maxsize=64)
+def _weights(batches: tuple[int, ...], samples: tuple[int, ...]) -> Array | None:
+    """[batches, samples]: how much of each timed batch makes up one of `samples` (see LayerProfile.at). None where one is
+    below all batches."""
+    found = np.zeros((len(batches), len(samples)))
+    for column, each in enumerate(samples):
+        place = bisect_left(batches, each)
+        if place == len(batches):
+            found[-1, column] = each / batches[-1]
+        elif batches[place] == each:
+            found[place, column] = 1.0
+        elif place == 0:
+            return None
+        else:
+            share = (each - batches[place - 1]) / (batches[place] - batches[place - 1])
+            found[place - 1 : place + 1, column] = 1.0 - share, share
     return found
 
 

@@ -146,23 +146,24 @@ class BlockTable:
         every, modes, g, h = _places(k, n)
         quickest = ways.argmin(4)
         possible = np.where(ways < inf, transfers[:, None], inf)
-        seconds, moved, least = np.zeros((3, 2, k, 1 + len(self.caps), n, n))
-        seconds[:, :, 1:] = ways.min(4).transpose(2, 0, 1, 3, 4)
-        moved[:, :, 1:] = transfers[every[:, None, None, None, None], modes, g, quickest, h].transpose(2, 0, 1, 3, 4)
-        least[:, :, 1:] = possible.min(4).transpose(2, 0, 1, 3, 4)
-        where = g[:, :, None], h[:, None]
+        figures = np.zeros((3, 2, k, 1 + len(self.caps), n, n))  # seconds, the transfer then, the smallest transfer
+        figures[0, :, :, 1:] = ways.min(4).transpose(2, 0, 1, 3, 4)
+        figures[1, :, :, 1:] = transfers[every[:, None, None, None, None], modes, g, quickest, h].transpose(
+            2, 0, 1, 3, 4
+        )
+        figures[2, :, :, 1:] = possible.min(4).transpose(2, 0, 1, 3, 4)
         for at, found in enumerate(self.splits):
             if not found:  # no count is as small as this
                 self._times.append(np.zeros((0, n, n)))
                 continue
-            times = np.maximum(seconds[HOME][every, home[at]].sum(1), seconds[AWAY][every, away[at]].max(1))
-            needed = least[HOME][every, home[at]].sum(1) + least[AWAY][every, away[at]].sum(1)
-            times[needed > self.rules.room[self.join]] = inf  # not even with the smallest transfer of each branch
+            there, elsewhere = figures[:, HOME, every, home[at]], figures[:, AWAY, every, away[at]]
+            times = np.maximum(there[0].sum(1), elsewhere[0].max(1))
+            moved, least = (there[1:] + elsewhere[1:]).sum(2)
+            times[least > self.rules.room[self.join]] = inf  # not even with the smallest transfer of each branch
             self._times.append(times)
             best = times.argmin(0)
             times.min(0, out=self.lower[at])
-            incoming = moved[HOME][(every, home[at][best], *where)] + moved[AWAY][(every, away[at][best], *where)]
-            self.sure[at] = incoming.sum(-1) <= self.rules.room[self.join]
+            self.sure[at] = moved[best, g, h] <= self.rules.room[self.join]
 
     def _pairs(self) -> None:
         """`lower` of a block of two branches, exact: over all pairs of their last counts that keep the joining layer's limit
