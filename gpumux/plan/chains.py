@@ -23,21 +23,23 @@ def shortest(rules: Rules) -> tuple[float, list[int]]:
     work, room, output = tables.work.tolist(), rules.room.tolist(), tables.output.tolist()
     shares, delay = tables.share.T.tolist(), tables.delay
     now = [seconds if left >= 0 else inf for seconds, left in zip(work[0], room[0], strict=True)]
-    ways = []
+    ways, counts = [], range(len(shares))
     for nbytes, own, left in zip(output, work[1:], room[1:], strict=False):
         wait = delay if nbytes else 0.0
-        least = min(now) + wait
+        soonest = sorted(zip(now, counts, strict=True))
+        least = soonest[0][0] + wait
         then, way = [], []
-        for h, (seconds, most, best, share) in enumerate(zip(own, left, now, shares, strict=True)):
+        for h, seconds, most, best, share in zip(counts, own, left, now, shares, strict=True):
             came_from = h
             if most < 0:
                 best = inf
             elif best > least:
-                for g, other in enumerate(now):
-                    if other + wait < best:
-                        comm = nbytes * share[g] + wait
-                        if comm <= most and other + comm < best and g != h:
-                            best, came_from = other + comm, g
+                for other, g in soonest:
+                    if other + wait >= best:
+                        break
+                    comm = nbytes * share[g] + wait
+                    if comm <= most and other + comm < best and g != h:
+                        best, came_from = other + comm, g
             then.append(best + seconds)
             way.append(came_from)
         now = then

@@ -32,11 +32,10 @@ def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
 
 def rules(tables: Tables, limit: float) -> Rules:
     """What the limit leaves of each layer's time on each count for the transfers into it, [layers, counts]."""
-    counts = np.array(tables.counts, dtype=np.float64)
     if isinf(limit):
         return Rules(tables, np.full(tables.work.shape, inf))
     budget = tables.single * (limit * (1 + TOLERANCE))
-    return Rules(tables, budget[:, None] / counts - tables.work)
+    return Rules(tables, budget[:, None] / np.array(tables.counts) - tables.work)
 
 
 class _Search:

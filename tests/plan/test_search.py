@@ -110,7 +110,7 @@ def test_costs_of_the_network_model_are_searched_exactly_too(random: Random, lim
             assert tables.work[i, a] == costs.comp(i, g) + costs.sync(i, g)
             for b, h in enumerate(costs.counts):
                 assert tables.comm([i])[0, a, b] == costs.comm(i, g, h)
-                assert tables.moved(i)[a, b] == costs.moved(i, g, h)
+                assert tables.transfers([i])[0, 1, a, b] == costs.moved(i, g, h)
     check_against_everything(graph, costs, limit, 4)
 
 
