@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }  # fmt: skip
         found["gains"] = worth(graph, a100.MODELS[name].batch, args.sizes[0])
         for each in found["gains"]:
-            gains.append([f"{name}, limit {each['limit']:g}", f"{each['data_parallel_s'] * 1e3:.3f}", f"{each['burst_s'] * 1e3:.3f}",
+            gains.append([f"{name}, limit {each['limit'] or 'none'}", f"{each['data_parallel_s'] * 1e3:.3f}", f"{each['burst_s'] * 1e3:.3f}",
                           f"{each['gain']:.2f}", f"{each['idle']:.0%}", a100.MODELS[name].reported])  # fmt: skip
         report["models"][name] = found
     chain = long_chain(args.layers, args.repeats)
@@ -163,7 +163,7 @@ def worth(graph: Graph, batch: int, gpus: int) -> list[dict[str, Any]]:
     for limit in LIMITS:
         plan = evaluate(graph, model, optimal.search(graph, model, limit, gpus), gpus=gpus, batch=batch, limit=limit)
         found.append(
-            {"limit": limit, "data_parallel_s": plain.seconds, "burst_s": plan.seconds, "gain": plain.seconds / plan.seconds,
+            {"limit": None if limit == inf else limit, "data_parallel_s": plain.seconds, "burst_s": plan.seconds, "gain": plain.seconds / plan.seconds,
              "idle": plan.idle / (gpus * plan.seconds)}
         )  # fmt: skip
     return found
