@@ -105,11 +105,29 @@ def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
             f"({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are "
             f"{job.spec.max_slowdown:.2f}: {kept}. {track.over} of {track.steps} steps were slower than promised."
         )
-    lines += _outlier(track) + _neighbours(core, guard, track)
+    lines += _alone(core, guard, track) + _outlier(track) + _neighbours(core, guard, track)
     if track.host_wait > 0.0 and track.steps:
         lines.append(
             f"The device waited {track.host_wait * 1e3:.3f} ms in all for the host to hand its pieces over "
             f"({track.host_wait / track.steps * 1e6:.0f} us a step)."
+        )
+    return lines
+
+
+def _alone(core: CoreState, guard: Guard, track: Track) -> list[str]:
+    """What makes it slower or faster and is nobody's to answer for: its own work, and other high jobs."""
+    model, lines = track.model, []
+    drifts = sum([baseline.drifts for baseline in model.steps]) if model is not None else 0
+    if drifts:
+        often = "once" if drifts == 1 else f"{drifts} times"
+        lines.append(
+            f"What its steps take alone was found to have changed {often}: that is its own work, and no job is blamed for it."
+        )
+    others = [_name(core, other) for other in guard.tracks if other != track.job.id and other in core.jobs]
+    if track.company and others:
+        lines.append(
+            f"{track.company} of its {track.steps} steps ran beside {' and '.join(others)}, of high priority, too: high jobs share the "
+            "device by weight, and what that costs is no part of the promise."
         )
     return lines
 

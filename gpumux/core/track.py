@@ -32,6 +32,7 @@ class Track:
         "beside",
         "calibrating",
         "clean_at",
+        "company",
         "ended",
         "excess",
         "explored",
@@ -74,6 +75,7 @@ class Track:
         # Of its life:
         self.steps = 0
         self.shared_steps = 0
+        self.company = 0  # steps beside other high work
         self.pieces = 0
         self.explored = -9  # `pieces` when an unknown pair was last tried
         self.explored_step = -1  # `steps` when that was
@@ -126,6 +128,7 @@ class Track:
         self.account.unseen = UNSEEN_S if self.from_idle else 0.0
         self.account.end(excess, self.shared, not self.tried)
         self.steps += 1
+        self.company += self.beside
         if excess > self.account.limit() and self.shared:  # not so well known, then
             self.watched_until = self.steps + CLEAN_EVERY
         self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0

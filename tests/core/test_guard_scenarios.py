@@ -79,6 +79,8 @@ def test_a_pair_that_stops_hurting_is_freed() -> None:
     simulation.run(steps=700)
     assert bans(simulation) == []
     assert simulation.core.snapshot()["guard"]["probes_total"] > 0
+    assert "Banned" not in explained(simulation, "high") + explained(simulation, "low")
+    assert "What its steps take alone" not in explained(simulation, "high"), "they take what they took"
 
 
 @pytest.mark.parametrize("hiccups", [(0.95,), (0.3, 0.6, 0.9), (0.9, 0.902, 0.904)])
@@ -167,6 +169,10 @@ def test_a_change_of_the_solo_time_is_noticed() -> None:
     assert job["guard"]["solo_step_seconds"] == pytest.approx(1.4 * 16 * 100e-6, rel=0.05)
     assert job["guard"]["slowdown"] <= 1.05
     assert after.job("low").work_s > 2 * before, "it is not held for what is not its fault"
+    told = explained(simulation, "high")
+    assert "What its steps take alone was found to have changed once" in told
+    assert "kept" in told
+    assert "Banned" not in told
 
 
 def test_pieces_that_fit_into_the_gaps_run_there() -> None:
@@ -176,22 +182,28 @@ def test_pieces_that_fit_into_the_gaps_run_there() -> None:
     assert result.job("high").mean_slowdown <= 1.05
     assert result.job("high").p99_slowdown <= 1.10
     assert result.harvest > 0.5, "two thirds of the time the device is free"
+    assert "held (gap): the next step of job 'high' is expected before it could end" in story(simulation, "low")
 
 
 def test_an_idle_high_job_holds_nobody_back() -> None:
     simulation = world(high((SMALL,) * 16, rate=2.0), low((LIGHT,) * 24))
     result = simulation.run(seconds=2.0)
     assert result.job("low").relative_throughput > 0.9
+    assert "Banned" not in explained(simulation, "low")
+    assert "too long" not in explained(simulation, "low")
 
 
 def test_two_high_jobs_share_and_low_work_pays_for_neither_s_company() -> None:
     one, two = high((SMALL,) * 16, "one"), high((SMALL._replace(blocks=40),) * 12, "two")
     together = Simulation([one, two], WHOLE, "guarded").run(steps=300, warmup_steps=100)
-    beside = world(one, two, low((LIGHT._replace(blocks=14),) * 24)).run(steps=300, warmup_steps=100)
+    simulation = world(one, two, low((LIGHT._replace(blocks=14),) * 24))
+    beside = simulation.run(steps=300, warmup_steps=100)
     for name in ("one", "two"):
         alone = sum(together.job(name).measured) / together.job(name).steps
         shared = sum(beside.job(name).measured) / beside.job(name).steps
         assert shared <= 1.05 * alone
+        other = "two" if name == "one" else "one"
+        assert f"steps ran beside '{other}', of high priority, too" in explained(simulation, name)
     assert beside.job("low").work_s > 0.2 * beside.window_s
 
 
@@ -205,6 +217,12 @@ def test_ten_low_jobs_share_by_weight_while_one_of_them_is_banned() -> None:
     rates = {job.name: job.device_s / (1.0 + int(job.name[-1]) % 2) for job in result.jobs if job.name[-1].isdigit()}
     assert max(rates.values()) <= 1.25 * min(rates.values()), "by weight, whoever is held"
     assert result.job("low0").work_s > 0.0
+    told = explained(simulation, "harmful")
+    assert "Banned: job 'harmful'" in told or "too long" in told
+    assert "Banned: job 'harmful'" in explained(simulation, "high") or "Beside 'harmful'" in explained(
+        simulation, "high"
+    )
+    assert all("too long" not in explained(simulation, f"low{i}") for i in range(9))
 
 
 def test_a_recut_keeps_what_is_known() -> None:
@@ -216,6 +234,8 @@ def test_a_recut_keeps_what_is_known() -> None:
     simulation.run(steps=64)
     kept = {tuple(ban["operators"]) for ban in bans(simulation)}  # type: ignore[arg-type]
     assert kept & {tuple(ban["operators"]) for ban in before}  # type: ignore[arg-type]
+    first, end = min(kept & {tuple(ban["operators"]) for ban in before})  # type: ignore[arg-type]
+    assert f"operator{'s' if end - first > 1 else ''} {first}" in explained(simulation, "high")
     result = simulation.run(steps=400)
     assert sum(result.job("high").step_seconds[150:]) / len(result.job("high").step_seconds[150:]) <= (
         1.05 * result.job("high").solo.step_s
@@ -233,3 +253,5 @@ def test_a_smaller_share_is_chosen_where_the_whole_device_costs_too_much() -> No
     assert shares & {0.5, 0.25}
     whole = world(high((SMALL,) * 16), low((spread,) * 8)).run(steps=600, warmup_steps=200)
     assert result.harvest > whole.harvest
+    told = explained(simulation, "high")
+    assert "Beside 'low' on 0.50 of the device" in told or "Beside 'low' on 0.25 of the device" in told
