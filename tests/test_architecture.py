@@ -36,6 +36,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
     "cli": SHARED | {"core", "wire", "device", "metrics", "daemon", "simulate", "plan"},
     "client": SHARED | {"wire"},
+    "__main__": frozenset({"cli"}),
     "gpumux": frozenset(),
 }
 

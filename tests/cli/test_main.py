@@ -271,3 +271,10 @@ def test_a_command_answers_wrong_usage_with_its_own(command, capsys):
     said = capsys.readouterr().err
     assert said.startswith(f"usage: gpumux {command} ")
     assert "unrecognized arguments: --bogus" in said
+
+
+def test_python_runs_the_package_as_the_command():
+    command = [sys.executable, "-m", "gpumux"]
+    done = subprocess.run([*command, "version", "--json"], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout)["gpumux"] == __version__
+    assert subprocess.run([*command, "nonsense"], capture_output=True, timeout=60).returncode == EX_USAGE
