@@ -122,48 +122,52 @@ class BlockTable:
         self.block, self.fork, self.join, self.rules = block, fork, join, rules
         counts = rules.tables.counts
         empty = tuple(i for i, branch in enumerate(block.branches) if not branch)
-        self.splits, self.caps, self.blocked, home, away = tabled(len(block.branches), empty, limits, counts)
+        self.table = tabled(len(block.branches), empty, limits, counts)
+        self.splits, self.caps, self.blocked = self.table[:3]
         self.branches = [self._branch(chain) for chain in block.branches]
         self._found: dict[tuple[int, int, int], _Found] = {}
         self._options: dict[tuple[int, int, int, int, int], list[tuple[float, float, int]]] = {}
         n, k = len(counts), len(self.branches)
         self.lower = np.full((len(limits), n, n), inf)
         self._times: list[Array] = []
+        self._quickest: npt.NDArray[np.intp] | None = None  # last counts [branches, caps, modes, counts, counts]
         self.sure = np.ones(self.lower.shape, dtype=bool)  # where `lower` is exact
         if k == 2:
             self._pairs()
         else:
-            self._relaxed(home, away)
+            self._relaxed()
 
-    def _relaxed(self, home: Sequence[npt.NDArray[np.intp]], away: Sequence[npt.NDArray[np.intp]]) -> None:
+    def _relaxed(self) -> None:
         """`lower`, as if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
-        n, k = len(self.rules.tables.counts), len(self.branches)
-        ways = np.full((k, len(self.caps), 2, n, n, n), inf)
+        n, k, caps = len(self.rules.tables.counts), len(self.branches), len(self.caps)
+        ways = np.full((k, caps, 2, n, n, n), inf)
         transfers = np.empty((k, 2, n, n, n))
         for i, branch in enumerate(self.branches):
             ways[i, :, :, :, : branch.ways.shape[3]] = branch.ways  # an empty branch has but one last count
             transfers[i] = branch.transfers
         every, modes, g, h = _places(k, n)
-        quickest = ways.argmin(4)
+        self._quickest = quickest = ways.argmin(4)
         possible = np.where(ways < inf, transfers[:, None], inf)
-        figures = np.zeros((3, 2, k, 1 + len(self.caps), n, n))  # seconds, the transfer then, the smallest transfer
-        figures[0, :, :, 1:] = ways.min(4).transpose(2, 0, 1, 3, 4)
-        figures[1, :, :, 1:] = transfers[every[:, None, None, None, None], modes, g, quickest, h].transpose(
-            2, 0, 1, 3, 4
-        )
-        figures[2, :, :, 1:] = possible.min(4).transpose(2, 0, 1, 3, 4)
+        figures = np.zeros((3, k, 2, 1 + caps, n, n))  # seconds, the transfer then, the smallest transfer
+        now = figures[:, :, :, 1:].swapaxes(2, 3)
+        ways.min(4, out=now[0])
+        now[1] = transfers[every[:, None, None, None, None], modes, g, quickest, h]
+        possible.min(4, out=now[2])
+        flat: Array = figures.reshape(3, -1, n * n)
+        room = np.tile(self.rules.room[self.join], n)
+        columns = np.arange(n * n)
         for at, found in enumerate(self.splits):
             if not found:  # no count is as small as this
                 self._times.append(np.zeros((0, n, n)))
                 continue
-            there, elsewhere = figures[:, HOME, every, home[at]], figures[:, AWAY, every, away[at]]
-            times = np.maximum(there[0].sum(1), elsewhere[0].max(1))
-            moved, least = (there[1:] + elsewhere[1:]).sum(2)
-            times[least > self.rules.room[self.join]] = inf  # not even with the smallest transfer of each branch
-            self._times.append(times)
+            there, elsewhere = flat[0].take(self.table.home[at], 0), flat[0].take(self.table.away[at], 0)
+            times = np.maximum(there.sum(0), elsewhere.max(0))
+            moved, least = flat[1:].take(self.table.both[at], 1).sum(1)
+            times[least > room] = inf  # not even with the smallest transfer of each branch
+            self._times.append(times.reshape(-1, n, n))
             best = times.argmin(0)
-            times.min(0, out=self.lower[at])
-            self.sure[at] = moved[best, g, h] <= self.rules.room[self.join]
+            self.lower[at] = times[best, columns].reshape(n, n)
+            self.sure[at] = (moved[best, columns] <= room).reshape(n, n)
 
     def _pairs(self) -> None:
         """`lower` of a block of two branches, exact: over all pairs of their last counts that keep the joining layer's limit
@@ -253,6 +257,11 @@ class BlockTable:
         """Tries splits by rising lower bound, until no other could be quicker."""
         found = _Found(inf, Split((), ()), ())
         times = self._times[limit][:, g, h]
+        if self._quickest is not None and self.sure[limit, g, h] and len(times):
+            split = self.splits[limit][int(times.argmin())]
+            caps = [self.caps.index(cap) for cap in split.caps]
+            ends = self._quickest[range(len(caps)), caps, split.modes, g, h].tolist()
+            return _Found(float(self.lower[limit, g, h]), split, tuple(ends))
         for index in times.argsort(kind="stable").tolist():
             if times[index] >= found.seconds:
                 break

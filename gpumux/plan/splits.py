@@ -73,14 +73,15 @@ def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, 
 
 class Table(NamedTuple):
     """Splits of several numbers of GPUs. `caps` that occur; `blocked` [caps, 1, 1, counts], inf where a count is above the
-    cap; for each number of GPUs `home` and `away` [splits, branches], 1 + the place of the branch's cap where it is there,
-    else 0."""
+    cap; for each number of GPUs `home`, `away` and `both` [branches, splits], rows of an array [branches, modes, 1 + caps]: the
+    branch's, under its cap, where it is there (in `both`: wherever it is), else its row 0."""
 
     splits: tuple[tuple[Split, ...], ...]
     caps: tuple[int, ...]
     blocked: npt.NDArray[np.float64]
     home: tuple[npt.NDArray[np.intp], ...]
     away: tuple[npt.NDArray[np.intp], ...]
+    both: tuple[npt.NDArray[np.intp], ...]
 
 
 @lru_cache(maxsize=256)
@@ -89,11 +90,13 @@ def tabled(branches: int, empty: tuple[int, ...], limits: tuple[int, ...], count
     found = tuple([splits(branches, empty, gpus, counts) for gpus in limits])
     caps = tuple(sorted({cap for some in found for split in some for cap in split.caps}))
     place = {cap: i + 1 for i, cap in enumerate(caps)}
-    home, away = [], []
+    home, away, both = [], [], []
+    rows = np.arange(branches)[:, None] * 2 * (1 + len(caps))
     for some in found:
-        at = np.array([[place[cap] for cap in split.caps] for split in some], dtype=np.intp)
-        moved = np.array([split.modes for split in some], dtype=np.intp)
-        home.append(at * (moved == HOME))
-        away.append(at * (moved == AWAY))
+        at = np.array([[place[cap] for cap in split.caps] for split in some], dtype=np.intp).reshape(-1, branches).T
+        moved = np.array([split.modes for split in some], dtype=np.intp).reshape(-1, branches).T
+        home.append(rows + at * (moved == HOME))
+        away.append(rows + 1 + len(caps) + at * (moved == AWAY))
+        both.append(rows + moved * (1 + len(caps)) + at)
     blocked = np.where(np.array(counts) > np.array(caps, dtype=np.int64)[:, None], inf, 0.0)[:, None, None, :]
-    return Table(found, caps, blocked, tuple(home), tuple(away))
+    return Table(found, caps, blocked, tuple(home), tuple(away), tuple(both))
