@@ -187,7 +187,7 @@ def describe(plan: Plan) -> str:
     )
     away = len(plan.placement.away)
     if away:
-        head += f"\n{away} branch{'es' if away > 1 else ''} run beside others, on GPUs of their own"
+        head += f"\n{away} branch{'es run' if away > 1 else ' runs'} beside others, on GPUs of their own"
     over = [names[i] for i in plan.over_limit()]
     if over:
         head += f"\nabove the limit: {', '.join(over)}"

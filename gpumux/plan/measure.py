@@ -44,10 +44,10 @@ def profile(
                 progress(done, len(batches) * len(traced.layers), f"{layer.name} at {batch}")
             try:
                 times[layer.name].append(Timing(batch, *runner.layer(layer)))
-            except RuntimeError as error:
+            except Exception as error:  # whatever the model's own code raises
                 raise CaptureError(
-                    f"{layer.name} fails at a batch of {batch}: {str(error).splitlines()[0]}",
-                    "profile smaller batches, or mend the model",
+                    f"{layer.name} fails at a batch of {batch}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                    "choose other --batches (too little memory: smaller ones; a batch norm that has but one value: larger ones)",
                 ) from error
     return ModelProfile(
         loaded.name,

@@ -56,7 +56,14 @@ def find(name: str, shape: Sequence[int] | None = None, *, device: str = "meta")
             f"no model is called {name!r}",
             f"use one of {known}, or module:factory for one of your own, or a profile's file",
         )
-    made: Any = _factory(module_name, attribute)()
+    try:
+        made: Any = _factory(module_name, attribute)()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's own code raises
+        raise ConfigError(
+            f"{name} fails: {type(error).__name__}: {error}", "it is called without arguments; run it by itself first"
+        ) from error
     arguments: Sequence[Any] = ()
     if isinstance(made, tuple) and len(made) == 2:
         made, example = made
