@@ -43,7 +43,7 @@ def modelled(traced: TracedModel, layer: Traced, spec: GpuSpec, batches: Sequenc
 
 def _node(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) -> tuple[float, float]:
     """Seconds of one node forward and backward. Backward passes of products are two products, those of the rest read what
-    came in and what comes back, and write as much as went in."""
+    came in and what comes back, and write as much as went in. Modules with parameters inside move those, too."""
     made = tensors(node.meta["val"])
     if not made or _free(traced, node):
         return 0.0, 0.0
@@ -61,7 +61,8 @@ def _node(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) -> tupl
     if isinstance(module, nn.Linear):
         return _products(out[0] // module.out_features, module.out_features, module.in_features, 1, item, peak, spec, 1)
     flops = node.meta["flops"] * batch / traced.batch
-    nbytes = item * (sum(given) + sum(out))
+    weights = 0 if module is None else sum(each.numel() * each.element_size() for each in module.parameters())
+    nbytes = item * (sum(given) + sum(out)) + weights
     if flops:
         forward = max(flops / (peak * EFFICIENCY), nbytes / spec.bandwidth, FLOOR_S)
         backward = max(2 * flops / (peak * EFFICIENCY), 2 * nbytes / spec.bandwidth, FLOOR_S)

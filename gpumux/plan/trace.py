@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpumux.errors import CaptureError
@@ -73,9 +75,9 @@ class _Tracer(fx.Tracer):
 
 def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> TracedModel:
     """`whole`: class names of modules that are one layer each. Raises CaptureError for a model that can't be traced."""
-    tracer = _Tracer(whole)
+    tracer, defaults = _Tracer(whole), _defaults(loaded)
     try:
-        graph = tracer.trace(loaded.module)
+        graph = tracer.trace(loaded.module, defaults)
         module = fx.GraphModule(tracer.root, graph)
         _propagate(module, loaded.example(batch))
     except Exception as error:  # whatever the model's own code raises
@@ -83,7 +85,20 @@ def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> Trace
             f"{loaded.name} can't be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             "branches on values or shapes can't be; name the module class around them with --whole CLASS",
         ) from error
-    return TracedModel(loaded.name, module, _Grouping(module, batch).layers(), batch)
+    layers = _Grouping(module, batch).layers()
+    if not layers:
+        raise CaptureError(f"{loaded.name} computes nothing", "give a model that does more than rearrange its input")
+    return TracedModel(loaded.name, module, layers, batch)
+
+
+def _defaults(loaded: Loaded) -> dict[str, Any]:
+    """What the model's further arguments are when nobody gives them, so that it may ask whether one is None. Raises
+    CaptureError where an example is for `*args`: how many there are is not known to a trace."""
+    given = len(loaded.example(1))
+    parameters = list(signature(loaded.module.forward).parameters.values())
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in parameters[:given]):
+        raise CaptureError(f"{loaded.name} takes *args", "name each tensor that forward() takes")
+    return {each.name: each.default for each in parameters[given:] if each.default is not Parameter.empty}
 
 
 class _Shapes(fx.Interpreter):
@@ -92,17 +107,34 @@ class _Shapes(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
-        n.meta["val"], n.meta["flops"] = result, counter.get_total_flops()
+        flops = counter.get_total_flops()
+        if n.op == "call_module":
+            flops = max(flops, _recurrent(self.module.get_submodule(str(n.target)), tensors(result)))
+        n.meta["val"], n.meta["flops"] = result, flops
         return result
+
+
+def _recurrent(module: nn.Module, made: Sequence[torch.Tensor]) -> int:
+    """torch counts nothing of its recurrent layers: each weight is used once for every step of every sequence."""
+    if not isinstance(module, nn.RNNBase):
+        return 0
+    wide = (module.proj_size or module.hidden_size) * (2 if module.bidirectional else 1)
+    return 2 * sum(each.numel() for each in module.parameters() if each.dim() > 1) * (made[0].numel() // wide)
 
 
 def _propagate(module: fx.GraphModule, arguments: Sequence[torch.Tensor]) -> None:
     """Work out what every node makes, without computing anything: parameters and buffers stay as they are."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    plain = sdpa_kernel(SDPBackend.MATH)  # as products, which are counted whatever the device
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), plain:
         shapes = _Shapes(module)
         shapes.args_iter = iter([mode.from_tensor(each) for each in arguments])
-        for node in module.graph.nodes:  # Interpreter.run would start the thread of a progress bar
-            shapes.env[node] = shapes.run_node(node)
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # attention in one operator that nobody counts
+        try:
+            for node in module.graph.nodes:  # Interpreter.run would start the thread of a progress bar
+                shapes.env[node] = shapes.run_node(node)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def function_name(node: fx.Node) -> str:

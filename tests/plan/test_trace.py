@@ -173,3 +173,88 @@ def test_models_are_found_by_name():
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             models.find(name)
+
+
+class Optional(nn.Module):
+    """Arguments with defaults that decide what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, twice: bool = True, *, bias: Tensor | None = None
+    ) -> Tensor:
+        x = self.dense(x)
+        x = x if mask is None else x * mask
+        x = x if bias is None else x + bias
+        return self.other(x) if twice else x
+
+
+def test_arguments_nobody_gives_have_their_defaults():
+    it = loaded(Optional(), 4)
+    assert [each.name for each in trace(it).layers] == ["dense", "other"]
+    assert len(measure.profile(it, device="cpu", batches=(1, 2), repeats=1).layers) == 2
+
+
+class Starred(nn.Module):
+    def forward(self, *x: Tensor) -> Tensor:
+        return x[0] + x[1]
+
+
+def test_models_that_compute_nothing_or_take_any_number_of_inputs_are_refused():
+    with pytest.raises(CaptureError, match="computes nothing"):
+        trace(loaded(nn.Flatten(), 4))
+    with pytest.raises(CaptureError, match=r"takes \*args"):
+        trace(Loaded("it", Starred(), (torch.zeros(1, 4), torch.zeros(1, 4))))
+
+
+def test_a_batch_a_layer_does_not_take_is_said():
+    """A batch norm over one value."""
+    it = loaded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 4)
+    with pytest.raises(CaptureError, match="0 fails at a batch of 1: ValueError") as caught:
+        measure.profile(it, device="cpu", batches=(1, 2), repeats=1)
+    assert "larger" in caught.value.remedy
+    assert measure.profile(it, device="cpu", batches=(2, 4), repeats=1).sources() == {"measured": 1}
+
+
+def modelled_seconds(module: nn.Module, *shape: int, whole: tuple[str, ...] = ()) -> float:
+    return roofline.profile(trace(loaded(nn.Sequential(module), *shape), whole=whole), A100, (1,)).seconds(1)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found
+
+
+def test_modules_that_are_one_layer_move_their_parameters():
+    """At a batch of 1 a large dense layer is nothing but its weights."""
+    alone, whole = nn.Linear(8192, 8192), Wrapped(nn.Linear(8192, 8192))
+    assert modelled_seconds(whole, 8192, whole=("Wrapped",)) > 0.5 * modelled_seconds(alone, 8192)
+
+
+def test_recurrent_layers_and_attention_are_work():
+    """torch counts nothing of the one, nor of the other where it is one operator (as in eval)."""
+    module = nn.LSTM(64, 32, num_layers=2, bidirectional=True, batch_first=True)
+    (found,) = trace(loaded(nn.Sequential(module), 10, 64)).layers
+    weights = 2 * (4 * 32 * (64 + 32) + 4 * 32 * (64 + 32))
+    assert found.flops == 2 * 10 * weights
+    attention = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    (training,) = trace(loaded(nn.Sequential(attention), 10, 64)).layers
+    (testing,) = trace(loaded(nn.Sequential(attention).eval(), 10, 64)).layers
+    products = 2 * 10 * (4 * 64 * 64 + 2 * 64 * 128)
+    assert training.flops == testing.flops == products + 2 * 2 * 10 * 10 * 64
+
+
+def failing() -> nn.Module:
+    raise ValueError("no weights here")
+
+
+def test_a_factory_that_fails_is_wrong_input():
+    with pytest.raises(ConfigError, match="fails: ValueError: no weights here"):
+        models.find(f"{NAME}:failing")
