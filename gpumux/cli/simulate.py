@@ -11,7 +11,7 @@ from math import isnan
 from pathlib import Path
 
 from gpumux import config
-from gpumux.cli.text import emit, emit_json, table
+from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.device.sim.cost import guesses_blocks
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -153,7 +153,7 @@ def describe(result: Result, *, explain: bool = False) -> str:
     header = ("JOB", "PRIORITY", "STEPS", "ALONE", "SLOWDOWN", "P99", "OVER", "THROUGHPUT")
     rows = [
         (
-            job.name,
+            printable(job.name),
             job.priority.name.lower(),
             str(job.steps),
             f"{job.solo.step_s * 1e3:.3f} ms",
@@ -169,11 +169,13 @@ def describe(result: Result, *, explain: bool = False) -> str:
     if result.interrupted:
         head += " (interrupted: this is what is known)"
     total = f"throughput of all jobs, each over its own alone: {_figure(result.total_throughput)}"
+    if not result.window_s:
+        total += "; no figures: it ended within the warm-up (--warmup)"
     return "\n".join([head, table(header, rows), total, *(_explained(result) if explain else [])])
 
 
 def _explained(result: Result) -> list[str]:
-    return [f"  {sentence}" for told in result.explanations.values() for sentence in told]
+    return [f"  {printable(sentence)}" for told in result.explanations.values() for sentence in told]
 
 
 def compare(results: Sequence[Result]) -> str:
@@ -209,7 +211,7 @@ def _notes(asked: Sequence[Asked], spec: GpuSpec) -> list[str]:
             note += f"; how {guessed} of them fill a GPU is guessed"
         if profile.device != spec.name:
             note += f"; times are of {profile.device}, taken as they are"
-        notes.append(note)
+        notes.append(printable(note))
     return notes
 
 

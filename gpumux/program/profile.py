@@ -26,6 +26,7 @@ from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, TensorRef
 FORMAT = "gpumux-profile"
 VERSION = 1
 UNITS = {"seconds": "s", "nbytes": "B"}
+MAX_SECONDS = 86400.0  # an operator of more than a day is a mistake in the file
 RERECORD = "record it again with `gpumux jobs profile NAME -o FILE`, or mend the file"
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -51,8 +52,8 @@ class OpProfile:
         what = f"operator {self.target!r}"
         if not self.target:
             raise ConfigError("an operator without a target", RERECORD)
-        if not (isfinite(self.seconds) and self.seconds >= 0):
-            raise ConfigError(f"{what} takes {self.seconds} seconds", "give a finite time of 0 or more")
+        if not 0 <= self.seconds <= MAX_SECONDS:  # not so for nan, either
+            raise ConfigError(f"{what} takes {self.seconds} seconds", f"give a time from 0 to {MAX_SECONDS:g}")
         if self.nbytes < 0:
             raise ConfigError(f"{what} moves {self.nbytes} bytes", "give 0 or more")
         for name in ("blocks", "per_sm"):

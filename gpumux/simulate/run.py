@@ -27,7 +27,7 @@ from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.pieces import TARGET_S, recut
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
-from gpumux.model import DeviceInfo, Footprint, JobId, JobSpec, LaunchId, Peer, SessionId
+from gpumux.model import DeviceInfo, Footprint, JobId, LaunchId, Peer, SessionId
 from gpumux.simulate.client import PROGRAM, Client
 from gpumux.simulate.result import JobResult, Result, Row, Solo, percentile
 from gpumux.simulate.workload import Workload, cut_workload
@@ -250,12 +250,11 @@ class Simulation:
         self.feed(ev.DeviceOpened(info))
         self.feed(ev.SessionOpened(_SESSION, Peer(1000, 1000, 1)))
         for client in self.clients:
-            w = client.workload
-            job = JobSpec(w.name, w.priority, w.weight, w.max_slowdown, None, w.max_inflight)
-            if w.starts_at:
-                self.push(w.starts_at, self.feed, ev.JobRequested(_SESSION, client.id, job))
+            request = ev.JobRequested(_SESSION, client.id, client.workload.job_spec)
+            if client.workload.starts_at:
+                self.push(client.workload.starts_at, self.feed, request)
             else:
-                self.feed(ev.JobRequested(_SESSION, client.id, job))
+                self.feed(request)
 
     def _accepted(self, c: cmd.AcceptJob) -> None:
         footprint = Footprint(1 << 20, 1 << 20, 1 << 10)

@@ -7,12 +7,14 @@ from functools import cached_property
 from hashlib import blake2b
 from math import isfinite
 
+from gpumux.core.admission import refuse_spec
+from gpumux.core.config import CoreConfig
 from gpumux.device.sim.cost import kernels_of
 from gpumux.device.sim.kernel import Kernel, checked
 from gpumux.device.sim.pieces import Pieces, cut_kernels
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
-from gpumux.model import Priority
+from gpumux.model import JobSpec, Priority
 from gpumux.program.profile import StepProfile
 
 
@@ -47,6 +49,13 @@ class Workload:
             raise ConfigError(f"job {self.name!r} has both a rate and a pause", "give one of them")
         if self.target_s is not None and not self.target_s > 0:
             raise ConfigError(f"job {self.name!r} is cut to {self.target_s} s", "give more than 0, or inf")
+        if fault := refuse_spec(self.job_spec, CoreConfig()):
+            raise ConfigError(f"job {self.name!r}: {fault.message}", fault.remedy)
+
+    @property
+    def job_spec(self) -> JobSpec:
+        """What the daemon is told of it."""
+        return JobSpec(self.name, self.priority, self.weight, self.max_slowdown, None, self.max_inflight)
 
     @cached_property
     def content_hash(self) -> str:

@@ -134,6 +134,8 @@ def test_shipped_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None
         (["--high", "transformer-b2:colour=1"], "unknown option 'colour'"),
         (["--high", "transformer-b2:think=soon"], "no number"),
         (["--high", "transformer-b2:rate=-1"], "steps a second"),
+        (["--high", "transformer-b2:weight=0"], "weight is 0.0"),
+        (["--low", "transformer-b2:weight=nan"], "weight is nan"),
         (["--high", __file__], "not JSON"),
     ],
 )
@@ -144,6 +146,35 @@ def test_what_can_not_be_simulated_is_refused_with_a_remedy(
     first, remedy = capsys.readouterr().err.splitlines()
     assert says in first
     assert remedy.strip()
+
+
+def test_a_profile_with_figures_beyond_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    op = OpProfile("aten.mm.default", ((8, 8),) * 3, 1e-3, 0, source="measured")
+    save(StepProfile("n" * 300, "a100", (op,)), path)
+    assert main(["simulate", "--high", str(path), *FEW]) == EX_CONFIG
+    assert "300 characters" in capsys.readouterr().err
+    save(StepProfile("long", "a100", (op,)), path)
+    path.write_text(path.read_text().replace('"seconds": 0.001', '"seconds": 1e300'))
+    assert main(["simulate", "--high", str(path), *FEW]) == EX_CONFIG
+    assert "1e+300 seconds" in capsys.readouterr().err
+
+
+def test_names_from_files_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    op = OpProfile("aten.mm\x1b[31m.default", ((8, 8),) * 3, 1e-3, 0, source="measured")
+    save(StepProfile("red\x1b[31m\n", "cpu\x1b[0m", (op,)), path)
+    assert main(["simulate", "--high", str(path), "--explain", *FEW]) == 0
+    out = capsys.readouterr().out
+    assert "red?[31m?" in out
+    assert "\x1b" not in out
+
+
+def test_figures_without_a_window_are_said_to_be_missing(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--high", measured, "--seconds", "0.001"]) == 0
+    assert "it ended within the warm-up" in capsys.readouterr().out
+    assert main(["simulate", "--high", measured, *FEW]) == 0
+    assert "it ended within" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -81,7 +81,18 @@ def test_equal_steps_have_equal_hashes() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"think_s": -1.0}, {"rate": 0.0}, {"rate": 1.0, "think_s": 1.0}, {"starts_at": inf}, {"target_s": 0.0}]
+    "wrong",
+    [
+        {"think_s": -1.0},
+        {"rate": 0.0},
+        {"rate": 1.0, "think_s": 1.0},
+        {"starts_at": inf},
+        {"target_s": 0.0},
+        {"weight": 0.0},
+        {"weight": nan},
+        {"max_slowdown": 0.9},
+        {"max_inflight": 0},
+    ],
 )
 def test_workloads_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
