@@ -33,7 +33,7 @@ def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, n
     why: Why | None = None
     if ratio > 1.0 + account.slack and length * rate > account.limit():
         why = "tail"
-    elif ratio > 1.0 + account.slack and rate > WORSE * pair.elsewhere(piece) + account.slack:
+    elif ratio > 1.0 + account.slack and pair.known > 1 and rate > WORSE * pair.elsewhere(piece) + account.slack:
         why = "price"
     if ban is None:
         if why and cell.count >= CREDIBLE:

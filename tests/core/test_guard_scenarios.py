@@ -255,3 +255,17 @@ def test_a_smaller_share_is_chosen_where_the_whole_device_costs_too_much() -> No
     assert result.harvest > whole.harvest
     told = explained(simulation, "high")
     assert "Beside 'low' on 0.50 of the device" in told or "Beside 'low' on 0.25 of the device" in told
+
+
+def test_a_step_of_one_piece_is_not_compared_with_pieces_it_has_not() -> None:
+    """There is no other range, so nothing costs less elsewhere: what it costs is paid from the credit."""
+    full = Kernel("full", 432, 100e-6, 4, 0)
+    simulation = world(high((full,) * 2), low((Kernel("other", 432, 10e-6, 4, 0),) * 3))
+    imposed: set[object] = set()
+    for moment in range(1, 100):
+        simulation.at(moment * 5e-3, lambda: imposed.update(ban["why"] for ban in bans(simulation)))
+    result = simulation.run(steps=3000, warmup_steps=200)
+    assert "price" not in imposed
+    assert result.job("high").mean_slowdown <= 1.05
+    assert result.job("high").p99_slowdown <= 1.10
+    assert result.job("low").relative_throughput > 0.03, "it is not banned from all there is"
