@@ -20,7 +20,7 @@ from gpumux.core.queue import PairKey
 
 LEAST_HARM = 0.25
 MOVED = 0.05  # of what a launch may cost: a change that plans are made anew for
-MOST_PAIRS = 256  # low programs and shares remembered of a high program: the oldest go first
+MOST_PAIRS = 768  # low programs and shares remembered of a high program (256 on three shares): the oldest go first
 MOST_PLACES = 4096  # kinds of launches remembered of one of them
 LEAST_EXPOSED = 0.3  # of a launch: what is felt of less says little of the whole
 BEST_EVERY = 4  # steps for which the best place known stays that

@@ -29,6 +29,11 @@ MIN_COST_S = 1e-6
 # long as its predictions were bad.
 MAX_LAG_S = 10e-3
 
+# Of jobs that may go out of turn where all whose turn it is are held:
+PATIENCE = 16  # times in a row one of them may be held before it is another one's chance
+TURNS = 32  # times it may be launched
+LOOKED_AT = 16  # entries, of which some may be out of date, to find one
+
 
 class ReadyQueue:
     """The ready jobs of one class, smallest key first: a heap whose entries may be out of date.
@@ -41,6 +46,9 @@ class ReadyQueue:
         self._serial = count()
         self.size = 0  # ready jobs
         self.entered = 0  # how often one became ready
+        self._another: Job | None = None  # who may be launched out of turn
+        self._patience = self._turns = 0  # and how often it may still be held or launched before it is somebody else
+        self._looked = 0  # where that one was found
 
     def key(self, job: Job) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
@@ -59,6 +67,8 @@ class ReadyQueue:
     def forget(self, job: Job) -> None:
         """Leave, and drop even outdated entries, so that nothing refers to the job any more."""
         self.leave(job)
+        if self._another is job:
+            self._another = None
         self._heap = [entry for entry in self._heap if entry[2] is not job]
         heapify(self._heap)
 
@@ -89,8 +99,28 @@ class ReadyQueue:
             heappush(self._heap, entry)
         return found
 
+    def another(self, than: list[Job]) -> Job | None:
+        """A ready job that is none of these few: the same one as before, until it was held so many times in a row or launched
+        often enough. None if there is none, or it was not found soon."""
+        self._patience -= 1
+        job = self._another
+        if job is not None and self._patience > 0 and job not in than:
+            return job if job.entry is not None else None
+        heap = self._heap
+        for _ in range(min(len(heap), LOOKED_AT)):
+            self._looked = (self._looked + 1) % len(heap)
+            entry = heap[self._looked]
+            job = entry[2]
+            if job.entry is entry and job not in than:
+                self._another, self._patience, self._turns = job, PATIENCE, TURNS
+                return job
+        return None
+
     def charge(self, job: Job, predicted: float) -> None:
         """A piece of `predicted` seconds was launched."""
+        if job is self._another:
+            self._turns -= 1
+            self._patience = PATIENCE if self._turns > 0 else 0
 
     def settle(self, job: Job, predicted: float, measured: float) -> None:
         """A piece charged as `predicted` took `measured` seconds."""
@@ -134,6 +164,7 @@ class FairQueue(ReadyQueue):
         self._push(job)
 
     def charge(self, job: Job, predicted: float) -> None:
+        super().charge(job, predicted)
         if job.served > self.virtual:
             self.virtual = job.served
         job.pending += (predicted if predicted > MIN_COST_S else MIN_COST_S) / job.weight

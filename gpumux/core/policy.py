@@ -29,7 +29,7 @@ from gpumux.model import DeviceInfo, Priority
 _LOW, _HIGH = Priority.LOW, Priority.HIGH
 _BY_RANK = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
 DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
-CANDIDATES = 4  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
+CANDIDATES = 3  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
 DEFAULT_TARGET_S = 500e-6  # a piece, where the device names no target
 
 
@@ -155,7 +155,10 @@ class Guarded(Paced):
             return Choice(first, int(_LOW), share)
         # Others matter where the device would be left without low work.
         if ready.size > 1 and not low.launches and not guard.holds_all(first):
-            for job in ready.candidates(CANDIDATES)[1:]:
+            others = ready.candidates(CANDIDATES)
+            # Who is held keeps its turn, perhaps for ever: one more is asked out of turn, and not always the same.
+            more = ready.another(others) if ready.size > CANDIDATES else None
+            for job in (*others[1:], more) if more is not None else others[1:]:
                 if not board.fits(job, limit):
                     return None
                 share = guard.admit(job, board, now)

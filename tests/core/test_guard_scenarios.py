@@ -269,3 +269,23 @@ def test_a_step_of_one_piece_is_not_compared_with_pieces_it_has_not() -> None:
     assert result.job("high").mean_slowdown <= 1.05
     assert result.job("high").p99_slowdown <= 1.10
     assert result.job("low").relative_throughput > 0.03, "it is not banned from all there is"
+
+
+def test_low_jobs_that_can_not_run_do_not_keep_others_from_it() -> None:
+    """Nobody is launched less than they are, so it is their turn for ever."""
+    full = Kernel("full", 432, 100e-6, 4, 0)
+    hogs = [low((Kernel(f"hog{i}", 432, 2e-3, 4, 0),), f"hog{i}") for i in range(6)]
+    small = low((Kernel("other", 432, 30e-6, 4, 0),) * 3, "small")
+    beside = [world(high((full,) * 20), *others, small) for others in ([], hogs)]
+    alone, among = [simulation.run(steps=1000, warmup_steps=400) for simulation in beside]
+    assert alone.job("small").relative_throughput > 0.04
+    assert among.job("small").relative_throughput > 0.5 * alone.job("small").relative_throughput
+
+
+def test_many_low_programs_are_remembered() -> None:
+    """As many as one user may have jobs, on each share: what was known of them is not forgotten before their next turn."""
+    full = Kernel("full", 432, 100e-6, 4, 0)
+    lows = [low((Kernel("other", 100 + i, 30e-6, 1, 0),) * 3, f"low{i}") for i in range(100)]
+    result = Simulation([high((full,) * 20), *lows], A100, "guarded").run(steps=900, warmup_steps=500)
+    assert result.job("high").mean_slowdown <= 1.05
+    assert result.harvest > 0.02
