@@ -9,8 +9,8 @@ guard       None under a policy without one, else
     low_window      low launches that may be out beside a high job
 jobs, for each high job that has run, under "guard":
     slowdown, slowdown_p99   of its newest steps over the same alone, None while unknown; `steps` of them
-    kept            mean within max_slowdown and p99 within twice the slack; None while unknown
-    steps_over      steps slower than max_slowdown, ever; `steps_total` of them
+    kept            mean within max_slowdown and p99 within twice the slack, each but for LEAST_SLOWDOWN; None while unknown
+    steps_over      steps slower than that, ever; `steps_total` of them
     solo_step_seconds, baseline_samples, estimate_samples
     host_wait_seconds        the device waited for the host with a piece of the job due
     price, balance_seconds, credit_seconds, tail
@@ -82,7 +82,7 @@ def promise(track: Track) -> dict[str, Any]:
     if not ratios:
         return {"slowdown": None, "slowdown_p99": None, "kept": None, "steps": 0}
     mean, p99 = sum(ratios) / len(ratios), ratios[ceil(0.99 * len(ratios)) - 1]
-    slack = track.job.spec.max_slowdown - 1.0
+    slack = track.account.slack
     kept = mean <= 1.0 + slack and p99 <= 1.0 + 2.0 * slack
     return {"slowdown": mean, "slowdown_p99": p99, "kept": kept, "steps": len(ratios)}
 

@@ -139,7 +139,7 @@ class Track:
             ratio = 1.0 + excess / solo
             self.ratios.append(ratio)
             self.shared_steps += self.shared
-            if ratio > self.job.spec.max_slowdown:
+            if ratio > 1.0 + self.account.slack:
                 self.over += 1
         self.excess, self.shared, self.beside, self.tried = 0.0, False, False, False
 

@@ -52,7 +52,11 @@ def families() -> dict[str, Any]:
             "gpumux_job_slowdown_p99_ratio", "The same of the slowest of a hundred steps.", labels=per_job
         ),
         "target": gauge("gpumux_job_slowdown_target_ratio", "What a high job was promised.", labels=per_job),
-        "kept": gauge("gpumux_job_promise_kept", "1 while a high job's slowdown is within its target.", labels=per_job),
+        "kept": gauge(
+            "gpumux_job_promise_kept",
+            "1 while a high job's slowdown is within its target, and its tail within twice the excess.",
+            labels=per_job,
+        ),
         "over": counter("gpumux_job_steps_over_target", "Steps slower than the target allows.", labels=per_job),
         "solo": gauge("gpumux_job_solo_step_seconds", "A high job's step alone, as measured.", labels=per_job),
         "baseline": gauge("gpumux_job_baseline_samples", "Steps alone that estimate rests on.", labels=per_job),

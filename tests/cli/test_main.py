@@ -226,6 +226,7 @@ def test_the_table_says_what_was_promised_and_who_is_held():
             job(priority="high", promise=kept),
             job(priority="high", promise={**kept, "slowdown": 1.31, "kept": False}),
             job(priority="high", promise={**kept, "slowdown": None, "kept": None}),
+            job(priority="high", promise={**kept, "slowdown_p99": 2.9, "kept": False}),
             job(promise={"held": "ban", "too_long": None}),
             job(promise={"held": "", "too_long": None}),
         ]
@@ -233,8 +234,9 @@ def test_the_table_says_what_was_promised_and_who_is_held():
     assert rows[1].endswith("1.03 of 1.10")
     assert rows[2].endswith("1.31 of 1.10 BROKEN")
     assert rows[3].endswith("? of 1.10")
-    assert rows[4].endswith("held: ban")
-    assert rows[5].endswith("2.0 KiB")
+    assert rows[4].endswith("1.03 of 1.10, p99 2.90 of 1.20 BROKEN")
+    assert rows[5].endswith("held: ban")
+    assert rows[6].endswith("2.0 KiB")
 
 
 def test_quantities_read_naturally():
