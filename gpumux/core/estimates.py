@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import inf
 from typing import TypeAlias
 
+from gpumux.core.bans import Ban
 from gpumux.core.baseline import Baseline
 from gpumux.core.cells import FIRST_SPREAD, FLOOR_S, GAP, TIMED_SPREAD, Cell, Launched, Spot
 from gpumux.core.places import MOMENTS, Places
@@ -200,6 +201,10 @@ class HighModel:
         self.total += baseline.value - self.refs[piece]
         self.refs[piece] = baseline.value
         return changed
+
+    def bans(self) -> set[Ban]:
+        """Those in force under this cut."""
+        return {cell.ban for pair in self.pairs.values() if pair.any_ban for cell in pair.cells if cell.ban is not None}
 
     def unban(self) -> None:
         """Free what lifted bans still mark."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gpumux.core.bans import Ban, Bans, Why
 from gpumux.core.board import Launch
 from gpumux.core.cells import CREDIBLE, Cell
 from gpumux.core.estimates import HighModel
 from gpumux.core.track import Track
+from gpumux.model import JobId
 
 LEAST_SPEED = 0.05
 WORSE = 3.0  # times what other ranges cost: a range that does is banned
@@ -25,6 +28,9 @@ def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, n
     cell = pair.cells[piece]
     ban = cell.ban
     if not to_judge(cell, account.slack):
+        return
+    now_run = track.model
+    if now_run is not None and now_run is not model and now_run.key == model.key:  # under another cut by now
         return
     rate = cell.newest[-1] if ban is not None else min(cell.mean, cell.median)
     rate = max(rate, 0.0)
@@ -50,3 +56,17 @@ def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, n
         cell.restart()
         cell.add(rate)
     pair.restate(piece)
+
+
+def recut(bans: Bans, high: JobId, model: HighModel, cuts: Collection[HighModel]) -> None:
+    """The high job runs `model` from now on, one of `cuts` of the same program. A ban that is none there would never be probed."""
+    if len(cuts) == 1:
+        return
+    mine = [ban for ban in bans.active if ban.high == high and ban.program == model.key]
+    if mine:
+        still = model.bans()
+        for ban in mine:
+            if ban not in still:
+                bans.lift(ban)
+    for cut in cuts:
+        cut.unban()

@@ -15,7 +15,7 @@ from gpumux.core.cells import GAP
 from gpumux.core.config import CoreConfig
 from gpumux.core.estimates import HighModel
 from gpumux.core.holds import Holds
-from gpumux.core.judge import judge, to_judge
+from gpumux.core.judge import judge, recut, to_judge
 from gpumux.core.queue import Job, JobState, Program
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
@@ -134,8 +134,11 @@ class Record:
         if not track.calibrating:
             track.version += 1
         if launch.piece == 0:
+            before = track.model
             model = step.model = self._model(step.program, step.bounds, step.pieces)
             track.adopt(model)
+            if before is not model and before is not None:
+                recut(self.bans, job.id, model, self.models[model.key].values())
             if job.outstanding == 1:
                 track.account.begin(track.solo_step())
         late = launch.at - (track.ended if launch.piece or track.ended > step.submitted else step.submitted)
