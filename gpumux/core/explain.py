@@ -7,9 +7,10 @@ core's clock; lengths are in milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from gpumux.core.bans import Ban
-from gpumux.core.estimates import HighModel
+from gpumux.core.estimates import MAX_RATE, HighModel
 from gpumux.core.figures import promise
 from gpumux.core.holds import Hold
 from gpumux.core.interference import Guard
@@ -99,11 +100,11 @@ def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
     if found["slowdown"] is None:
         lines.append("Its speed alone is still being measured: low work is held meanwhile.")
     else:
-        kept = "kept" if found["kept"] else "broken"
+        kept, slack = "kept" if found["kept"] else "broken", track.account.slack
         lines.append(
             f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone "
             f"({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are "
-            f"{job.spec.max_slowdown:.2f}: {kept}. {track.over} of {track.steps} steps were slower than promised."
+            f"{1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {track.over} of {track.steps} steps were slower than promised."
         )
     lines += _alone(core, guard, track) + _outlier(track) + _neighbours(core, guard, track)
     if track.host_wait > 0.0 and track.steps:
@@ -155,15 +156,27 @@ def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:
     for key, pair in sorted(model.pairs.items(), key=lambda item: -item[1].rate):
         if not pair.known or pair.rate <= 0.0:
             continue
-        names = [_name(core, job.id) for job in core.jobs.values() if _runs(job, key.low)]
-        cells = [(cell.mean, piece) for piece, cell in enumerate(pair.cells) if cell.count]
-        worst, piece = max(cells)
+        names = [_name(core, j.id) for j in core.jobs.values() if j.priority is Priority.LOW and _runs(j, key.low)]
+        worst, piece = max((cell.mean, piece) for piece, cell in enumerate(pair.cells) if cell.count)
         share = "" if key.share == 1.0 else f" on {key.share:.2f} of the device"
+        where = _range(core, track.job.id, model, piece)
+        most = f"most in {where}, which {_takes(_ratio(worst))}" if worst > 0.0 else "in no range more than in others"
         lines.append(
-            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses {pair.rate:.3f} s a second; most in "
-            f"{_range(core, track.job.id, model, piece)}, {1.0 / (1.0 - min(max(worst, 0.0), 0.95)):.2f} times its time alone."
+            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses {pair.rate:.3f} s a second; {most}."
         )
     return lines[:MOST_BANS]
+
+
+def _ratio(rate: float) -> float:
+    """How many times as long a range takes that loses `rate` of each second."""
+    return 1.0 / (1.0 - min(max(rate, 0.0), MAX_RATE))
+
+
+def _takes(ratio: float) -> str:
+    """A bound is told as what it stands for."""
+    if ratio >= 0.999 / (1.0 - MAX_RATE):
+        return "all but stands still meanwhile"
+    return f"takes {ratio:.2f} times as long beside it"
 
 
 def _runs(job: Job, key: str) -> bool:
@@ -180,16 +193,28 @@ def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
         since = guard.holds.since[job.id]
         lines.append(f"It is held since {since:.6f} ({(core.now - since) * 1e3:.3f} ms): {held(core, hold)}.")
     elif not job.blocked():
-        lines.append("It is not held: it runs as soon as it is its turn and the low window has room.")
+        lines.append(_turn(core, guard, job))
     long = too_long(guard, job)
     if long is not None:
         piece, fits = long
         lines.append(
             f"Its pieces are too long: the next takes {piece * 1e3:.3f} ms alone and could not run for "
-            f"{starved_steps(guard, job)} steps; about {fits * 1e3:.3f} ms would fit. A smaller batch, or more "
-            "microbatches, would let it run."
+            f"{starved_steps(guard, job)} steps; about {fits * 1e3:.3f} ms would fit. Shorter operators (a smaller batch, or "
+            "more microbatches) may let it run."
         )
     return lines
+
+
+def _turn(core: CoreState, guard: Guard, job: Job) -> str:
+    """What a low job waits for that is not held itself."""
+    before = next(iter(guard.holds.newest.items()), None)
+    if before is None or job.outstanding:
+        return "It is not held: it runs as soon as it is its turn and the low window has room."
+    other, hold = before
+    return (
+        f"It waits for its turn: those that were asked before it are held ({len(guard.holds.newest)} low jobs), "
+        f"{_name(core, other)} since {guard.holds.since[other]:.6f}: {held(core, hold)}."
+    )
 
 
 def _for(core: CoreState, hold: Hold) -> str:
@@ -208,15 +233,24 @@ def _ban(core: CoreState, hold: Hold) -> str:
     ban = hold.ban
     assert ban is not None
     return (
-        f"it would run into {_operators(core, ban.high, ban.operators, ban.program)} of job {_name(core, ban.high)}, which take "
-        f"{ban.ratio:.2f} times as long beside it ({ban.samples} samples); banned since {ban.since:.6f} until {ban.until:.6f}"
+        f"it would run into {_operators(core, ban.high, ban.operators, ban.program)} of job {_name(core, ban.high)}: that range "
+        f"{_takes(ban.ratio)} ({ban.samples} samples); banned {_while(core, ban)}"
     )
 
 
+def _while(core: CoreState, ban: Ban) -> str:
+    """Since when, and until when. What has expired stays in force until one launch has shown whether it still hurts."""
+    if ban.until > core.now:
+        return f"since {ban.since:.6f} until {ban.until:.6f}"
+    return f"since {ban.since:.6f}, expired at {ban.until:.6f}: in force until a launch has been tried beside it"
+
+
 def _gap(core: CoreState, hold: Hold) -> str:
+    again = (
+        f"asked again at {hold.until:.6f}" if hold.until < inf else "asked again when low work that is out has ended"
+    )
     return (
-        f"the next step of {_for(core, hold)} is expected before it could end, and would be delayed too long; "
-        f"asked again at {hold.until:.6f}"
+        f"the next step of {_for(core, hold)} is expected before it could end, and would be delayed too long; {again}"
     )
 
 
@@ -263,8 +297,8 @@ def _told(core: CoreState, ban: Ban) -> str:
     why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
     return (
         f"Banned: job {_name(core, ban.low)}{share} while {_operators(core, ban.high, ban.operators, ban.program)} of job "
-        f"{_name(core, ban.high)} run: they take {ban.ratio:.2f} times as long beside it ({ban.samples} samples), and "
-        f"{why}; since {ban.since:.6f} until {ban.until:.6f}{again}."
+        f"{_name(core, ban.high)} run: that range {_takes(ban.ratio)} ({ban.samples} samples), and "
+        f"{why}; {_while(core, ban)}{again}."
     )
 
 
