@@ -35,6 +35,7 @@ class Control:
         self._refs = count(1)
         self._found = found
         self._payload: list[bytes] = []  # frames of the newest message
+        self._spoke = 0.0  # when something was said last
         if found.path is not None:
             endpoints.check_private(found.path.parent)
         check_listening(found, START_IT)
@@ -57,6 +58,25 @@ class Control:
         ref = next(self._refs)
         self._send(msg.GetStatus(ref))
         return self._receive(msg.Report, ref).body
+
+    def rest(self, seconds: float, watch: int | None = None) -> bool:
+        """Let time pass without being taken for gone; True as soon as the descriptor `watch` turns readable.
+
+        Raises DaemonGone when the daemon says that it leaves.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if watch is not None:
+            poller.register(watch, zmq.POLLIN)
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._show_life()
+            ready = dict(poller.poll(int(min(left, self.welcome.heartbeat_s) * 1000) + 1))
+            if self._socket in ready:
+                self._take()
+            if watch is not None and watch in ready:
+                return True
+        return False
 
     def change(self, verb: str, job: str, drain: bool = False) -> None:
         """`verb` is pause, resume or stop; `job` a whole job id."""
@@ -102,6 +122,7 @@ class Control:
     def _send(self, message: msg.Message) -> None:
         try:
             self._socket.send_multipart(encode(message), zmq.NOBLOCK)
+            self._spoke = time.monotonic()
         except zmq.Again:
             raise unanswered(self._found, START_IT) from None
 
@@ -109,11 +130,22 @@ class Control:
         """The next message of `kind` that answers `ref`; heartbeats and others are passed over."""
         deadline = time.monotonic() + self._timeout
         while self._socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
-            message, self._payload = decode(self._socket.recv_multipart())
-            if isinstance(message, msg.Refusal) and message.ref in (0, ref):
-                raise from_code(message.code, message.message, message.remedy)
-            if isinstance(message, msg.Leaving):
-                raise DaemonGone(f"the daemon is leaving: {message.reason}", "wait for the next one")
+            message = self._take(ref)
             if isinstance(message, kind) and getattr(message, "ref", 0) == ref:
                 return message
         raise unanswered(self._found, START_IT)
+
+    def _take(self, ref: int = 0) -> msg.Message:
+        """The message that is there. Raises what a refusal of `ref`, or of the session, stands for, and DaemonGone."""
+        message, self._payload = decode(self._socket.recv_multipart())
+        if isinstance(message, msg.Refusal) and message.ref in (0, ref):
+            raise from_code(message.code, message.message, message.remedy)
+        if isinstance(message, msg.Leaving):
+            raise DaemonGone(f"the daemon is leaving: {message.reason}", "wait for the next one")
+        return message
+
+    def _show_life(self) -> None:
+        """A heartbeat, if the last thing said is long ago."""
+        now = time.monotonic()
+        if now - self._spoke >= self.welcome.heartbeat_s / 2:
+            self._send(msg.Heartbeat(now))

@@ -27,6 +27,8 @@ examples:
   gpumux serve --gpu 0                  own GPU 0 until told to stop
   gpumux serve --device cpu --threads 1
   gpumux status                         the daemon, its device and its jobs
+  gpumux top                            the jobs as they run: steps/s, device share, slowdown, what is held
+  gpumux trace -o trace.json            record five seconds of it; open the file in Perfetto
   gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
   gpumux simulate --high a.json --low b.json   try a pair of jobs without a GPU
   gpumux plan burst vgg16 --gpus 8 --global-batch 32   how many GPUs each layer should have
@@ -56,6 +58,17 @@ examples:
   gpumux jobs list --json
   gpumux jobs explain j3                why it is slow or held back, by which neighbour, and until when
   gpumux jobs profile j3 -o bert.json   what its operators cost, for `gpumux simulate`
+"""
+_TOP = """\
+Rates are of the last interval. DEVICE is device seconds a second (above 100% where pieces run at once), SLOWDOWN a high
+job's newest steps over the same alone and the promise it has, HELD why a low job waits now, for how long and for whom,
+BANS those in force for its sake or against it. On a terminal q or Ctrl-C ends it; elsewhere tables follow one another.
+
+examples:
+  gpumux top
+  gpumux top --interval 0.5
+  gpumux top --once                     measure for one interval, print, and go
+  gpumux top --json | jq -c .device     one line of JSON an interval
 """
 _SIMULATE = """\
 The daemon's own scheduler runs over a simulated GPU, on a virtual clock: nothing waits, nothing is computed, and the same
@@ -201,6 +214,9 @@ def build_parser() -> argparse.ArgumentParser:
     _settings(serve)
 
     status = _add(subparsers, "status", "show the daemon, its device and its jobs")
+    top = _add(subparsers, "top", "watch the jobs as they run", _TOP)
+    top.add_argument("--interval", metavar="SECONDS", type=_seconds, default=1.0, help="between two looks (default 1)")
+    top.add_argument("--once", action="store_true", help="print one interval and end")
     jobs = _add(subparsers, "jobs", "list jobs, or pause, resume, stop, profile or explain one", _JOBS)
     jobs.add_argument(
         "verb", nargs="?", choices=["list", "pause", "resume", "stop", "profile", "explain"], default="list"
@@ -216,13 +232,13 @@ def build_parser() -> argparse.ArgumentParser:
     _simulation(simulate)
     planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
-    for sub in (status, jobs, doctor):
+    for sub in (status, top, jobs, doctor):
         kind = str if sub is doctor else _endpoint  # the doctor makes a finding of it
         sub.add_argument(
             "--endpoint", metavar="URL", type=kind, help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)"
         )
         sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for it")
-    for sub in (status, jobs, doctor, simulate, version):
+    for sub in (status, top, jobs, doctor, simulate, version):
         sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser
 

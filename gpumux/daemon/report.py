@@ -12,8 +12,9 @@ jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued,
           memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
           max_slowdown, promise}]; promise is None where nothing is known, and otherwise
           {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
-          high job, {held (why: docs/metrics.md; "": it is not), too_long (None, or {piece_seconds,
-          fits_seconds}: its pieces don't fit beside high jobs)} of a low one
+          high job, {held (why: docs/metrics.md; "": it is not), held_by (short id of the high job, or ""),
+          held_for_s, too_long (None, or {piece_seconds, fits_seconds}: its pieces don't fit beside high
+          jobs)} of a low one; with both, bans (in force for its sake, or against it)
 guard     None under a policy without one, or {bans, bans_total, probes_total, harvested_s, held_s (by reason)}
 """
 
@@ -85,7 +86,7 @@ def status(identity: Identity, core: Core, books: Books, shared_bytes: int) -> d
         },
         "sessions": snapshot["sessions"],
         "windows": snapshot["windows"],
-        "jobs": [_job(job, books, snapshot["now"]) for job in snapshot["jobs"]],
+        "jobs": [_job(job, books, snapshot) for job in snapshot["jobs"]],
         "guard": _guard_status(snapshot["guard"]),
     }
 
@@ -102,22 +103,35 @@ def _guard_status(guard: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def _promise_status(job: dict[str, Any]) -> dict[str, Any] | None:
+def _promise_status(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[str, Any] | None:
     known = job["guard"]
     if known is None:
         return None
+    bans = sum(1 for ban in snapshot["guard"]["bans"] if job["job"] in (ban["high"], ban["low"]))
     if job["priority"] == "low":
         held = known["held"]
-        return {"held": "" if held is None else held["reason"], "too_long": known["too_long"]}
+        if held is None:
+            return {"held": "", "held_by": "", "held_for_s": 0.0, "too_long": known["too_long"], "bans": bans}
+        return {
+            "held": held["reason"],
+            "held_by": _short(held["high"], books),
+            "held_for_s": max(0.0, snapshot["now"] - held["since"]),
+            "too_long": known["too_long"],
+            "bans": bans,
+        }
     fields = ("slowdown", "slowdown_p99", "kept", "steps_over")
-    return {**{name: known[name] for name in fields}, "solo_step_s": known["solo_step_seconds"] or None}
+    return {**{name: known[name] for name in fields}, "solo_step_s": known["solo_step_seconds"] or None, "bans": bans}
 
 
-def _job(job: dict[str, Any], books: Books, now: float) -> dict[str, Any]:
-    record = books.jobs.get(job["job"])
+def _short(job: JobId, books: Books) -> str:
+    record = books.jobs.get(job)
+    return record.short if record is not None else ""
+
+
+def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[str, Any]:
     return {
         "job": job["job"],
-        "short": record.short if record is not None else "",
+        "short": _short(job["job"], books),
         "name": job["name"],
         "uid": job["uid"],
         "pid": job["pid"],
@@ -134,9 +148,9 @@ def _job(job: dict[str, Any], books: Books, now: float) -> dict[str, Any]:
         "steps_failed": job["steps_failed"],
         "programs": job["programs"],
         "transfers": job["transfers"],
-        "opened_s_ago": max(0.0, now - job["opened"]),
+        "opened_s_ago": max(0.0, snapshot["now"] - job["opened"]),
         "max_slowdown": job["max_slowdown"],
-        "promise": _promise_status(job),
+        "promise": _promise_status(job, books, snapshot),
     }
 
 
