@@ -6,7 +6,7 @@ import os
 import time
 from itertools import count
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 
@@ -17,9 +17,18 @@ from gpumux.wire import messages as msg
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.curve import client_curve, secure_client
 from gpumux.wire.probe import check_listening, unanswered
+from gpumux.wire.records import Record, unpack
 
 Answer = TypeVar("Answer")
 START_IT = "start one with `gpumux serve`, or name another with --endpoint"
+
+
+class Recorded(NamedTuple):
+    """`seconds` were recorded; `reason` says why they are fewer than asked, "" if they are not."""
+
+    records: list[Record]
+    seconds: float
+    reason: str
 
 
 class Control:
@@ -101,6 +110,37 @@ class Control:
         self._send(msg.ProfileJob(ref, job, program))
         self._receive(msg.JobProfile, ref)
         return self._payload[0]
+
+    def record(self, seconds: float) -> Recorded:
+        """What ran for so many seconds. Ctrl-C ends the recording early and keeps it; a second one gives it up.
+
+        Raises AdmissionRefused while somebody else records."""
+        ref = next(self._refs)
+        found: list[Record] = []
+        until = time.monotonic() + seconds
+        self._send(msg.RecordTrace(ref, seconds))
+        early = False
+        while True:
+            try:
+                part = self._part(ref, until + self._timeout)
+            except KeyboardInterrupt:
+                if early:
+                    raise
+                early, until = True, time.monotonic()
+                self._send(msg.RecordTrace(next(self._refs), 0.0))
+                continue
+            found += unpack(self._payload[0])
+            if part.last:
+                return Recorded(found, part.seconds, part.reason)
+
+    def _part(self, ref: int, deadline: float) -> msg.TracePart:
+        while (left := deadline - time.monotonic()) > 0:
+            self._show_life()
+            if self._socket.poll(int(min(left, self.welcome.heartbeat_s / 2) * 1000) + 1):
+                message = self._take(ref)
+                if isinstance(message, msg.TracePart) and message.ref == ref:
+                    return message
+        raise unanswered(self._found, START_IT)
 
     def close(self) -> None:
         """Say goodbye and let go."""

@@ -60,8 +60,8 @@ examples:
   gpumux jobs profile j3 -o bert.json   what its operators cost, for `gpumux simulate`
 """
 _TOP = """\
-Rates are of the last interval. DEVICE is device seconds a second (above 100% where pieces run at once), SLOWDOWN a high
-job's newest steps over the same alone and the promise it has, HELD why a low job waits now, for how long and for whom,
+Rates are of the last interval. DEVICE is device seconds a second, counted as pieces end (above 100% where
+pieces run at once), SLOWDOWN a high job's newest steps over the same alone and the promise it has, HELD why a low job waits now, for how long and for whom,
 BANS those in force for its sake or against it. On a terminal q or Ctrl-C ends it; elsewhere tables follow one another.
 
 examples:
@@ -69,6 +69,16 @@ examples:
   gpumux top --interval 0.5
   gpumux top --once                     measure for one interval, print, and go
   gpumux top --json | jq -c .device     one line of JSON an interval
+"""
+_TRACE = """\
+The file holds Chrome trace events: open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing. Each
+job's stream on the device is a track, with every piece by its operators; below are each job's steps from arrival to
+answer, when and for whom it was held, and the bans against it. Of other users' jobs you see when they ran, not what.
+Ctrl-C ends a recording early and writes what there is. One recording at a time; none costs anything while nobody records.
+
+examples:
+  gpumux trace -o trace.json                   five seconds of all jobs
+  gpumux trace -o trace.json --seconds 0.5
 """
 _SIMULATE = """\
 The daemon's own scheduler runs over a simulated GPU, on a virtual clock: nothing waits, nothing is computed, and the same
@@ -217,6 +227,9 @@ def build_parser() -> argparse.ArgumentParser:
     top = _add(subparsers, "top", "watch the jobs as they run", _TOP)
     top.add_argument("--interval", metavar="SECONDS", type=_seconds, default=1.0, help="between two looks (default 1)")
     top.add_argument("--once", action="store_true", help="print one interval and end")
+    trace = _add(subparsers, "trace", "record what runs, for Perfetto", _TRACE)
+    trace.add_argument("-o", "--out", metavar="FILE", required=True, help="where to write it")
+    trace.add_argument("--seconds", metavar="N", type=_seconds, default=5.0, help="how long (default 5, at most 600)")
     jobs = _add(subparsers, "jobs", "list jobs, or pause, resume, stop, profile or explain one", _JOBS)
     jobs.add_argument(
         "verb", nargs="?", choices=["list", "pause", "resume", "stop", "profile", "explain"], default="list"
@@ -232,13 +245,13 @@ def build_parser() -> argparse.ArgumentParser:
     _simulation(simulate)
     planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
-    for sub in (status, top, jobs, doctor):
+    for sub in (status, top, trace, jobs, doctor):
         kind = str if sub is doctor else _endpoint  # the doctor makes a finding of it
         sub.add_argument(
             "--endpoint", metavar="URL", type=kind, help="which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)"
         )
         sub.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for it")
-    for sub in (status, top, jobs, doctor, simulate, version):
+    for sub in (status, top, trace, jobs, doctor, simulate, version):
         sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser
 

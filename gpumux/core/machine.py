@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from gpumux.core import events as ev
-from gpumux.core import explain, invariants, lifecycle, snapshot, standing, work
+from gpumux.core import explain, invariants, lifecycle, snapshot, standing, view, work
 from gpumux.core.commands import Command, LaunchPiece, WakeAt
 from gpumux.core.config import CoreConfig as CoreConfig
 from gpumux.core.interference import Guard
@@ -108,6 +108,26 @@ class Core:
     def snapshot(self) -> dict[str, Any]:
         """Plain data for status and metrics; `core/snapshot.py` lists it."""
         return snapshot.take(self._state)
+
+    def out(self, launch: LaunchId) -> view.Out | None:
+        """What the launch is, while it is outstanding."""
+        return view.out(self._state, launch)
+
+    def all_out(self) -> list[view.Out]:
+        """Every outstanding launch."""
+        return view.all_out(self._state)
+
+    def held(self) -> list[view.Held]:
+        """Low jobs that the guard holds back now."""
+        return view.held(self._state)
+
+    def banned(self) -> list[view.Banned]:
+        """The bans in force."""
+        return view.banned(self._state)
+
+    def operators(self, job: JobId, program: ProgramId) -> tuple[str, ...]:
+        """The names of a program's operators, in captured order, where the device says them."""
+        return view.operators(self._state, job, program)
 
     def check_invariants(self) -> None:
         """Raise AssertionError, saying what, if the core contradicts itself. Slow: for tests."""

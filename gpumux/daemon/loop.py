@@ -34,6 +34,7 @@ from gpumux.daemon.loans import Loans
 from gpumux.daemon.offload import Offload
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
+from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.daemon.waiter import Waiter
 from gpumux.device.contract import Answering, Device, Lending
 from gpumux.metrics.collector import Figures, SnapshotBox
@@ -94,7 +95,9 @@ class Loop:
         self.segments = Segments(shared_limit, self._offload)
         self.desk = Desk(config, router, device, self.segments, metrics, self.core, identity.device.checks)
         self.snapshots = SnapshotBox(self._wakeup.set)
-        self._requests = Requests(self.desk, self.status)
+        self._handle: Handle = self.core.handle  # or what looks on while somebody records
+        self._tracing = Tracing(self.desk, clock, self._observe)
+        self._requests = Requests(self.desk, self.status, self._tracing)
         self._completions = Completions(self.desk)
         self._executor = Executor(self.desk)
         if isinstance(device, Answering):
@@ -181,6 +184,8 @@ class Loop:
         if self._executor.wake_at is not None and now >= self._executor.wake_at:
             self._executor.wake_at = None
             self.desk.feed(ev.Tick())
+        if now >= self._tracing.due:
+            self._tracing.finish()
         if self._stop_reason is not None and self._leave_by == inf:
             self._leave(self._stop_reason, now)
         if self.snapshots.wanted():
@@ -196,7 +201,9 @@ class Loop:
             self._device_fds = fds
             self._waiter.follow("device", fds)
         now, wake_at = self._turned, self._executor.wake_at
-        self._alarm = alarm = min(self._leave_by, self._next_call, inf if wake_at is None else wake_at)
+        self._alarm = alarm = min(
+            self._leave_by, self._next_call, self._tracing.due, inf if wake_at is None else wake_at
+        )
         due = self._device.due()
         until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
         unread = self._sockets.unread()
@@ -232,7 +239,7 @@ class Loop:
         if now < self._told:
             now = self._told
         self._told = now
-        handle = self.core.handle
+        handle = self._handle
         while events:
             for command in handle(events.popleft(), now):
                 handlers[type(command)](command)
@@ -249,8 +256,12 @@ class Loop:
         if when > self._told:
             self._told = when
         handlers = self._executor.handlers
-        for command in self.core.handle(event, self._told):
+        for command in self._handle(event, self._told):
             handlers[type(command)](command)
+
+    def _observe(self, handle: Handle) -> None:
+        """Hand events to the core by `handle` from now on."""
+        self._handle = handle
 
     def _catch_up(self, device: Answering, job: JobRecord) -> None:
         """Handle what the device has done before the client's message that is being handled."""
@@ -286,6 +297,7 @@ class Loop:
         if arrival.reason != wire.GOODBYE:
             self._metrics.sessions_lost.inc()
         log.info("session %s: over, %s", arrival.session, arrival.reason)
+        self._tracing.left(arrival.session)
         self.desk.feed(ev.SessionClosed(arrival.session, arrival.reason))
 
     # ---- leaving
@@ -293,6 +305,7 @@ class Loop:
     def _leave(self, reason: str, now: float) -> None:
         log.info("leaving: %s", reason)
         self._leave_by = now + self.desk.config.drain_s
+        self._tracing.finish("the daemon is leaving")
         for session in list(self.desk.books.sessions.values()):
             self.desk.reply(session, Leaving(reason))  # first of all: their open calls end here
         self.desk.feed(ev.DrainRequested(reason))

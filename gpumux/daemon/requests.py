@@ -12,8 +12,9 @@ from typing import Any
 from gpumux.core import events as ev
 from gpumux.daemon.books import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
 from gpumux.daemon.desk import Desk, as_fault, log
-from gpumux.daemon.report import job_stats
+from gpumux.daemon.questions import Questions
 from gpumux.daemon.segments import SharedSegment
+from gpumux.daemon.tracing import Tracing
 from gpumux.device.contract import Segment
 from gpumux.errors import AdmissionRefused, GpumuxError, JobClosed, NotOwner, ProgramError, ProtocolError, UnknownJob
 from gpumux.model import JobId, JobSpec, Priority, ProgramId, StepId, TransferId
@@ -21,8 +22,6 @@ from gpumux.program.ir import ALIGN
 from gpumux.wire import messages as msg
 
 MAX_TRANSFERS = 16  # of one job, asked for and not ended
-MAX_PROFILES = 4  # of one job, asked for and not answered
-STORY_LINES = 60  # the newest, of a job that is explained
 MAX_UNLOADED = 128  # of one user's Programs; twice the jobs it may have
 MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet
 MAX_BUFFERS = 1_000_000  # state buffers of one job
@@ -33,10 +32,9 @@ UNKNOWN_UID = -1
 class Requests:
     """Handles every message a client may send once its session is open."""
 
-    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
         self._desk = desk
         self._books = desk.books
-        self._report = report
         self._handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
             msg.Step: self._step,
             msg.OpenJob: self._open_job,
@@ -46,10 +44,7 @@ class Requests:
             msg.PauseJob: self._pause,
             msg.ResumeJob: self._resume,
             msg.CloseJob: self._close,
-            msg.JobStats: self._stats,
-            msg.GetStatus: self._status,
-            msg.ProfileJob: self._profile,
-            msg.ExplainJob: self._explain,
+            **Questions(desk, report, tracing, self._governed).handlers,
         }
 
     def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
@@ -126,36 +121,6 @@ class Requests:
         log.info("job %s: close asked for by %s", record.short, who)
         self._desk.feed(ev.CloseRequested(record.id, m.drain, f"closed by {who}"))
         self._desk.reply(session, msg.Done(m.ref))
-
-    def _stats(self, session: SessionRecord, m: msg.JobStats, frames: Sequence[bytes]) -> None:
-        if JobId(m.job) not in self._books.jobs:  # anybody may look
-            raise UnknownJob(f"there is no job {m.job[:40]!r}", "`gpumux jobs` lists them")
-        self._desk.reply(session, msg.Report(m.ref, job_stats(self._report(), JobId(m.job))))
-
-    def _status(self, session: SessionRecord, m: msg.GetStatus, frames: Sequence[bytes]) -> None:
-        self._desk.reply(session, msg.Report(m.ref, self._report()))
-
-    def _explain(self, session: SessionRecord, m: msg.ExplainJob, frames: Sequence[bytes]) -> None:
-        """What a job runs, and beside whom, is for those who may change it."""
-        job = self._governed(session, m.job)
-        core = self._desk.core
-        body = {"job": job.id, "short": job.short, "sentences": core.explain(job.id)}
-        self._desk.reply(session, msg.Report(m.ref, {**body, "story": core.story(job.id)[-STORY_LINES:]}))
-
-    def _profile(self, session: SessionRecord, m: msg.ProfileJob, frames: Sequence[bytes]) -> None:
-        """Shapes and operators tell what a job is, so only those who may change it may ask."""
-        job = self._governed(session, m.job)
-        loaded = {program.id: program for program in job.programs.values() if program.announced}
-        if job.unloading or not loaded:
-            raise JobClosed(f"job {job.short} runs no program", "profile a job that has run two steps")
-        if len(job.profiles) >= MAX_PROFILES:
-            raise AdmissionRefused(f"{len(job.profiles)} profiles of it are under way", "wait for one to end")
-        most = max(loaded.values(), key=lambda program: (program.steps, -program.id)).id
-        number = most if m.program is None else ProgramId(m.program)
-        if number not in loaded:
-            raise ProgramError(f"job {job.short} has no program {m.program}", f"it has {sorted(loaded)}")
-        job.profiles.append((session, m.ref))
-        self._desk.device.profile(job.id, number)
 
     # ---- programs
 

@@ -15,6 +15,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     PauseJob / ResumeJob / CloseJob     Done | Refusal; JobEnded when it is over
     JobStats / GetStatus                Report | Refusal
     ProfileJob                          JobProfile (+1 frame: a profile) | Refusal
+    RecordTrace                         TracePart (+1 frame: records) ... | Refusal
     Heartbeat                           Heartbeat
     Goodbye                             Leaving (daemon shuts down)
 
@@ -268,6 +269,27 @@ class ExplainJob:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordTrace:
+    """Record what runs for so many seconds -> TraceParts. With seconds 0: end this session's recording now; it has
+    no answer of its own."""
+
+    ref: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TracePart:
+    """One frame follows: records (gpumux/wire/records.py), in no particular order. `seconds` have been recorded; with
+    `last` it is over, and `reason` says why it is shorter than asked, "" if it is not."""
+
+    ref: int
+    last: bool
+    seconds: float
+    reason: str
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Application heartbeat: each end sends one when it has been silent for heartbeat_s."""
 
@@ -290,6 +312,7 @@ Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
+    | RecordTrace | TracePart
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -297,11 +320,11 @@ REGISTRY: dict[int, type[Any]] = {
     1: Hello, 2: Welcome, 3: Refusal, 4: OpenJob, 5: JobOpened, 6: LoadProgram, 7: ProgramLoaded, 8: Step,
     9: StepDone, 10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone,
     15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
-    23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob,
+    23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
 }  # fmt: skip
 
 # What a client may say; everything else from one is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
-     Heartbeat, Goodbye, ProfileJob, ExplainJob}
+     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace}
 )  # fmt: skip

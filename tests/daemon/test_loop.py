@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from gpumux.config import Config
 from gpumux.daemon import segments
 from gpumux.daemon.completions import MAX_SCALARS
-from gpumux.daemon.requests import MAX_PROFILES
+from gpumux.daemon.questions import MAX_PROFILES
 from gpumux.model import Fault
 from gpumux.program import codec
 from gpumux.wire import codec as codec_of_messages
