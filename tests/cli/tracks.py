@@ -1,0 +1,40 @@
+"""What a file of Chrome trace events must keep to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+REQUIRED = {
+    "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"},
+    "i": {"name", "cat", "ph", "pid", "tid", "ts", "s", "args"},
+    "M": {"name", "ph", "pid", "tid", "args"},
+}
+SLACK_US = 2e-3  # of rounding
+
+
+def check(content: dict) -> dict[str, list[dict]]:
+    """Raises AssertionError unless a viewer would show all of it; the events of each named track, by group and name."""
+    events = content["traceEvents"]
+    end = content["otherData"]["seconds"] * 1e6
+    for event in events:
+        assert set(event) == REQUIRED[event["ph"]], event
+    groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans, tracks = defaultdict(list), defaultdict(list)
+    for event in events:
+        if event["ph"] == "M":
+            continue
+        assert event["pid"] in groups
+        where = event["pid"], event["tid"]
+        assert where in names, "a track without a name"
+        assert 0.0 <= event["ts"] <= end + SLACK_US
+        tracks[names[where]].append(event)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0.0
+            assert event["ts"] + event["dur"] <= end + SLACK_US
+            spans[where].append((event["ts"], event["ts"] + event["dur"]))
+    for placed in spans.values():
+        placed.sort()
+        for (_, before), (after, _) in zip(placed, placed[1:], strict=False):
+            assert before <= after + SLACK_US, "spans of one track overlap, and a viewer would nest them"
+    return dict(tracks)
