@@ -1,0 +1,115 @@
+"""`gpumux top` and `gpumux trace` on a real daemon under `guarded`, with an important and a background job."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from gpumux.cli.control import Control
+from gpumux.cli.main import main
+from gpumux.client.session import Session
+from tests.cli.tracks import check
+from tests.program import samples
+
+from .live import SOON_S, LiveJob, floats, serving, slow
+
+STEPS = 12
+LOW = slow(64, 8)
+BATCH = floats(*[0.0] * 64 * 64)
+
+
+@pytest.fixture
+def daemon():
+    path = Path(tempfile.mkdtemp(prefix="gmsee-"))
+    with serving(path, "--policy", "guarded", "--log-level", "info") as daemon:
+        yield daemon
+    shutil.rmtree(path)
+
+
+def until_logged(daemon, text, work):
+    """Go on working until the daemon has said so."""
+    for _ in range(1_000_000):
+        if text in daemon.log:
+            return
+        work()
+    raise AssertionError(daemon.log)
+
+
+def recorder(daemon, path):
+    command = [
+        sys.executable,
+        "-m",
+        "gpumux",
+        "trace",
+        "-o",
+        str(path),
+        "--seconds",
+        "600",
+        "--endpoint",
+        daemon.endpoint,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_trace_of_two_jobs(daemon, tmp_path, capsys):
+    path = tmp_path / "t.json"
+    with Session.connect(daemon.endpoint) as mine, Session.connect(daemon.endpoint) as theirs:
+        low = LiveJob(theirs, LOW, name="background")
+        low.run(BATCH)
+        process = recorder(daemon, path)
+        until_logged(daemon, "records what runs", lambda: low.run(BATCH))  # some of these on a lent lane
+        for _ in range(40):
+            low.run(BATCH)
+        high = LiveJob(mine, samples.add_one(), priority=1, name="important")
+        for number in range(STEPS):  # the first are for calibration: low work that waits is held
+            asked = high.post(floats(number, 1, 2, 3), slot=0)
+            behind = low.post(BATCH)
+            high.wait(asked)
+            low.wait(behind)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=SOON_S)
+        assert process.returncode == 0, err
+        assert "ended early" in err
+        assert str(path) in out
+        assert main(["top", "--once", "--json", "--interval", "0.05", "--endpoint", daemon.endpoint]) == 0
+        view = json.loads(capsys.readouterr().out)
+        assert [(job["name"], job["priority"]) for job in view["jobs"]] == [
+            ("important", "high"),
+            ("background", "low"),
+        ]
+        for job in (high, low):
+            job.data.release()
+    content = json.loads(path.read_text())
+    found = check(content)
+    assert content["otherData"]["cut"].endswith("it was ended early")
+    (name,) = [track for track in found if track.endswith("important (high)")]
+    assert len(found[name]) == STEPS
+    (name,) = [track for track in found if track.endswith("background (low)")]
+    pieces = found[name]
+    assert len(pieces) >= 40 + STEPS
+    assert {operator for piece in pieces for operator in piece["args"]["operators"]} == {"mm"}
+    steps = [piece["args"]["step"] for piece in pieces]
+    assert steps == sorted(steps)
+    assert set(range(steps[0], steps[-1] + 1)) == set(steps), "a step is missing"
+    (name,) = [track for track in found if track.endswith("background (low): held")]
+    assert {span["name"] for span in found[name]} & {"held: calibration"}
+
+
+def test_a_recorder_that_is_killed_leaves_nothing_behind(daemon, tmp_path):
+    process = recorder(daemon, tmp_path / "t.json")
+    with Control(daemon.endpoint) as control:
+        until_logged(daemon, "records what runs", control.status)
+        process.kill()
+        process.communicate(timeout=SOON_S)
+        for _ in range(100_000):  # until the daemon has heard of it
+            if control.status()["sessions"] == 1:
+                break
+        assert control.record(0.01).reason == ""
+    assert list(tmp_path.iterdir()) == []
