@@ -17,7 +17,7 @@ from gpumux.client.session import Session
 from gpumux.errors import ConfigError, DaemonGone, EndpointBusy, UnknownJob
 from gpumux.wire.lock import EndpointLock
 
-COMMANDS = ("serve", "status", "top", "jobs", "doctor", "simulate", "plan", "version")
+COMMANDS = ("serve", "status", "top", "trace", "jobs", "doctor", "simulate", "plan", "version")
 
 
 @pytest.mark.parametrize("argv", [["--help"], *[[name, "--help"] for name in COMMANDS], ["version"]])
@@ -36,7 +36,7 @@ def test_no_help_imports_torch_or_other_heavy_things(argv):
     assert not {"torch", "numpy", "prometheus_client", "zmq"} & set(modules)
 
 
-@pytest.mark.parametrize("name", ["serve", "top", "jobs", "doctor", "simulate", "plan"])
+@pytest.mark.parametrize("name", ["serve", "top", "trace", "jobs", "doctor", "simulate", "plan"])
 def test_help_teaches_by_example(name, capsys):
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
@@ -267,7 +267,7 @@ def test_status_in_words():
     assert "512.0 MiB free of 1.0 GiB" in out
 
 
-@pytest.mark.parametrize("command", ["serve", "status", "top", "jobs", "doctor", "simulate"])
+@pytest.mark.parametrize("command", ["serve", "status", "top", "trace", "jobs", "doctor", "simulate"])
 def test_a_command_answers_wrong_usage_with_its_own(command, capsys):
     assert main([command, "--bogus"]) == EX_USAGE
     said = capsys.readouterr().err
