@@ -267,7 +267,7 @@ def test_status_in_words():
     assert "512.0 MiB free of 1.0 GiB" in out
 
 
-@pytest.mark.parametrize("command", ["serve", "status", "top", "trace", "jobs", "doctor", "simulate"])
+@pytest.mark.parametrize("command", ["serve", "status", "top", "jobs", "doctor", "simulate"])
 def test_a_command_answers_wrong_usage_with_its_own(command, capsys):
     assert main([command, "--bogus"]) == EX_USAGE
     said = capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 REQUIRED = {
     "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"},
@@ -35,6 +36,6 @@ def check(content: dict) -> dict[str, list[dict]]:
             spans[where].append((event["ts"], event["ts"] + event["dur"]))
     for placed in spans.values():
         placed.sort()
-        for (_, before), (after, _) in zip(placed, placed[1:], strict=False):
+        for (_, before), (after, _) in pairwise(placed):
             assert before <= after + SLACK_US, "spans of one track overlap, and a viewer would nest them"
     return dict(tracks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -280,7 +281,8 @@ class FakeJob:
 
 
 class FakeBooks:
-    jobs = {name: FakeJob(name) for name in ("a", "b", "h", "i")}
+    def __init__(self):
+        self.jobs = {name: FakeJob(name) for name in ("a", "b", "h", "i")}
 
 
 class FakeCore:
@@ -311,7 +313,7 @@ changes = st.lists(
 @given(changes)
 def test_spans_of_holds_and_bans_cover_exactly_the_time_they_lasted(history):
     core = FakeCore()
-    recording = Recording(core, FakeBooks, 0.0, lambda job: True)
+    recording = Recording(core, FakeBooks(), 0.0, lambda job: True)
     since, seconds, banned_s = {}, dict.fromkeys("ab", 0), [0, 0, 0]
     for now, (held, bans) in enumerate(history):
         since = {job: since.get(job, now) for job in held}
@@ -326,7 +328,7 @@ def test_spans_of_holds_and_bans_cover_exactly_the_time_they_lasted(history):
     for job in "ab":
         spans = sorted((r.since, r.until) for r in kind(recording.records, rec.WasHeld) if r.job == job)
         assert sum(until - begun for begun, until in spans) == seconds[job]
-        assert all(until <= begun for (_, until), (begun, _) in zip(spans, spans[1:], strict=False))
+        assert all(until <= begun for (_, until), (begun, _) in pairwise(spans))
     assert {r.first for r in kind(recording.records, rec.WasBanned)} == {n for n in range(3) if banned_s[n]}
     assert recording._held == {}
     assert recording._bans == {}
