@@ -235,7 +235,7 @@ def test_type_information_ships(tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
-    assert "gpumux/py.typed" in names
+    assert {"gpumux/py.typed", "gpumux/metrics/page.html"} <= names
     assert {str(path.relative_to(ROOT)) for path in modules().values()} <= names
     assert any(name.endswith("LICENSE") for name in names)
     assert "gpumux = gpumux.cli.main:main" in entry_points

@@ -155,7 +155,7 @@ def _hold(held: WasHeld) -> Event:
 
 
 def _ban(ban: WasBanned) -> Event:
-    args: dict[str, Any] = {"for": ban.high, "ratio": ban.ratio, "why": ban.why}
+    args: dict[str, Any] = {"for": ban.high, "ratio": round(min(ban.ratio, 1e9), 3), "why": ban.why}
     where = ban.high
     if ban.end > ban.first:
         where = f"operators [{ban.first}, {ban.end}) of {ban.high}"

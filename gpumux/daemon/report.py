@@ -33,8 +33,10 @@ from gpumux.daemon.books import Books
 from gpumux.daemon.desk import Desk
 from gpumux.errors import UnknownJob
 from gpumux.metrics.collector import Figures, JobFigures
-from gpumux.metrics.promises import GuardFigures, PromiseFigures
+from gpumux.metrics.promises import BanFigures, GuardFigures, PromiseFigures
 from gpumux.model import DeviceInfo, JobId
+
+MOST_RATIO = 1e9  # JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,29 @@ def figures(identity: Identity, core: Core, desk: Desk, shared_bytes: int) -> Fi
         device_free_bytes=memory["free"] or 0,
         protocol_errors={**desk.router.counters, "unexpected": desk.unexpected},
         guard=_guard(snapshot["guard"]),
+        bans=_bans(snapshot, books),
     )
+
+
+def _bans(snapshot: dict[str, Any], books: Books) -> tuple[BanFigures, ...]:
+    now, guard = snapshot["now"], snapshot["guard"]
+    return tuple(
+        BanFigures(
+            high=_short(ban["high"], books),
+            low=_short(ban["low"], books),
+            ratio=min(ban["ratio"], MOST_RATIO),
+            why=ban["why"],
+            since_s=max(0.0, now - ban["since"]),
+            left_s=max(0.0, ban["until"] - now),
+        )
+        for ban in (guard["bans"] if guard is not None else ())
+    )
+
+
+def _held(job: dict[str, Any]) -> str:
+    known = job["guard"]
+    held = known["held"] if known is not None and job["priority"] == "low" else None
+    return str(held["reason"]) if held is not None else ""
 
 
 def _guard(guard: dict[str, Any] | None) -> GuardFigures | None:
@@ -222,4 +246,5 @@ def _figures(job: dict[str, Any], books: Books) -> JobFigures:
         device_busy_s=job["device_seconds"],
         steps_done=job["steps_done"],
         promise=_promise(job),
+        held=_held(job),
     )

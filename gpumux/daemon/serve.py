@@ -135,6 +135,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
     stack.callback(leave)  # before anything slow: clients learn first
     metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
     if server is not None:
+        server.watch(loop.snapshots.fetch)
         log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
 
     stop.tell(loop.stop)

@@ -39,6 +39,7 @@ class JobFigures:
     device_busy_s: float
     steps_done: int
     promise: promises.PromiseFigures | None = None  # of a high job, where there is a guard
+    held: str = ""  # why a low job waits now; "": it is not held
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Figures:
     device_free_bytes: int
     protocol_errors: Mapping[str, int]  # by reason, a bounded set
     guard: promises.GuardFigures | None = None
+    bans: tuple[promises.BanFigures, ...] = ()  # in force
 
 
 def label_text(name: str) -> str:

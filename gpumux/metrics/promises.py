@@ -42,6 +42,18 @@ class GuardFigures:
     held_s: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class BanFigures:
+    """A ban in force: job `low` beside job `high` (labels), where `ratio` was measured, for how long, and for how long still."""
+
+    high: str
+    low: str
+    ratio: float
+    why: str
+    since_s: float
+    left_s: float
+
+
 def families() -> dict[str, Any]:
     gauge, counter, per_job = GaugeMetricFamily, CounterMetricFamily, ["job"]
     return {

@@ -1,4 +1,4 @@
-"""/metrics over HTTP, on threads that can't stall the daemon's loop.
+"""/metrics and the status page over HTTP, on threads that can't stall the daemon's loop.
 
 One page is rendered at a time, so that a crowd of scrapers costs no more interpreter time than one, but
 a connection has a thread to itself: one that dawdles holds nobody up. There are MAX_OPEN at most; the
@@ -17,7 +17,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from gpumux import __version__
 from gpumux.errors import ConfigError
+from gpumux.metrics.collector import Figures
+from gpumux.metrics.page import with_page
 
 SLOW_S = 5.0  # without a byte from or to a client, and it is dropped
 MAX_OPEN = 16
@@ -82,11 +85,12 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
 
 
 class MetricsServer:
-    """Serves `registry` until `close()`. `port` is the one in use, also when 0 was asked for."""
+    """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also when 0 was asked for."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self._fetch: Callable[[], Figures | None] = _nothing_yet
         try:
-            app = _one_at_a_time(make_wsgi_app(registry))
+            app = _one_at_a_time(with_page(make_wsgi_app(registry), lambda: self._fetch(), __version__))
             self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(
@@ -97,9 +101,17 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpumux-metrics", daemon=True)
         self._thread.start()
 
+    def watch(self, fetch: Callable[[], Figures | None]) -> None:
+        """Where the page's figures come from, from now on."""
+        self._fetch = fetch
+
     def close(self) -> None:
         """Stop serving and let go of the port."""
         self._server.shutdown()
         self._thread.join()
         self._server.hang_up()
         self._server.server_close()
+
+
+def _nothing_yet() -> None:
+    """The daemon is starting."""
