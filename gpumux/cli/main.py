@@ -157,8 +157,8 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", metavar="URL", action="append", help="ipc://PATH or tcp://HOST:PORT; may be given again")
     add("--policy", metavar="|".join(config.POLICIES), help="who runs next (default guarded)")
     add("--threads", metavar="N", help="intra-op threads a piece on the CPU")
-    add("--metrics-host", metavar="ADDRESS", help="address of /metrics (default 127.0.0.1)")
-    add("--metrics-port", metavar="N", help="port of /metrics (default 9402); 0 picks one, off serves none")
+    add("--metrics-host", metavar="ADDRESS", help="address of /metrics and the status page (default 127.0.0.1)")
+    add("--metrics-port", metavar="N", help="port of both (default 9402); 0 picks one, off serves none")
     add("--state-dir", metavar="DIR", help="directory for crash.log, the stacks of a daemon that crashes")
     add("--log-level", metavar="LEVEL", help="|".join(config.LOG_LEVELS))
 

@@ -113,3 +113,31 @@ def test_a_recorder_that_is_killed_leaves_nothing_behind(daemon, tmp_path):
                 break
         assert control.record(0.01).reason == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_daemon_that_stops_leaves_what_was_recorded(daemon, tmp_path):
+    path = tmp_path / "t.json"
+    process = recorder(daemon, path)
+    with Session.connect(daemon.endpoint) as session:
+        job = LiveJob(session, samples.add_one())
+        until_logged(daemon, "records what runs", lambda: job.run(floats(0, 1, 2, 3)))
+        job.run(floats(0, 1, 2, 3))
+        assert daemon.stop() == 0
+        _, err = process.communicate(timeout=SOON_S)
+        assert process.returncode == 0, err
+        job.data.release()
+    content = json.loads(path.read_text())
+    assert "the daemon is leaving" in content["otherData"]["cut"]
+    assert any(track.endswith("live (low)") for track in check(content))
+
+
+def test_who_only_watches_is_not_taken_for_gone():
+    """Both go on for longer than the lease, and say nothing else meanwhile."""
+    path = Path(tempfile.mkdtemp(prefix="gmsee-"))
+    config = path / "g.toml"
+    config.write_text("[daemon]\nheartbeat_s = 0.2\nlease_s = 1.0\n")
+    with serving(path, "--config", str(config)) as daemon, Control(daemon.endpoint) as control:
+        assert control.record(2.0).seconds >= 2.0
+        assert not control.rest(2.0)
+        assert control.status()["sessions"] == 1
+    shutil.rmtree(path)
