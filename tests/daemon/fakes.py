@@ -248,8 +248,27 @@ class LendingDevice(AnsweringDevice):
         self.first = decode_step(first)
         assert self.first.step > last
         assert job in self.lanes
-        assert not [item for item in self.work if isinstance(item, dev.Launch)], "lent beside launches"
+        assert not self.work, "lent beside other work"
         self.terms[job] = list(terms)
+
+    def _ours(self, job):
+        assert job not in self.terms or job in self.recalled, "asked for something while it reads the lane"
+
+    def launch(self, launch):
+        self._ours(launch.job)
+        super().launch(launch)
+
+    def profile(self, job, program):
+        self._ours(job)
+        super().profile(job, program)
+
+    def load_program(self, job, *how):
+        self._ours(job)
+        super().load_program(job, *how)
+
+    def transfer(self, job, *how):
+        self._ours(job)
+        super().transfer(job, *how)
 
     def take(self, job, step, now, program=0, slot=0):
         assert job in self.terms

@@ -248,3 +248,35 @@ def test_an_end_from_outside_frees_the_lane(running, how):
     if how == "close":
         said = [message for message, _ in running.hear("s")] + [m for s, m, _ in running.router.sent if s == "s"]
         assert number in [m.step for m in said if isinstance(m, msg.StepFailed)]
+
+
+def test_a_profile_that_is_asked_for_meanwhile_comes_behind_the_step_that_runs(running):
+    running.connect("operator")
+    number = lend(running)
+    running.device.take(JOB, number, running.now)
+    running.device.slow = True
+    running.say("operator", msg.ProfileJob(50, JOB, None))
+    assert running.device.recalled == [JOB]
+    assert [launch.step for launch in running.device.adopted] == [number]
+    running.device.end(running.now)
+    running.device.give_back(JOB)
+    running.device.finish()
+    assert isinstance(only(running.hear("operator")), msg.JobProfile)
+
+
+@pytest.mark.parametrize("what", ["a profile", "a load"])
+def test_nothing_is_lent_while_the_device_owes_something_else(running, what):
+    running.connect("operator")
+    run(running, 1, AFTER_STEPS)
+    running.device.slow = True
+    if what == "a profile":
+        running.say("operator", msg.ProfileJob(50, JOB, None))
+    else:
+        running.load("s", JOB, samples.add_one(), 1)
+    held = running.device.work.popleft()
+    number = run(running, 1 + AFTER_STEPS, 3 * AFTER_STEPS)
+    assert not running.device.terms
+    running.device.slow = False
+    held.run()
+    running.turn()
+    lend(running, number)
