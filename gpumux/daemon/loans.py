@@ -69,6 +69,8 @@ class Loans:
         due, self.due, self._alone = self.due, None, 0
         if due is not job or job.steps or self.out is not None or self._back or self._desk.events:
             return False
+        if self._desk.books.jobs.get(job.id) is not job:
+            return False  # it ended; this is another one under its id
         if job.loading is not None or job.profiles:
             return False  # the device is asked for these behind the core's back, and must not read the lane then
         cuts = self._desk.core.standing(job.id)

@@ -313,6 +313,7 @@ class LendingDevice(AnsweringDevice):
         self.events += [dev.LaneReturned(job, packet, tuple(ran)), *done]
 
     def unload(self, job):
+        self.lanes.pop(job, None)
         self.terms.pop(job, None)
         self.events = [event for event in self.events if getattr(event, "job", None) != job]
         super().unload(job)

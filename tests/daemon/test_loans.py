@@ -280,3 +280,15 @@ def test_nothing_is_lent_while_the_device_owes_something_else(running, what):
     held.run()
     running.turn()
     lend(running, number)
+
+
+def test_a_job_under_the_id_of_one_that_ended_is_another(running):
+    run(running, 1, AFTER_STEPS + 1)  # its next step would go with the lane
+    running.say("s", msg.CloseJob(60, JOB, False))
+    running.open_job("s", JOB, priority=1)
+    running.load("s", JOB, samples.add_one())
+    following = lend(running)
+    assert following > AFTER_STEPS
+    running.device.run(JOB, following, running.now)
+    running.turn()
+    assert running.loop.core.snapshot()["jobs"][0]["steps_done"] == following
