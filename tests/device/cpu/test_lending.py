@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpumux.device.contract import LaneReturned, Launch, LaunchDone, LoanTerms, StepRan
 from gpumux.device.cpu.answers import answer
-from gpumux.device.cpu.channel import RAN, RETURNED, RING_STEPS, Channel, pack, pair
+from gpumux.device.cpu.channel import COUNT, RAN, RETURNED, RING_STEPS, TAKEN_AT, Channel, pack, pair
 from gpumux.device.cpu.jobs import Executor
 from gpumux.device.cpu.lending import TELL_EVERY, LentLane
 from gpumux.device.cpu.loans import Loan, returned
@@ -222,6 +222,15 @@ def test_a_step_that_a_dead_process_was_at_is_known(lane):
 
 def test_word_that_something_ran_is_no_event(lane):
     assert answer(lane.executor, lane.schedule, RAN, memoryview(pack([]))) == []
+
+
+def test_a_step_that_a_dead_process_was_about_to_begin_after_a_recall_never_began(lane):
+    lane.send(1)
+    assert lane.loan.stop() is None
+    COUNT.pack_into(lane.page, TAKEN_AT, 1)  # it said so, and was killed before it found the token gone
+    lane.executor.ended = True
+    (event,) = returned(lane.executor, lane.schedule, b"")
+    assert event.ran == ()
 
 
 @given(st.lists(st.sampled_from(["send", "look", "take", "end", "read", "stop", "lend"]), max_size=80))
