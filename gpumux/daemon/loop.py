@@ -35,7 +35,7 @@ from gpumux.daemon.offload import Offload
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
 from gpumux.daemon.waiter import Waiter
-from gpumux.device.contract import Answering, Device, Lending
+from gpumux.device.contract import Answering, Device, DeviceEvent, LaneReturned, Lending
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
 from gpumux.wire import router as wire
@@ -150,7 +150,7 @@ class Loop:
         if self._loans is not None and self._loans.out is not None:
             self._loans.hear()
         if "device" in ready:
-            for event in self._device.poll():
+            for event in _lanes_first(self._device.poll()):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
         if lanes:
@@ -256,7 +256,7 @@ class Loop:
         """Handle what the device has done before the client's message that is being handled."""
         if job.device_answers:
             now = self._clock()
-            for event in device.catch_up(job.id):
+            for event in _lanes_first(device.catch_up(job.id)):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
 
@@ -314,6 +314,15 @@ class Loop:
     def figures(self) -> Figures:
         """What the gauges show."""
         return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes)
+
+
+def _lanes_first(events: list[DeviceEvent]) -> list[DeviceEvent]:
+    """What ran with a lane that is back, the core is told before anything else."""
+    return events if len(events) < 2 else sorted(events, key=_is_no_lane)
+
+
+def _is_no_lane(event: DeviceEvent) -> bool:
+    return type(event) is not LaneReturned
 
 
 def _nothing() -> None:

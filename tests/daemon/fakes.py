@@ -241,6 +241,7 @@ class LendingDevice(AnsweringDevice):
         self.taken: dev.StepRan | None = None
         self.ended: list[dev.StepRan] = []
         self.adopted: list[dev.Launch] = []
+        self.over = False
 
     def lend(self, job, head, last, terms, first):
         assert not self.terms, "one lane at a time"
@@ -289,6 +290,8 @@ class LendingDevice(AnsweringDevice):
         return ended
 
     def recall(self, job):
+        if self.over:
+            return None  # the lane is on its way
         assert job in self.terms, "recalled what is not lent"
         assert job not in self.recalled, "recalled twice"
         self.recalled.append(job)
@@ -298,6 +301,11 @@ class LendingDevice(AnsweringDevice):
         assert self.taken is not None
         assert launch.step == self.taken.step
         self.adopted.append(launch)
+
+    def forget(self, job):
+        """Like give_back, and a recall may come before anybody polls."""
+        self.give_back(job)
+        self.over = True
 
     def give_back(self, job, packet=b""):
         """LaneReturned, and before it LaunchDone of what was adopted."""

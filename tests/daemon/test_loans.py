@@ -7,7 +7,7 @@ from prometheus_client import generate_latest
 
 from gpumux.config import Config
 from gpumux.daemon.loans import AFTER_STEPS
-from gpumux.device.contract import LoanTerms
+from gpumux.device.contract import LoanTerms, Recut
 from gpumux.model import Fault
 from gpumux.wire import messages as msg
 from gpumux.wire.router import Incoming
@@ -213,6 +213,17 @@ def test_a_device_that_returns_the_lane_by_itself(running):
     running.turn()
     assert running.router.returned == [("s", b"odd")]
     assert story(running, number)[-1].startswith("finished")
+
+
+def test_a_cut_made_after_steps_that_come_with_the_lane_is_not_theirs(running):
+    """As when a process dies: all it said since we looked last is heard at once."""
+    number = lend(running)
+    running.device.events.append(Recut(JOB, 0, 1, (0.001, 0.001), (0, 1, 2)))
+    running.device.run(JOB, number, running.now)
+    running.device.forget(JOB)  # the loan ended before we say anything
+    running.turn()
+    assert story(running, number)[-1].startswith("finished")
+    assert [launch.step for launch in running.device.launched][-1] < number
 
 
 def test_a_job_lost_in_a_step_it_took_fails_that_step(running):
