@@ -115,12 +115,11 @@ class LaneReader:
             record = records.get(fd)
             if record is None:
                 continue  # it has just been closed
-            if record.lent:
-                if events & _ENDED:
-                    self._gone(record.id)
+            if record.lent and events & _ENDED:
+                self._gone(record.id)
             elif events & OUT and (failure := self._delivery.flush(record)):
                 self._end(record.id, failure)
-            elif events != OUT:
+            elif events != OUT and not record.lent:
                 self._hear_lane(record, now)
 
     def _hear_lane(self, session: SessionRecord, now: float) -> bool:
