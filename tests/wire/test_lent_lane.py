@@ -196,3 +196,22 @@ def test_a_lane_that_fills_when_its_client_has_left_is_nobodys_loss(world, lent,
     borrower.give_back()
     assert world.next(Closed)
     join(world).arrives(1)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_waits_for_a_lane_counts_once_and_when_it_comes(make_world, join, count):
+    world = make_world(burst_bytes=4000.0, bytes_per_s=1.0)
+    client = join(world)
+    borrower = Borrower(world, client)
+    for _ in range(count):
+        client.client.send(m.LoadProgram(1, JOB, 0, [], []), (bytes(1500),))
+    if count == 3:
+        assert world.next(Closed)
+        assert world.router.counters["flood"] == 1
+    else:
+        while len(borrower.recalled) < count:
+            assert world.router.receive(world.now) == []
+        borrower.give_back()
+        found = world.until(lambda found: len(found) >= count)
+        assert [type(a.message) for a in found] == [m.LoadProgram] * count
+    borrower.sock.close()
