@@ -281,8 +281,11 @@ class Loop:
         self.desk.feed(ev.SessionOpened(record.id, record.peer))
 
     def _closed(self, arrival: wire.Closed) -> None:
-        if self.desk.books.sessions.pop(arrival.session, None) is None:
+        record = self.desk.books.sessions.pop(arrival.session, None)
+        if record is None:
             return
+        for job in [self.desk.books.jobs[job] for job in record.jobs]:
+            self.desk.catch_up(job)
         if arrival.reason != wire.GOODBYE:
             self._metrics.sessions_lost.inc()
         log.info("session %s: over, %s", arrival.session, arrival.reason)
