@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from gpumux.config import Config
+from gpumux.core.standing import LONGEST_S
 from gpumux.daemon.loans import AFTER_STEPS
 from gpumux.device.contract import LoanTerms, Recut
 from gpumux.model import Fault
@@ -152,6 +153,17 @@ def test_a_client_quicker_than_we_hear_is_lent_to_too(running):
         running.device.finish(running.now)  # answered, and nothing said of it
     assert running.device.terms
     assert running.device.first.step == number
+
+
+def test_a_program_whose_only_piece_is_long_is_not_lent_to(running):
+    """Its client's other messages, and its end, would wait for the piece."""
+    running.device.events.append(Recut(JOB, 0, 1, (LONGEST_S * 2,), (0, 1)))
+    running.turn()
+    run(running, 1, 3 * AFTER_STEPS)
+    assert not running.device.terms
+    running.device.events.append(Recut(JOB, 0, 2, (LONGEST_S / 2,), (0, 1)))
+    running.turn()
+    lend(running, 3 * AFTER_STEPS + 1)
 
 
 def test_steps_that_come_two_at_a_time_are_not_split(running):
