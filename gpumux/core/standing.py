@@ -14,10 +14,14 @@ from gpumux.core.queue import JobState
 from gpumux.core.state import CoreState
 from gpumux.model import JobId, Priority, ProgramId
 
+LONGEST_S = (
+    0.02  # of a step: what the short way saves is nothing to a longer one, and a lane is back when its step ends
+)
+
 
 def standing(core: CoreState, job_id: JobId) -> dict[ProgramId, int]:
-    """The job's programs whose next step would be launched whole as soon as it came, each with the cut
-    it would run under; empty when it might have to wait. Holds until the core's next event that is not
+    """The job's programs whose next step is short and would be launched whole as soon as it came, each with the
+    cut it would run under; empty when it might have to wait. Holds until the core's next event that is not
     of such a step."""
     job, board = core.jobs.get(job_id), core.board
     if job is None or core.policy is None or job.state is not JobState.OPEN or job.paused or job.busy():
@@ -26,4 +30,8 @@ def standing(core: CoreState, job_id: JobId) -> dict[ProgramId, int]:
         return {}
     if job.priority is Priority.LOW and len(core.jobs) > 1:
         return {}  # a high job's next step may be expected, and low work held for it
-    return {program.id: program.cut for program in job.programs.values() if len(program.pieces) == 1}
+    return {
+        program.id: program.cut
+        for program in job.programs.values()
+        if len(program.pieces) == 1 and program.pieces[0] <= LONGEST_S
+    }

@@ -51,6 +51,7 @@ class Desk:
         self.events: deque[Event] = deque()
         self.feed = self.events.append
         self.catch_up: Callable[[JobRecord], None] = _nothing_new  # hear what the device has answered; set by the loop
+        self.recall: Callable[[], None] = _nothing_lent  # before the device is asked for what is no core event
 
     def reply(self, session: SessionRecord, message: Message, frames: Sequence[bytes] = ()) -> None:
         """Send to a client. One that takes nothing loses the reply, which is counted, and its session."""
@@ -79,3 +80,7 @@ def as_fault(error: GpumuxError) -> Fault:
 
 def _nothing_new(job: JobRecord) -> None:
     """Of a device that leaves all answers to us."""
+
+
+def _nothing_lent() -> None:
+    """To a device that reads no lanes."""

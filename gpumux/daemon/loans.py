@@ -45,7 +45,7 @@ class Loans:
         self._last: JobRecord | None = None  # who ran the last steps, and how many alone
         self._alone = 0
         self._made: LaunchPiece | None = None
-        desk.router.recall = self._recall
+        desk.router.recall, desk.recall = self._recall, self.recall
 
     # ---- lending
 
@@ -69,6 +69,10 @@ class Loans:
         due, self.due, self._alone = self.due, None, 0
         if due is not job or job.steps or self.out is not None or self._back or self._desk.events:
             return False
+        if self._desk.books.jobs.get(job.id) is not job:
+            return False  # it ended; this is another one under its id
+        if job.loading is not None or job.profiles:
+            return False  # the device is asked for these behind the core's back, and must not read the lane then
         cuts = self._desk.core.standing(job.id)
         terms = [
             LoanTerms(program.id, cuts[program.id], program.slots, tuple(map(_kind, program.scalars)))

@@ -36,7 +36,7 @@ from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
 from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.daemon.waiter import Waiter
-from gpumux.device.contract import Answering, Device, Lending
+from gpumux.device.contract import Answering, Device, DeviceEvent, LaneReturned, Lending
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
 from gpumux.wire import router as wire
@@ -153,7 +153,7 @@ class Loop:
         if self._loans is not None and self._loans.out is not None:
             self._loans.hear()
         if "device" in ready:
-            for event in self._device.poll():
+            for event in _lanes_first(self._device.poll()):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
         if lanes:
@@ -267,7 +267,7 @@ class Loop:
         """Handle what the device has done before the client's message that is being handled."""
         if job.device_answers:
             now = self._clock()
-            for event in device.catch_up(job.id):
+            for event in _lanes_first(device.catch_up(job.id)):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
 
@@ -292,8 +292,11 @@ class Loop:
         self.desk.feed(ev.SessionOpened(record.id, record.peer))
 
     def _closed(self, arrival: wire.Closed) -> None:
-        if self.desk.books.sessions.pop(arrival.session, None) is None:
+        record = self.desk.books.sessions.pop(arrival.session, None)
+        if record is None:
             return
+        for job in [self.desk.books.jobs[job] for job in record.jobs]:
+            self.desk.catch_up(job)
         if arrival.reason != wire.GOODBYE:
             self._metrics.sessions_lost.inc()
         log.info("session %s: over, %s", arrival.session, arrival.reason)
@@ -327,6 +330,15 @@ class Loop:
     def figures(self) -> Figures:
         """What the gauges show."""
         return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes)
+
+
+def _lanes_first(events: list[DeviceEvent]) -> list[DeviceEvent]:
+    """What ran with a lane that is back, the core is told before anything else."""
+    return events if len(events) < 2 else sorted(events, key=_is_no_lane)
+
+
+def _is_no_lane(event: DeviceEvent) -> bool:
+    return type(event) is not LaneReturned
 
 
 def _nothing() -> None:

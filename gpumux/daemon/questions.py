@@ -67,6 +67,7 @@ class Questions:
         number = most if m.program is None else ProgramId(m.program)
         if number not in loaded:
             raise ProgramError(f"job {job.short} has no program {m.program}", f"it has {sorted(loaded)}")
+        self._desk.recall()
         job.profiles.append((session, m.ref))
         self._desk.device.profile(job.id, number)
 

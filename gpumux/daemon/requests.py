@@ -119,6 +119,7 @@ class Requests:
         record.stopped_by = "" if record.session is session else f"user {session.peer.uid}"
         who = record.stopped_by or "its client"
         log.info("job %s: close asked for by %s", record.short, who)
+        self._desk.catch_up(record)  # a step that was answered has ended, and not failed
         self._desk.feed(ev.CloseRequested(record.id, m.drain, f"closed by {who}"))
         self._desk.reply(session, msg.Done(m.ref))
 

@@ -295,7 +295,8 @@ class Lending(Answering, Protocol):
     says, of `terms`, with nothing out of order; with anything else, and whenever it likes, it returns the lane, together
     with the packet it did not act on. After `recall` no further step starts: what started is known exactly when it
     returns. LaneReturned follows at the end of the step that runs, at the latest; no JobLost or JobUnloaded comes
-    before the lane is out of the device's hands.
+    before the lane is out of the device's hands. Between `lend` and `recall` or LaneReturned the device is asked for
+    nothing else of the job but to unload it.
     """
 
     def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms], first: bytes) -> None:

@@ -41,7 +41,7 @@ class Delivery:
         try:
             if not lane.send(parts[0]):
                 record.held.append(((), True))  # stands for what waits in the lane itself
-                self._lanes.watch(lane, writable=True)
+                self._lanes.watch(record)
         except OSError:
             return GONE
         return ""
@@ -54,8 +54,8 @@ class Delivery:
                 return ""
         except OSError:
             return GONE
-        self._lanes.watch(lane, writable=False)
         waiting, record.held = record.held, deque()
+        self._lanes.watch(record)
         waiting.popleft()
         while waiting and not record.held:
             failure = self._hand_over(record, *waiting.popleft())

@@ -23,6 +23,7 @@ from gpumux.wire.lane import LANE_ID
 from gpumux.wire.lanes import OUT, Lanes, decode_lane
 from gpumux.wire.limits import Limits
 from gpumux.wire.messages import Goodbye, Heartbeat
+from gpumux.wire.peers import cut
 from gpumux.wire.sessions import Arrival, Incoming, SessionRecord
 from gpumux.wire.sidechannel import SideChannel
 
@@ -53,7 +54,9 @@ class LaneReader:
     def _refuse_session(self, session: SessionId, error: GpumuxError) -> None:
         raise NotImplementedError
 
-    def _from_session(self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float) -> None:
+    def _from_session(
+        self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float, counted: bool = False
+    ) -> None:
         raise NotImplementedError
 
     # ---- lending
@@ -80,7 +83,7 @@ class LaneReader:
         waiting, record.later = record.later, []
         for first, parts in waiting:
             if record.id in self._sessions:
-                self._from_session(record, first, parts, now)
+                self._from_session(record, first, parts, now, counted=True)
         if record.hung:
             while record.lane is not None and self._hear_lane(record, now):
                 pass  # it may have said goodbye
@@ -90,7 +93,9 @@ class LaneReader:
         return not session.later and len(parts) == 1 and parts[0].startswith(_BEAT)
 
     def _wait_for_lane(self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float) -> None:
-        session.heard = now
+        if not self._allow(session, sum(map(len, parts)), now):
+            cut(first, session.peer)
+            return
         session.later.append((first, parts))
         if len(session.later) > _MOST_LATE:
             self.counters["flood"] += 1
@@ -115,12 +120,11 @@ class LaneReader:
             record = records.get(fd)
             if record is None:
                 continue  # it has just been closed
-            if record.lent:
-                if events & _ENDED:
-                    self._gone(record.id)
+            if record.lent and events & _ENDED:
+                self._gone(record.id)
             elif events & OUT and (failure := self._delivery.flush(record)):
                 self._end(record.id, failure)
-            elif events != OUT:
+            elif events != OUT and not record.lent:
                 self._hear_lane(record, now)
 
     def _hear_lane(self, session: SessionRecord, now: float) -> bool:

@@ -48,28 +48,26 @@ class Lanes:
         """(descriptor, events) of what is ready, lanes in turn."""
         return self.epoll.poll(0, LANES_A_PASS)
 
-    def watch(self, lane: Lane, *, writable: bool) -> None:
-        """Whether `ready` should say when a lane that was full can take more."""
-        self.epoll.modify(lane.fileno(), _IN | OUT if writable else _IN)
+    def watch(self, record: SessionRecord) -> None:
+        """Have `poll` say what there is to do about the lane: to read it unless it is lent, to send what is held."""
+        if record.lane is not None and not record.hung:
+            self.epoll.modify(record.lane.fileno(), (0 if record.lent else _IN) | (OUT if record.held else 0))
 
     def lend(self, record: SessionRecord) -> bool:
         """Watch the lane for its end alone: somebody else reads it. False where it can't be lent."""
         lane = record.lane
         if lane is None or record.held or not lane.between:
             return False
-        self.epoll.modify(lane.fileno(), 0)
         record.lent = True
+        self.watch(record)
         return True
 
     def take_back(self, record: SessionRecord, packet: bytes) -> None:
         """The lane is ours again; `packet`, unless empty, is the next one on it."""
         record.lent = False
-        lane = record.lane
-        if lane is not None:
-            if packet:
-                lane.restore(packet)
-            if not record.hung:
-                self.epoll.modify(lane.fileno(), _IN)
+        if record.lane is not None and packet:
+            record.lane.restore(packet)
+        self.watch(record)
 
     def hang_up(self, record: SessionRecord) -> None:
         """The client closed a lane that is lent: don't say so again."""

@@ -205,7 +205,9 @@ class Router(LaneReader):
                 self._from_session(session, first, parts, now)
         self._behind = True
 
-    def _from_session(self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float) -> None:
+    def _from_session(
+        self, session: SessionRecord, first: zmq.Frame, parts: list[bytes], now: float, counted: bool = False
+    ) -> None:
         if session.lent and not self._may_pass(session, parts):
             self._wait_for_lane(session, first, parts, now)
             return
@@ -213,7 +215,7 @@ class Router(LaneReader):
             pass  # it was written before this message, so it comes first
         if session.id not in self._sessions:
             return
-        if not self._allow(session, sum(map(len, parts)), now):
+        if not (counted or self._allow(session, sum(map(len, parts)), now)):
             cut(first, session.peer)
             return
         try:

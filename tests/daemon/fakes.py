@@ -241,6 +241,7 @@ class LendingDevice(AnsweringDevice):
         self.taken: dev.StepRan | None = None
         self.ended: list[dev.StepRan] = []
         self.adopted: list[dev.Launch] = []
+        self.over = False
 
     def lend(self, job, head, last, terms, first):
         assert not self.terms, "one lane at a time"
@@ -248,8 +249,27 @@ class LendingDevice(AnsweringDevice):
         self.first = decode_step(first)
         assert self.first.step > last
         assert job in self.lanes
-        assert not [item for item in self.work if isinstance(item, dev.Launch)], "lent beside launches"
+        assert not self.work, "lent beside other work"
         self.terms[job] = list(terms)
+
+    def _ours(self, job):
+        assert job not in self.terms or job in self.recalled, "asked for something while it reads the lane"
+
+    def launch(self, launch):
+        self._ours(launch.job)
+        super().launch(launch)
+
+    def profile(self, job, program):
+        self._ours(job)
+        super().profile(job, program)
+
+    def load_program(self, job, *how):
+        self._ours(job)
+        super().load_program(job, *how)
+
+    def transfer(self, job, *how):
+        self._ours(job)
+        super().transfer(job, *how)
 
     def take(self, job, step, now, program=0, slot=0):
         assert job in self.terms
@@ -270,6 +290,8 @@ class LendingDevice(AnsweringDevice):
         return ended
 
     def recall(self, job):
+        if self.over:
+            return None  # the lane is on its way
         assert job in self.terms, "recalled what is not lent"
         assert job not in self.recalled, "recalled twice"
         self.recalled.append(job)
@@ -279,6 +301,11 @@ class LendingDevice(AnsweringDevice):
         assert self.taken is not None
         assert launch.step == self.taken.step
         self.adopted.append(launch)
+
+    def forget(self, job):
+        """Like give_back, and a recall may come before anybody polls."""
+        self.give_back(job)
+        self.over = True
 
     def give_back(self, job, packet=b""):
         """LaneReturned, and before it LaunchDone of what was adopted."""
@@ -294,6 +321,7 @@ class LendingDevice(AnsweringDevice):
         self.events += [dev.LaneReturned(job, packet, tuple(ran)), *done]
 
     def unload(self, job):
+        self.lanes.pop(job, None)
         self.terms.pop(job, None)
         self.events = [event for event in self.events if getattr(event, "job", None) != job]
         super().unload(job)

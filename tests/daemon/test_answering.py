@@ -61,6 +61,19 @@ def test_a_client_that_is_quicker_than_the_device_tells_is_not_refused(running):
     assert [launch.step for launch in running.device.launched] == list(range(1, 20))
 
 
+@pytest.mark.parametrize("how", ["close", "leave"])
+def test_a_step_that_was_answered_before_the_end_has_not_failed(running, how):
+    running.device.quick = True
+    running.say("s", step(1))
+    running.device.finish(running.now)
+    if how == "close":
+        said = running.say("s", msg.CloseJob(60, JOB, False))
+        assert [type(message) for message, _ in said] == [msg.Done, msg.JobEnded]
+    else:
+        running.disconnect("s")
+    assert counted(running).endswith(" 1.0")
+
+
 def test_full_by_count_with_another_program_is_not_refused_either(running):
     running.load("s", JOB, samples.add_one(), 1)
     running.device.quick = True

@@ -6,8 +6,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from gpumux.config import Config
+from gpumux.core.standing import LONGEST_S
 from gpumux.daemon.loans import AFTER_STEPS
-from gpumux.device.contract import LoanTerms
+from gpumux.device.contract import LoanTerms, Recut
 from gpumux.model import Fault
 from gpumux.wire import messages as msg
 from gpumux.wire.router import Incoming
@@ -154,6 +155,17 @@ def test_a_client_quicker_than_we_hear_is_lent_to_too(running):
     assert running.device.first.step == number
 
 
+def test_a_program_whose_only_piece_is_long_is_not_lent_to(running):
+    """Its client's other messages, and its end, would wait for the piece."""
+    running.device.events.append(Recut(JOB, 0, 1, (LONGEST_S * 2,), (0, 1)))
+    running.turn()
+    run(running, 1, 3 * AFTER_STEPS)
+    assert not running.device.terms
+    running.device.events.append(Recut(JOB, 0, 2, (LONGEST_S / 2,), (0, 1)))
+    running.turn()
+    lend(running, 3 * AFTER_STEPS + 1)
+
+
 def test_steps_that_come_two_at_a_time_are_not_split(running):
     """The second would be handled here, while the device has the first."""
     for number in range(1, 6 * AFTER_STEPS, 2):
@@ -215,6 +227,17 @@ def test_a_device_that_returns_the_lane_by_itself(running):
     assert story(running, number)[-1].startswith("finished")
 
 
+def test_a_cut_made_after_steps_that_come_with_the_lane_is_not_theirs(running):
+    """As when a process dies: all it said since we looked last is heard at once."""
+    number = lend(running)
+    running.device.events.append(Recut(JOB, 0, 1, (0.001, 0.001), (0, 1, 2)))
+    running.device.run(JOB, number, running.now)
+    running.device.forget(JOB)  # the loan ended before we say anything
+    running.turn()
+    assert story(running, number)[-1].startswith("finished")
+    assert [launch.step for launch in running.device.launched][-1] < number
+
+
 def test_a_job_lost_in_a_step_it_took_fails_that_step(running):
     number = lend(running)
     running.device.run(JOB, number, running.now)
@@ -248,3 +271,47 @@ def test_an_end_from_outside_frees_the_lane(running, how):
     if how == "close":
         said = [message for message, _ in running.hear("s")] + [m for s, m, _ in running.router.sent if s == "s"]
         assert number in [m.step for m in said if isinstance(m, msg.StepFailed)]
+
+
+def test_a_profile_that_is_asked_for_meanwhile_comes_behind_the_step_that_runs(running):
+    running.connect("operator")
+    number = lend(running)
+    running.device.take(JOB, number, running.now)
+    running.device.slow = True
+    running.say("operator", msg.ProfileJob(50, JOB, None))
+    assert running.device.recalled == [JOB]
+    assert [launch.step for launch in running.device.adopted] == [number]
+    running.device.end(running.now)
+    running.device.give_back(JOB)
+    running.device.finish()
+    assert isinstance(only(running.hear("operator")), msg.JobProfile)
+
+
+@pytest.mark.parametrize("what", ["a profile", "a load"])
+def test_nothing_is_lent_while_the_device_owes_something_else(running, what):
+    running.connect("operator")
+    run(running, 1, AFTER_STEPS)
+    running.device.slow = True
+    if what == "a profile":
+        running.say("operator", msg.ProfileJob(50, JOB, None))
+    else:
+        running.load("s", JOB, samples.add_one(), 1)
+    held = running.device.work.popleft()
+    number = run(running, 1 + AFTER_STEPS, 3 * AFTER_STEPS)
+    assert not running.device.terms
+    running.device.slow = False
+    held.run()
+    running.turn()
+    lend(running, number)
+
+
+def test_a_job_under_the_id_of_one_that_ended_is_another(running):
+    run(running, 1, AFTER_STEPS + 1)  # its next step would go with the lane
+    running.say("s", msg.CloseJob(60, JOB, False))
+    running.open_job("s", JOB, priority=1)
+    running.load("s", JOB, samples.add_one())
+    following = lend(running)
+    assert following > AFTER_STEPS
+    running.device.run(JOB, following, running.now)
+    running.turn()
+    assert running.loop.core.snapshot()["jobs"][0]["steps_done"] == following

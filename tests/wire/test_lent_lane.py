@@ -10,7 +10,7 @@ import pytest
 from gpumux.errors import ProtocolError
 from gpumux.wire import messages as m
 from gpumux.wire.router import GOODBYE, Closed, Incoming
-from tests.wire.world import packet, step
+from tests.wire.world import JOB, packet, step
 
 
 class Borrower:
@@ -159,3 +159,59 @@ def test_only_a_lane_at_rest_can_be_lent(world, join):
     assert world.router.receive(world.now) == []
     silent(world)
     assert not world.router.lend(client.opened.session), "a message has begun to arrive"
+
+
+def fill(world, borrower) -> int:
+    """Send answers until one waits for room on the lane; how many."""
+    record, count = world.router._sessions[borrower.session], 0
+    while not record.held:
+        assert world.router.send(borrower.session, m.StepDone(JOB, count, 0.0, 0.0, 0.0, 0))
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_an_answer_that_waits_for_room_is_sent_whoever_reads_the_lane(world, lent, back):
+    client, borrower = lent
+    count = fill(world, borrower)
+    if back:
+        borrower.give_back()
+    heard = []
+    for _ in range(10 * count):
+        message = client.heard()
+        if message is None:
+            world.router.receive(world.now)
+        else:
+            heard.append(message.step)
+    assert heard == list(range(count))
+    assert not world.router._lanes.poll(), "there is nothing to do"
+
+
+def test_a_lane_that_fills_when_its_client_has_left_is_nobodys_loss(world, lent, join):
+    client, borrower = lent
+    client.side.close()
+    while not borrower.recalled:
+        assert world.router.receive(world.now) == []
+    fill(world, borrower)
+    borrower.give_back()
+    assert world.next(Closed)
+    join(world).arrives(1)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_waits_for_a_lane_counts_once_and_when_it_comes(make_world, join, count):
+    world = make_world(burst_bytes=4000.0, bytes_per_s=1.0)
+    client = join(world)
+    borrower = Borrower(world, client)
+    for _ in range(count):
+        client.client.send(m.LoadProgram(1, JOB, 0, [], []), (bytes(1500),))
+    if count == 3:
+        assert world.next(Closed)
+        assert world.router.counters["flood"] == 1
+    else:
+        while len(borrower.recalled) < count:
+            assert world.router.receive(world.now) == []
+        borrower.give_back()
+        found = world.until(lambda found: len(found) >= count)
+        assert [type(a.message) for a in found] == [m.LoadProgram] * count
+    borrower.sock.close()

@@ -43,7 +43,7 @@ PAGE_LAUNCH, PAGE_LAUNCH_AT = struct.Struct("<q"), 24
 # of these the daemon has read (which the daemon writes); and a ring of the newest.
 COUNT, TAKEN_AT, RAN_AT, READ_AT = struct.Struct("<Q"), 32, 40, 48
 RING_AT, RING_STEPS, RING_STRIDE = 256, 64, 48
-RING_ENTRY = struct.Struct("<qIIddd?")  # contract.StepRan
+RING_ENTRY = struct.Struct("<qqIddd?")  # contract.StepRan
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

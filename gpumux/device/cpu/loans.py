@@ -36,12 +36,14 @@ class Recall:
 
 
 class Loan:
-    """A lane an executor reads now. `adopted` is the launch its last step was made."""
+    """A lane an executor reads now. `adopted` is the launch its last step was made; `stopped`: no step of it is left
+    that nobody was told of."""
 
     def __init__(self, page: mmap.mmap, terms: Sequence[LoanTerms]) -> None:
         self.cuts = {program.program: program.cut for program in terms}
         self.token = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.adopted: Launch | None = None
+        self.stopped = False
         self._page = page
         self._limit = -1  # the number of the step that ran when the lane was recalled: not told before that is over
 
@@ -50,6 +52,7 @@ class Loan:
 
     def stop(self) -> StepRan | None:
         """Let no further step start; the one that runs."""
+        self.stopped = True
         try:
             os.eventfd_read(self.token)
         except BlockingIOError:
@@ -100,7 +103,7 @@ def returned(executor: Executor, schedule: Schedule[Command], packet: bytes) -> 
         last = ran.pop()
         schedule.done(executor.job)
         ends.append(LaunchDone(LaunchId(adopted.launch), last.started, last.ended, last.answered))
-    if executor.ended and adopted is None and (running := loan.running()) is not None:
+    if executor.ended and not loan.stopped and (running := loan.running()) is not None:
         ran.append(running)
         program, cut = running.program, loan.cuts[running.program]
         executor.at = Launch(LaunchId(0), executor.job, running.step, program, cut, 0, running.slot, (), 0)

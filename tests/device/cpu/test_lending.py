@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import socket
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 import msgpack
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpumux.device.contract import LaneReturned, Launch, LaunchDone, LoanTerms, StepRan
 from gpumux.device.cpu.answers import answer
-from gpumux.device.cpu.channel import RAN, RETURNED, RING_STEPS, Channel, pack, pair
+from gpumux.device.cpu.channel import COUNT, RAN, RETURNED, RING_STEPS, TAKEN_AT, Channel, pack, pair
 from gpumux.device.cpu.jobs import Executor
 from gpumux.device.cpu.lending import TELL_EVERY, LentLane
 from gpumux.device.cpu.loans import Loan, returned
@@ -40,10 +41,10 @@ class Both:
         self.last = last
         self.lend()
 
-    def lend(self, first: bytes = b"") -> None:
-        self.loan = self.executor.loan = Loan(self.page, [LoanTerms(*terms) for terms in TERMS])
+    def lend(self, first: bytes = b"", terms: Sequence = TERMS) -> None:
+        self.loan = self.executor.loan = Loan(self.page, [LoanTerms(*program) for program in terms])
         self.lent = LentLane(
-            self.channel.fileno(), self.lane, self.loan.token, self.page, step_head(JOB), self.last, TERMS, first
+            self.channel.fileno(), self.lane, self.loan.token, self.page, step_head(JOB), self.last, terms, first
         )
 
     def send(self, step: int, program: int = 1, slot: int = 0, scalars: tuple = ()) -> bytes:
@@ -85,6 +86,16 @@ def test_a_step_is_taken_as_it_was_sent_and_recorded(lane):
     assert lane.loan.ran() == [StepRan(StepId(7), ProgramId(0), 1, taken.submitted, 10.0, 11.0, True)]
     assert lane.loan.ran() == []
     assert lane.loan.running() is None
+
+
+def test_a_programs_number_may_be_any_that_a_client_chooses(lane):
+    most = 2**63 - 1
+    lane.loan.close()
+    lane.lend(terms=[(most, 0, 1, [])])
+    lane.send(1, most)
+    assert lane.lent.take()[:2] == (1, most)
+    lane.lent.ended(1.0, 2.0, True)
+    assert [step.program for step in lane.loan.ran()] == [most]
 
 
 def test_what_was_read_before_is_acted_on_first(lane):
@@ -211,6 +222,15 @@ def test_a_step_that_a_dead_process_was_at_is_known(lane):
 
 def test_word_that_something_ran_is_no_event(lane):
     assert answer(lane.executor, lane.schedule, RAN, memoryview(pack([]))) == []
+
+
+def test_a_step_that_a_dead_process_was_about_to_begin_after_a_recall_never_began(lane):
+    lane.send(1)
+    assert lane.loan.stop() is None
+    COUNT.pack_into(lane.page, TAKEN_AT, 1)  # it said so, and was killed before it found the token gone
+    lane.executor.ended = True
+    (event,) = returned(lane.executor, lane.schedule, b"")
+    assert event.ran == ()
 
 
 @given(st.lists(st.sampled_from(["send", "look", "take", "end", "read", "stop", "lend"]), max_size=80))
