@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from gpumux.cli.main import EX_CONFIG, EX_USAGE, build_parser
+from gpumux.client.session import Session
 from gpumux.config import Config, from_file
-from tests.daemon.live import SOON_S
+from tests.daemon.live import SOON_S, LiveJob, floats, serving
+from tests.program import samples
 
 from .packages import ROOT, need
 
@@ -184,3 +189,81 @@ def test_members_of_the_group_get_in_and_strangers_do_not(as_installed):
         [*become(STRANGER, STRANGER, [], read_all=False), "ls", home], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert "Permission denied" in looked.stderr
+
+
+# ---- system calls
+
+
+def expanded(name: str) -> set[str]:
+    """The system calls of a group of systemd's."""
+    tool = need("systemd-analyze", "systemd")
+    done = subprocess.run([tool, "syscall-filter", name], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    found: set[str] = set()
+    for word in (line.strip() for line in done.stdout.splitlines()[1:]):
+        found |= expanded(word) if word.startswith("@") else {word}
+    return found
+
+
+def allowed() -> set[str]:
+    calls: set[str] = set()
+    for entry in settings()["SystemCallFilter"]:
+        for name in entry.lstrip("~").split():
+            calls = calls - expanded(name) if entry.startswith("~") else calls | expanded(name)
+    return calls
+
+
+def test_groups_are_expanded_and_taken_away():
+    assert {"read", "memfd_create", "setpriority", "sched_setaffinity"} <= allowed()
+    assert not {"chown", "setuid", "mount", "ptrace", "init_module"} & allowed()
+
+
+@pytest.mark.slow
+def test_the_filter_lets_through_what_a_daemon_calls(runtime_dir, tmp_path):
+    """Every system call of a daemon and its executors, from start to stop, with a job of each class and a crash."""
+    strace = need("strace", "strace")
+    if subprocess.run([strace, "-o", tmp_path / "try", "true"], capture_output=True, timeout=LIMIT_S).returncode:
+        pytest.skip("processes can't be traced here")
+    trace = tmp_path / "trace"
+    endpoint = f"ipc://{runtime_dir}/gpumux.sock"
+    command = [strace, "-f", "-qq", "-o", trace, sys.executable, "-m", "gpumux", "serve", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--endpoint", endpoint, "--metrics-port", "0", "--state-dir", tmp_path / "state"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    said: list[str] = []
+    try:
+        while not any(" serves " in line for line in said):
+            said.append(process.stderr.readline())
+            assert said[-1], "".join(said)
+        with Session.connect(endpoint, SOON_S) as session:
+            for priority in (0, 1):
+                job = LiveJob(session, samples.add_one(), priority=priority)
+                for view in job.run(floats(1, 2, 3, 4)):
+                    view.release()
+                job.close()
+            crashing = LiveJob(session, samples.crash_div())
+            crashing.wait(crashing.post(struct.pack("4q", -(2**63), 4, 6, 8), struct.pack("4q", -1, 2, 2, 2)))
+            crashing.data.release()
+    finally:
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)  # strace itself passes nothing on
+        process.communicate(timeout=SOON_S)
+    called = set(re.findall(r"^\d+ +(\w+)\(", trace.read_text(), re.MULTILINE))
+    assert {"memfd_create", "sendmsg", "epoll_wait", "setpriority"} <= called, "nothing of interest was traced"
+    assert called - allowed() == set()
+
+
+@pytest.mark.leaves_runtime_files
+def test_what_the_watchdog_sends_leaves_the_stacks_of_the_loop(runtime_dir, tmp_path):
+    assert only("LimitCORE") == "0"
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    try:
+        with serving(runtime_dir, "--state-dir", str(tmp_path / "state")) as daemon:
+            assert daemon.stop(getattr(signal, only("WatchdogSignal"))) == -signal.SIGABRT
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    stacks = (tmp_path / "state" / "crash.log").read_text()
+    assert "Fatal Python error: Aborted" in stacks
+    assert "daemon/loop.py" in stacks
