@@ -261,6 +261,7 @@ def test_what_the_watchdog_sends_leaves_the_stacks_of_the_loop(runtime_dir, tmp_
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     try:
         with serving(runtime_dir, "--state-dir", str(tmp_path / "state")) as daemon:
+            Session.connect(daemon.endpoint, SOON_S).close()  # it is ready a moment before the loop turns
             assert daemon.stop(getattr(signal, only("WatchdogSignal"))) == -signal.SIGABRT
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
