@@ -68,6 +68,22 @@ def test_prometheus_accepts_the_configuration_and_the_rules():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_prometheus_accepts_the_scrape_job_for_kubernetes(tmp_path):
+    """All but the discovery itself, which Debian builds its Prometheus without."""
+    file = ROOT / "deploy/kubernetes/prometheus-scrape.yml"
+    document = yaml.safe_load(file.read_text())
+    assert document["scrape_configs"][0].pop("kubernetes_sd_configs")[0]["role"] == "pod"
+    (tmp_path / "scrape.yml").write_text(yaml.safe_dump(document))
+    done = promtool("check", "config", "--syntax-only", tmp_path / "scrape.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs = (yaml.safe_load(path.read_text())["scrape_configs"] for path in (file, HOME / "prometheus.yml"))
+    assert ours[0]["job_name"] == theirs[0]["job_name"]
+    daemon = yaml.safe_load((ROOT / "deploy/kubernetes/daemonset.yaml").read_text())
+    container = daemon["spec"]["template"]["spec"]["containers"][0]
+    kept = {rule["regex"] for rule in ours[0]["relabel_configs"] if rule.get("action") == "keep"}
+    assert kept == {daemon["metadata"]["labels"]["app.kubernetes.io/name"], container["ports"][0]["name"]}
+
+
 def test_the_rules_pass_their_own_tests():
     done = promtool("test", "rules", HOME / "rules_test.yml")
     assert done.returncode == 0, done.stdout + done.stderr
