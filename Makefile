@@ -42,7 +42,7 @@ fmt: $(VENV)/.dev ## format and mend what ruff can
 	$(RUN) ruff format $(SOURCES)
 
 clean: ## remove the virtual environment, caches and builds
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .debs
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:

@@ -121,6 +121,7 @@ class Loop:
         self._router_due = self._turned
         self.every_s = inf
         self.on_time: Callable[[], None] = _nothing
+        self.on_leaving: Callable[[str], None] = _unheard
         self.desk.feed(ev.DeviceOpened(identity.device))
         self._settle(self._clock())
 
@@ -307,6 +308,7 @@ class Loop:
 
     def _leave(self, reason: str, now: float) -> None:
         log.info("leaving: %s", reason)
+        self.on_leaving(reason)
         self._leave_by = now + self.desk.config.drain_s
         self._tracing.finish("the daemon is leaving")
         for session in list(self.desk.books.sessions.values()):
@@ -343,6 +345,10 @@ def _is_no_lane(event: DeviceEvent) -> bool:
 
 def _nothing() -> None:
     """No watchdog."""
+
+
+def _unheard(reason: str) -> None:
+    """No service manager."""
 
 
 def core_config(config: Config) -> CoreConfig:

@@ -14,7 +14,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from types import FrameType
 from gpumux import __version__
 from gpumux.config import Config
 from gpumux.daemon.loop import Loop
+from gpumux.daemon.manager import Manager
 from gpumux.daemon.report import Identity
 from gpumux.device import registry
 from gpumux.device.contract import Device
@@ -140,11 +140,12 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
 
     stop.tell(loop.stop)
     stack.enter_context(quick_interpreter())
-    watch(loop)
-    log.info("gpumux %s serves %s at %s", __version__, device.info.name, ", ".join(router.addresses))
-    notify("READY=1")
+    manager = Manager()
+    manager.watch(loop)
+    where = ", ".join(router.addresses)
+    log.info("gpumux %s serves %s at %s", __version__, device.info.name, where)
+    manager.ready(f"serves {device.info.name} at {where}")
     loop.run()
-    notify("STOPPING=1")
     log.info("stopped: %s", stop.reason)
 
 
@@ -283,22 +284,3 @@ def quick_interpreter() -> Iterator[None]:
         gc.enable()
         gc.unfreeze()
         sys.setswitchinterval(interval)
-
-
-def notify(state: str) -> None:
-    """Tell systemd (or whoever set NOTIFY_SOCKET). Nothing happens where nobody listens."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        try:
-            sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
-        except OSError as error:
-            log.warning("can't tell NOTIFY_SOCKET %s %s: %s", address, state, error.strerror)
-
-
-def watch(loop: Loop) -> None:
-    """Feed systemd's watchdog from the loop itself, so that a stuck loop starves it."""
-    micros = os.environ.get("WATCHDOG_USEC", "")
-    if micros.isdigit() and int(micros) > 0:
-        loop.call_every(int(micros) / 2e6, lambda: notify("WATCHDOG=1"))

@@ -133,7 +133,9 @@ def test_over_tcp_with_keys_for_a_service_manager_and_for_operators(
         f"[daemon]\nstate_dir = '{tmp_path}/state'\n"
     )
     with serving(runtime_dir, "--endpoint", f"tcp://127.0.0.1:{port}", "--config", str(file)) as daemon:
-        assert manager.recv(100) == b"READY=1"
+        ready, status = manager.recv(1000).split(b"\n")
+        assert ready == b"READY=1"
+        assert re.fullmatch(rb"STATUS=serves .+ at ipc://.+", status)
         assert manager.recv(100) == b"WATCHDOG=1"
         assert (tmp_path / "state" / "crash.log").exists()
         monkeypatch.delenv("NOTIFY_SOCKET")
@@ -145,10 +147,11 @@ def test_over_tcp_with_keys_for_a_service_manager_and_for_operators(
     manager.setblocking(False)
     try:
         while True:
-            said.append(manager.recv(100))
+            said.append(manager.recv(1000))
     except BlockingIOError:
         pass
-    assert said[-1] == b"STOPPING=1"
+    assert set(said[:-1]) == {b"WATCHDOG=1"}
+    assert said[-1] == b"STOPPING=1\nSTATUS=leaving: the daemon got SIGTERM"
 
 
 def check_inline_steps(endpoint, curve):

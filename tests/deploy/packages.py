@@ -1,0 +1,86 @@
+"""Programs that tests of deploy/ need and that pip doesn't have: from PATH, else from their Debian package.
+
+The package is unpacked under .debs/ and not installed: that needs no rights, and starts no service of its own. Where it
+can't be had, the test is skipped and says why.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STORE = ROOT / ".debs"
+LIMIT_S = 120  # for each command of apt
+
+
+class Unavailable(Exception):
+    """The program is not here and can't be fetched; the message says why."""
+
+
+def need(program: str, package: str) -> str:
+    """The path of `program`, or skip the test."""
+    try:
+        return _find(program, package)
+    except Unavailable as error:
+        pytest.skip(f"needs {program} of the Debian package {package}: {error}")
+
+
+@cache
+def _find(program: str, package: str) -> str:
+    on_path = shutil.which(program)
+    return on_path or str(_unpacked(program, package))
+
+
+def _unpacked(program: str, package: str) -> Path:
+    """`program` below .debs/, fetched unless it is there. Two test runs at once fetch once."""
+    STORE.mkdir(exist_ok=True)
+    with (STORE / f"{package}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        home = STORE / package
+        if not home.is_dir():
+            _fetch(package, home)
+        for place in ("usr/bin", "usr/sbin"):
+            if (home / place / program).exists():
+                return home / place / program
+    raise Unavailable(f"the package has no {program}")
+
+
+def _fetch(package: str, home: Path) -> None:
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        raise Unavailable("this is no Debian, or apt-get and dpkg-deb are missing; install it by hand")
+    with tempfile.TemporaryDirectory(dir=STORE) as scratch:
+        # apt gives up root for downloads, and could not write here.
+        options = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
+        said = _apt([*options, "download", package], scratch)
+        if said and os.geteuid() == 0:
+            _apt(["update"], scratch)  # a fresh container has no lists
+            said = _apt([*options, "download", package], scratch)
+        if said:
+            raise Unavailable(f"apt-get download failed: {said}")
+        (deb,) = Path(scratch).glob("*.deb")
+        subprocess.run(["dpkg-deb", "-x", deb, f"{scratch}/tree"], check=True, timeout=LIMIT_S)
+        Path(scratch, "tree").rename(home)
+
+
+def _apt(arguments: list[str], cwd: str) -> str:
+    """Run apt-get; what it complained of, empty when it did as asked."""
+    try:
+        done = subprocess.run(
+            ["apt-get", "-q", *arguments],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {LIMIT_S} s"
+    return (done.stderr.strip().splitlines() or ["it does not say why"])[-1] if done.returncode else ""

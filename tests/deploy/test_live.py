@@ -1,0 +1,148 @@
+"""A real Prometheus scrapes a live daemon: its rules run, and every query of the dashboard returns data."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+import yaml
+import zmq
+
+from gpumux.client.session import Session
+from gpumux.errors import GpumuxError
+from gpumux.wire import messages as msg
+from tests.daemon.live import SOON_S, LiveJob, floats, serving
+from tests.program import samples
+
+from . import dashboard
+from .packages import ROOT, need
+from .test_prometheus import ALERTS, RECORDING
+
+HOME = ROOT / "deploy" / "prometheus"
+LIMIT_S = 100.0  # until everything has been scraped and evaluated, on a machine that is busy with other things
+
+
+class Prometheus:
+    def __init__(self, url):
+        self._url = url
+
+    def get(self, path, **query):
+        with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=30) as answer:
+            return json.load(answer)["data"]
+
+    def query(self, expression):
+        return self.get("query", query=expression)["result"]
+
+
+def configuration(target):
+    """The example's, but that it looks at this daemon, every second."""
+    text = yaml.safe_load((HOME / "prometheus.yml").read_text())
+    text["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s", "scrape_timeout": "1s"}
+    text["rule_files"] = [str(HOME / name) for name in text["rule_files"]]
+    text["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
+    return yaml.safe_dump(text)
+
+
+@contextmanager
+def prometheus(directory, target):
+    tool = need("prometheus", "prometheus")
+    (directory / "prometheus.yml").write_text(configuration(target))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = (directory / "log").open("w")
+    process = subprocess.Popen(
+        [tool, f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data",
+         f"--web.listen-address=127.0.0.1:{port}", "--storage.tsdb.retention.time=1h"],
+        stdout=log, stderr=log,
+    )  # fmt: skip
+    try:
+        yield Prometheus(f"http://127.0.0.1:{port}")
+        assert process.poll() is None, (directory / "log").read_text()
+    finally:
+        process.terminate()
+        process.wait(SOON_S)
+        log.close()
+
+
+def misbehave(daemon):
+    """A request that is refused, a step that crashes its executor, a client that vanishes and one that sends nonsense."""
+    with Session.connect(daemon.endpoint) as session:
+        crashing = LiveJob(session, samples.crash_div(), name="crashing")
+        with pytest.raises(GpumuxError):
+            session.call(msg.OpenJob(0, "e" * 32, "greedy", 7, 1.0, 1.1, None, 2, 0))
+        crashing.post(struct.pack("4q", -(2**63), 4, 6, 8), struct.pack("4q", -1, 2, 2, 2))
+        assert session.wait(lambda: bool(crashing.ended) or bool(crashing.done), SOON_S)
+        crashing.data.release()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 1000
+        sock.connect(daemon.endpoint)
+        sock.send(b"nonsense")
+
+
+@pytest.mark.slow
+def test_a_real_prometheus_gets_data_for_every_panel_and_sees_a_daemon_die(runtime_dir, tmp_path):
+    need("prometheus", "prometheus")
+    with serving(runtime_dir) as daemon:
+        target = daemon.metrics_url.removeprefix("http://").removesuffix("/metrics")
+        with Session.connect(daemon.endpoint) as session, prometheus(tmp_path, target) as server:
+            high = LiveJob(session, samples.add_one(), name="train", priority=1)
+            low = LiveJob(session, samples.add_one(), name="sweep")
+            misbehave(daemon)
+
+            def work():
+                for job in (high, low):
+                    for _ in range(20):
+                        for view in job.run(floats(1, 2, 3, 4)):
+                            view.release()
+
+            queries = {(query.panel, query.expression) for query in dashboard.queries()}
+            empty = until_empty(work, server, {expression for _, expression in queries})
+            assert {panel for panel, expression in queries if expression in empty} == set(), (empty, daemon.log)
+            recorded = until_empty(work, server, {rule["record"] for rule in RECORDING})
+            assert recorded == set()
+            check_labels(server)
+            check_rules(server, healthy=True)
+            high.close()
+            low.close()
+            session.close()
+            assert daemon.stop() == 0
+            assert until_empty(lambda: None, server, {'ALERTS{alertname="GpumuxDown"}'}) == set()
+            check_rules(server, healthy=False)
+
+
+def until_empty(work, server, expressions):
+    """Keep working and asking until every expression has returned data; those that never did."""
+    end = time.monotonic() + LIMIT_S
+    left = set(expressions)
+    while left and time.monotonic() < end:
+        work()
+        try:
+            left = {expression for expression in left if not server.query(expression)}
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from error
+        except OSError:
+            continue  # it starts
+    return left
+
+
+def check_labels(server):
+    """The names people know a job by reach the recorded series, and the daemon's label is `exported_job`."""
+    (series,) = server.query("job:gpumux_slowdown:ratio")
+    assert series["metric"]["name"] == "train"
+    assert series["metric"]["job"] == "gpumux"
+    assert series["metric"]["exported_job"].startswith("j")
+
+
+def check_rules(server, healthy):
+    groups = server.get("rules")["groups"]
+    found = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    assert set(found) == {rule["alert"] for rule in ALERTS} | {rule["record"] for rule in RECORDING}
+    assert {name: rule.get("lastError") for name, rule in found.items() if rule["health"] == "err"} == {}
+    assert (found["GpumuxDown"]["state"] == "inactive") == healthy
