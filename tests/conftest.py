@@ -7,9 +7,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.leaks import leaked, snapshot
 
@@ -18,8 +19,12 @@ pytest_plugins = ["pytester"]
 SETTLE_S = 5.0  # how long asynchronous teardown may take before it is called a leak
 PREFIX = f"gm{os.getpid()}-"  # names are short: an AF_UNIX path holds 107 bytes
 
-settings.register_profile("dev", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+UNHURRIED: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}  # machines are busy at times
+settings.register_profile("dev", **UNHURRIED)
+settings.register_profile("ci", **UNHURRIED, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

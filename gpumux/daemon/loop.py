@@ -14,7 +14,6 @@ handlers). An exception that gets out of `run` is a bug: the daemon ends, loudly
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -36,6 +35,7 @@ from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
 from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.daemon.waiter import Waiter
+from gpumux.daemon.wakeup import Wakeup
 from gpumux.device.contract import Answering, Device, DeviceEvent, LaneReturned, Lending
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
@@ -46,28 +46,6 @@ IDLE_GC_S = 0.25  # nothing to do for this long: a good moment for a full collec
 BUSY_GC_S = 10.0  # never idle for this long: a young collection, which is short
 MAX_WAIT_S = 1.0
 ALL = frozenset({"device", "clients", "wakeup"})
-
-
-class Wakeup:
-    """An eventfd that makes the loop's poll return; safe from any thread and from signal handlers."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._open = True
-
-    def set(self) -> None:
-        if self._open:
-            os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            pass  # nobody called since the last time
-
-    def close(self) -> None:
-        self._open = False
-        os.close(self.fd)
 
 
 class Loop:

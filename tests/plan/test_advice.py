@@ -164,7 +164,7 @@ def test_overhead_on_the_cpu_leaves_out_loading_and_collectives():
 def test_a_real_loops_trace(tmp_path):
     data = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=16)
     model = torch.nn.Linear(8, 8)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         for (x,) in data:
             model(x).sum().backward()
     path = tmp_path / "loop.json"
