@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpumux.core.lookahead import Gaps
-from gpumux.core.lull import wait
+from gpumux.core.lull import AHEAD, bearable, outlasted, wait
 
 
 @pytest.mark.parametrize("known", [[0.2], [0.1, 0.2], [0.1, 0.1, 0.2]])
@@ -17,3 +19,38 @@ def test_a_launch_shorter_than_what_a_step_may_lose_is_answered_behind_the_last_
         gaps.add(gap)
     until = wait(gaps, waited, seconds, mean=0.1, worst=1.0, room=0.01, budget=0.0)
     assert waited < until <= gaps.longest
+
+
+def naive(gaps: Gaps, waited: float, seconds: float, mean: float, worst: float, room: float, budget: float) -> float:
+    """The first moment behind a gap, but for the longest, at which the launch may run: by trying each."""
+    for at in gaps.sorted:
+        if waited < at < min(gaps.longest, gaps.sorted[-1]):
+            end, soonest = at + seconds, gaps.soonest(at)
+            chance = gaps.arrival(at, seconds)
+            if chance <= 0.0 or end < soonest:
+                return at
+            if bearable(chance, outlasted(end, soonest, at), mean, worst, room, budget):
+                return at
+    return gaps.longest
+
+
+PARTS = st.floats(0.0, 1.0)
+
+
+@given(
+    st.lists(st.floats(1e-6, 1.0) | st.sampled_from([0.1, 0.2, 0.2000001]), min_size=1, max_size=120),
+    st.tuples(PARTS, PARTS, PARTS, PARTS, st.floats(-0.5, 0.5), st.floats(-0.5, 0.5)),
+)
+def test_nobody_waits_longer_than_needed_nor_is_asked_again_at_once(
+    known: list[float], figures: tuple[float, ...]
+) -> None:
+    gaps = Gaps()
+    for gap in known:
+        gaps.add(gap)
+    waited, seconds, mean, more, room, budget = figures
+    waited *= gaps.longest
+    until = wait(gaps, waited, seconds, mean, mean + more, room, budget)
+    assert until <= naive(gaps, waited, seconds, mean, mean + more, room, budget)
+    assert waited < until or until == gaps.longest
+    if until < naive(gaps, waited, seconds, mean, mean + more, room, budget):  # it is time to look again
+        assert sum(waited < gap <= until for gap in gaps.sorted) > AHEAD
