@@ -107,7 +107,9 @@ class Requests:
         self._desk.feed(ev.JobRequested(session.id, job, spec))
 
     def _pause(self, session: SessionRecord, m: msg.PauseJob, frames: Sequence[bytes]) -> None:
-        self._desk.feed(ev.PauseRequested(self._governed(session, m.job).id))
+        record = self._governed(session, m.job)
+        self._desk.recall()  # before the answer: who has it may rely on it, and a lent lane is read meanwhile
+        self._desk.feed(ev.PauseRequested(record.id))
         self._desk.reply(session, msg.Done(m.ref))
 
     def _resume(self, session: SessionRecord, m: msg.ResumeJob, frames: Sequence[bytes]) -> None:
@@ -119,6 +121,7 @@ class Requests:
         record.stopped_by = "" if record.session is session else f"user {session.peer.uid}"
         who = record.stopped_by or "its client"
         log.info("job %s: close asked for by %s", record.short, who)
+        self._desk.recall()  # as for a pause
         self._desk.catch_up(record)  # a step that was answered has ended, and not failed
         self._desk.feed(ev.CloseRequested(record.id, m.drain, f"closed by {who}"))
         self._desk.reply(session, msg.Done(m.ref))

@@ -205,6 +205,23 @@ def test_a_pause_takes_effect_at_once(running):
     assert len(running.device.work) == 1
 
 
+@pytest.mark.parametrize("asked", [msg.PauseJob(50, JOB), msg.CloseJob(50, JOB, False), msg.CloseJob(50, JOB, True)])
+def test_no_step_starts_once_a_pause_or_an_end_is_answered(running, asked, monkeypatch):
+    running.connect("operator")
+    lend(running)
+    assert not running.device.recalled
+    send, recalled = running.router.send, []
+
+    def sent(session, message, frames=()):
+        if type(message) is msg.Done:
+            recalled.append(JOB in running.device.recalled)
+        return send(session, message, frames)
+
+    monkeypatch.setattr(running.router, "send", sent)
+    running.say("operator", asked)
+    assert recalled == [True]
+
+
 def test_the_client_can_have_its_lane_back(running):
     number = lend(running)
     running.loop._loans._recall("nobody")

@@ -93,8 +93,8 @@ class RawClient:
         self.socket.connect(endpoint)
         self.welcome: m.Welcome | None = None
 
-    def send(self, message: Any, frames: tuple[bytes, ...] = ()) -> None:
-        self.socket.send_multipart(encode(message, frames))
+    def send(self, message: Any, frames: tuple[bytes, ...] = (), flags: int = 0) -> None:
+        self.socket.send_multipart(encode(message, frames), flags)
 
     def send_raw(self, frames: list[bytes]) -> None:
         self.socket.send_multipart(frames)
