@@ -117,7 +117,7 @@ class ForgetJob:
 
 @dataclass(frozen=True, slots=True)
 class WakeAt:
-    """Send a Tick at this time, at the latest."""
+    """Send a Tick at this time, at the latest. One that comes is for all that were asked for: the core asks anew."""
 
     when: float
 

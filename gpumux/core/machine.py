@@ -41,7 +41,7 @@ _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
     ev.PieceFailed: work.piece_failed,
     ev.TransferRequested: work.transfer_requested,
     ev.TransferEnded: work.transfer_ended,
-    ev.Tick: lambda core, event: None,  # only the clock moved; the policy is asked again below
+    ev.Tick: lambda core, event: core.ticked(),  # only the clock moved; the policy is asked again below
 }
 
 SHORTEST_WAKE_S = 20e-6  # sooner is as good as now

@@ -52,7 +52,7 @@ class CoreState:
         self.arrivals = count()
         self.launch_ids = count(1)
         # Of the event being handled:
-        self.wake = 0.0  # the newest time a Tick was asked for
+        self.wake = 0.0  # the newest time a Tick was asked for that has not come
         self.now = 0.0
         self.cause: Event = Tick()
         self.out: list[Command] = []
@@ -61,6 +61,10 @@ class CoreState:
     def ignore(self) -> None:
         """This event is late or was said before; it changes nothing."""
         self.ignored[type(self.cause).__name__] += 1
+
+    def ticked(self) -> None:
+        """Who drives us remembers one time only, the earliest: what was asked for later is forgotten with it."""
+        self.wake = 0.0
 
     def tell(self, job: JobId, step: StepId | None, kind: str, *detail: object) -> None:
         self.log.add((self.now, job, step, kind, detail, self.cause))

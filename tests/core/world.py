@@ -6,12 +6,13 @@ raises AssertionError at the first command that breaks order, a window, or "answ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
 from gpumux.core import commands as cmd
 from gpumux.core import events as ev
-from gpumux.core.machine import Core, CoreConfig
+from gpumux.core.machine import SHORTEST_WAKE_S, Core, CoreConfig
 from gpumux.model import DeviceInfo, Fault, Footprint, JobSpec, Peer, Priority
 
 GIB = 1 << 30
@@ -64,6 +65,7 @@ class World:
         self.submitted: list[tuple[str, int]] = []
         self.forgotten: list[str] = []
         self.wake_at = inf  # a Tick was asked for
+        self.late: Callable[[], bool] = lambda: False
         if info is not None:
             self.give(ev.DeviceOpened(info))
 
@@ -76,13 +78,27 @@ class World:
         for command in commands:
             self.observe(command)
         self.core.check_invariants()
+        self._will_be_woken()
         unasked = (cmd.WakeAt, cmd.LaunchPiece) if self.policy == "guarded" else ()
         return [c for c in commands if not isinstance(c, unasked)]
 
+    def _will_be_woken(self) -> None:
+        """Who is held until a time is looked at again by then, though nothing else happens."""
+        policy = self.core._state.policy
+        guard = policy.guard if policy is not None else None
+        if guard is None:
+            return
+        until = [answer.hold.until for answer in guard.answers.values() if answer.hold is not None]
+        if guard.resting:
+            until.append(guard.rest.until)
+        if min(until, default=inf) < inf:
+            assert self.wake_at <= max(min(until), self.now + SHORTEST_WAKE_S), (self.wake_at, until, self.now)
+
     def elapse(self, seconds: float, wake: bool = True) -> None:
-        """Time passes, and the core is woken if it asked for that: before whatever happens next, not in the middle of it."""
+        """Time passes, and the core is woken if it asked for that: before whatever happens next, not in the middle of it,
+        unless whoever wakes it is `late`."""
         self.now += seconds
-        if self.wake_at <= self.now:
+        if self.wake_at <= self.now and not (wake and self.late()):
             self.wake_at = inf
             if wake:
                 self.give(ev.Tick(), after=0.0)

@@ -1,0 +1,34 @@
+"""Low work that is held until a time is looked at again by then, however late whoever wakes the core may be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from .world import World
+
+TURNS = 3000
+
+
+@pytest.mark.parametrize("tardy", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("lows", [1, 3])
+def test_nobody_is_forgotten(lows: int, tardy: float) -> None:
+    """`World.give` asserts it behind every event."""
+    draw = random.Random(lows)
+    world = World("guarded")
+    world.late = lambda: draw.random() < tardy
+    names = ["high", *[f"low{i}" for i in range(lows)]]
+    world.job("high", priority="high", pieces=(2e-4,))
+    for name in names[1:]:
+        world.job(name, pieces=(4e-4,))
+    numbers = dict.fromkeys(names, 0)
+    for _ in range(TURNS):
+        for name in names:
+            if not world.jobs[name].items and (name != "high" or draw.random() < 0.5):
+                numbers[name] += 1
+                world.step(name, numbers[name])
+        world.elapse(draw.expovariate(1 / 4e-4))
+        if world.launches and draw.random() < 0.7:
+            world.done(min(world.launches.values(), key=lambda piece: (-piece.stream, piece.launch)).launch)
+    assert all(world.core.snapshot()["guard"]["held_seconds"][reason] for reason in ("calibration", "tail", "gap"))
