@@ -17,6 +17,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PIP := $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS)
 RUN := $(VENV)/bin/python -m
 SOURCES := gpumux clients microbench tests
+# A file's tests stay together, as they share a daemon; a worker takes half a gigabyte, so there are few.
+BESIDE := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-fast lint fmt clean
 
@@ -27,10 +29,10 @@ demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about two minutes
 	@$(RUN) clients.demo
 
 test: lint ## everything CI runs: lint, types, all tests
-	$(RUN) pytest --durations=15
+	$(RUN) pytest $(BESIDE) --durations=15
 
 test-fast: $(VENV)/.dev ## the tests that take less than ten seconds each
-	$(RUN) pytest -m "not slow" --durations=5
+	$(RUN) pytest $(BESIDE) -m "not slow" --durations=5
 
 lint: $(VENV)/.dev ## ruff and mypy --strict, no changes made
 	$(RUN) ruff check $(SOURCES)

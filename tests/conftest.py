@@ -36,9 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves_runtime_files: kills a daemon, which then can't clean up after itself")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests run last, so that a mistake the quick ones find shows early."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests run last, so that a mistake the quick ones find shows early. Where files are run side by side, those
+    with slow tests are first, so that no worker is left alone with one."""
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    if hasattr(config, "workerinput"):
+        files = {item.path for item in slow}
+        items.sort(key=lambda item: item.path not in files)
+    else:
+        items.sort(key=lambda item: item in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
