@@ -18,6 +18,7 @@ from tests.leaks import leaked, snapshot
 pytest_plugins = ["pytester"]
 
 SETTLE_S = 5.0  # how long asynchronous teardown may take before it is called a leak
+SLOW_TIMEOUT_S = 900.0  # of a slow test; it may meet a busy machine, too
 PREFIX = f"gm{os.getpid()}-"  # names are short: an AF_UNIX path holds 107 bytes
 
 UNHURRIED: dict[str, Any] = {
@@ -40,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Slow tests run last, so that a mistake the quick ones find shows early. Where files are run side by side, those
     with slow tests are first, so that no worker is left alone with one."""
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    for item in slow:
+        item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     if hasattr(config, "workerinput"):
         files = {item.path for item in slow}
         items.sort(key=lambda item: item.path not in files)
