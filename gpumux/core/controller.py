@@ -40,12 +40,15 @@ LEAST_SLOWDOWN = 0.002  # what a job that allows none is still measured by
 class Account:
     """One high job's. Seconds, but for `price` (low seconds for a high second) and factors."""
 
-    __slots__ = ("balance", "credit", "full", "price", "short", "slack", "tail", "tokens", "unseen", "unshared", "used")
+    __slots__ = (
+        "balance", "credit", "full", "limit", "price", "short", "slack", "tail", "tokens", "unseen", "unshared", "used",
+    )  # fmt: skip
 
     def __init__(self, max_slowdown: float) -> None:
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
         self.balance = 0.0
         self.credit = 0.0  # of the step that runs
+        self.limit = 0.0  # the most it may lose
         self.used = 0.0  # excess of the step that runs, so far
         self.price = PRICE_START
         self.tail = TAIL_START
@@ -59,11 +62,12 @@ class Account:
         """A step begins that takes `solo_step` seconds alone."""
         self.credit = self.slack * solo_step * MARGIN
         self.used = 0.0
+        self._limit()
 
-    def limit(self) -> float:
-        """The most one step may lose."""
+    def _limit(self) -> None:
+        """Kept, as it is asked for more often than it changes."""
         most = TAIL * self.credit / MARGIN
-        return max(0.0, min(self.tail * most, most - self.unseen))
+        self.limit = max(0.0, min(self.tail * most, most - self.unseen))
 
     def refuses(
         self, cost: float, upper: float, avoidable: float, pending: float, gain: float, ahead: bool = False
@@ -71,7 +75,7 @@ class Account:
         """Why a launch of `gain` low seconds that costs `cost`, `upper` at worst, of which `avoidable` would not
         be lost elsewhere, has to wait; "" if it has not. `ahead`: it is the next step that it will cost."""
         used = 0.0 if ahead else self.used + pending
-        if used + upper > self.limit():
+        if used + upper > self.limit:
             return "tail"
         if gain < self.price * avoidable:
             return "price"
@@ -83,9 +87,10 @@ class Account:
             return "budget"
         return ""
 
-    def end(self, excess: float, shared: bool, foreseen: bool) -> None:
+    def end(self, excess: float, shared: bool, foreseen: bool, unseen: float) -> None:
         """A step ended `excess` seconds late; `shared`: low work ran beside it, so that the loss is ours;
-        `foreseen`: none of it was there to find out what it costs."""
+        `foreseen`: none of it was there to find out what it costs; `unseen`: seconds it may have waited for the core."""
+        self.unseen = unseen
         credit = self.credit
         if shared:
             if excess <= NEAR * TAIL * credit / MARGIN:
@@ -110,3 +115,4 @@ class Account:
         elif self.full:
             self.price = max(self.price * PRICE_FALL, PRICES[0])
         self.short = False
+        self._limit()

@@ -256,7 +256,7 @@ def _gap(core: CoreState, hold: Hold) -> str:
 
 def _tail(core: CoreState, hold: Hold) -> str:
     track = core.guard.tracks.get(hold.high) if core.guard is not None else None
-    limit = f" ({track.account.limit() * 1e3:.3f} ms)" if track is not None else ""
+    limit = f" ({track.account.limit * 1e3:.3f} ms)" if track is not None else ""
     return (
         f"beside {_where(core, hold)} it would cost the step that runs more than one step may lose{limit}, "
         "until that step ends"

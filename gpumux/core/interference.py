@@ -104,7 +104,7 @@ class Guard(Record):
         assert places is not None
         track = high.track
         daring, idle = track.daring(places.pairs[0].fed), track.from_idle
-        return places.plan(piece.operator, piece.seconds, account.price, account.limit(), track.steps, daring, idle)
+        return places.plan(piece.operator, piece.seconds, account.price, account.limit, track.steps, daring, idle)
 
     def _place(self, piece: Piece, scene: Scene, now: float) -> Answer | None:
         """The answer for a launch that would begin together with a high piece; None if this one would not."""
@@ -276,7 +276,7 @@ class Guard(Record):
         # A launch that is over so soon after the step came can't delay it by much more.
         most, mean, account = outlasted(end, track.soonest, now), max(0.0, delay.cell.mean), track.account
         answer.expected = max(answer.expected, min(mean, most))
-        room, budget = account.limit() - scene.pending, account.balance + account.credit
+        room, budget = account.limit - scene.pending, account.balance + account.credit
         if bearable(chance, most, mean, worst, room, budget):
             return None
         if scene.low_out:  # would it have to wait with nothing before it, too?

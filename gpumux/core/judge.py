@@ -37,7 +37,7 @@ def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, n
     ratio = 1.0 / (1.0 - rate)
     length = min(min(low.step.pieces) / max(cell.speed, pair.speed, LEAST_SPEED), model.refs[piece] * ratio)
     why: Why | None = None
-    if ratio > 1.0 + account.slack and length * rate > account.limit():
+    if ratio > 1.0 + account.slack and length * rate > account.limit:
         why = "tail"
     elif ratio > 1.0 + account.slack and pair.known > 1 and rate > WORSE * pair.elsewhere(piece) + account.slack:
         why = "price"

@@ -46,7 +46,7 @@ def appointment(high: Running, plan: Plan, seconds: float, scene: Scene, now: fl
     """When to ask again, so that the launch begins together with the next high piece where it may; inf: an event will come."""
     account, refs = high.track.account, high.model.refs
     at, begins, wraps = high.at, high.until + scene.pending - refs[high.at], False
-    used, limit = account.used + scene.pending, account.limit()
+    used, limit = account.used + scene.pending, account.limit
     for _ in range(len(refs) + 1):
         for moment in TIMED:
             place = plan.at[3 * at + moment]

@@ -32,5 +32,5 @@ def too_long(guard: Guard, job: Job) -> tuple[float, float] | None:
     known = pair.lows.get(bounds[step.launched]) if pair is not None else None
     fits = track.gaps.short
     if known is not None and known.peak > 0.0:  # what it costs is about in proportion to its length
-        fits = max(fits, seconds * track.account.limit() / known.upper)
+        fits = max(fits, seconds * track.account.limit / known.upper)
     return (seconds, fits) if fits < seconds else None

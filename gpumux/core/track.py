@@ -125,11 +125,10 @@ class Track:
             self.calibrate(WANTED)
         solo = self.solo_step()
         excess = self.excess if self.beside or not model.step_known() else seconds - solo
-        self.account.unseen = UNSEEN_S if self.from_idle else 0.0
-        self.account.end(excess, self.shared, not self.tried)
+        self.account.end(excess, self.shared, not self.tried, UNSEEN_S if self.from_idle else 0.0)
         self.steps += 1
         self.company += self.beside
-        if excess > self.account.limit() and self.shared:  # not so well known, then
+        if excess > self.account.limit and self.shared:  # not so well known, then
             self.watched_until = self.steps + CLEAN_EVERY
         self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
         if self.steps == LEARNING_STEPS:

@@ -40,7 +40,7 @@ def may_try(
     if known is not None and known.seen > fresh:
         return False
     if alike is not None and alike.cell.count >= CREDIBLE and alike.seen > fresh:
-        hopeless = felt * alike.peak > HOPELESS * track.account.limit()
+        hopeless = felt * alike.peak > HOPELESS * track.account.limit
         if hopeless:
             return False
     return learning or track.steps - pair.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
