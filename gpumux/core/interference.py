@@ -96,6 +96,9 @@ class Guard(Record):
         return 0.0
 
     def _plan(self, high: Running, piece: Piece) -> Plan:
+        if high.asked is piece:
+            assert high.plan is not None
+            return high.plan
         model, account = high.model, high.track.account
         places = model.places.get(piece.program.key)
         if places is None or len(places.pairs) < len(self.shares):
@@ -104,7 +107,9 @@ class Guard(Record):
         assert places is not None
         track = high.track
         daring, idle = track.daring(places.pairs[0].fed), track.from_idle
-        return places.plan(piece.operator, piece.seconds, account.price, account.limit, track.steps, daring, idle)
+        plan = places.plan(piece.operator, piece.seconds, account.price, account.limit, track.steps, daring, idle)
+        high.asked, high.plan = piece, plan
+        return plan
 
     def _place(self, piece: Piece, scene: Scene, now: float) -> Answer | None:
         """The answer for a launch that would begin together with a high piece; None if this one would not."""

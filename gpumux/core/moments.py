@@ -19,7 +19,14 @@ HEARD_S = 100e-6  # one that begins no later is launched as soon as the host has
 
 def where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, bool, int, float]:
     """Where in the high step a launch made now would begin: the piece, whether of the step after the one that runs, START
-    or the half of it, and the piece's end."""
+    or the half of it, and the piece's end. Worked out once a look."""
+    found = high.where
+    if found is None:
+        found = high.where = _where(high, scene, now, reach)
+    return found
+
+
+def _where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, bool, int, float]:
     refs, at, began = high.model.refs, high.at, high.began
     start = now + reach
     if start < scene.free_at:
@@ -45,6 +52,8 @@ def where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, b
 def appointment(high: Running, plan: Plan, seconds: float, scene: Scene, now: float, reach: float) -> float:
     """When to ask again, so that the launch begins together with the next high piece where it may; inf: an event will come."""
     account, refs = high.track.account, high.model.refs
+    if not plan.timed or (not high.more and account.used + scene.pending + plan.lightest > account.limit):
+        return inf
     at, begins, wraps = high.at, high.until + scene.pending - refs[high.at], False
     used, limit = account.used + scene.pending, account.limit
     for _ in range(len(refs) + 1):

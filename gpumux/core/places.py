@@ -48,9 +48,10 @@ class Place(NamedTuple):
 
 class Plan:
     """Of one low piece: the best share at each moment of each high piece (`at[3 * piece + moment]`), if any will do, the best of those
-    that were tried (`tried`), and the least score and cost of all."""
+    that were tried (`tried`), and the least score and cost of all. `timed`: one of them has to be marked by a timer; `lightest` is
+    the least that one of those takes of what a step may lose."""
 
-    __slots__ = ("at", "cost", "key", "made", "score", "tried")
+    __slots__ = ("_rest", "at", "cost", "key", "lightest", "made", "score", "timed", "tried")
 
     def __init__(
         self, at: list[Place | None], tried: list[Place | None], made: int, key: tuple[int, int, bool]
@@ -60,6 +61,23 @@ class Plan:
         self.score = min([place.score for place in found], default=inf)
         self.cost = min([place.cost for place in found], default=inf)
         self.made, self.key = made, key
+        self._rest: list[float] | None = None
+        timed = [place.upper if place.tried else -inf for place in found if place.moment != HEARD]
+        self.timed, self.lightest = bool(timed), min(timed, default=inf)
+
+    def rest(self, index: int) -> float:
+        """The least that a launch at a place behind `index` takes of what the step may lose: -inf where it was never tried, inf
+        where there is none in this step."""
+        least = self._rest
+        if least is None:
+            least, lightest = [inf], inf
+            for place in reversed(self.at):
+                if place is not None:
+                    lightest = min(lightest, place.upper if place.tried else -inf)
+                least.append(lightest)
+            least.reverse()
+            self._rest = least
+        return least[index + 1]
 
 
 class Places:

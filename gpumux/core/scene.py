@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
 from gpumux.core.board import Board, Launch
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import LATE
+from gpumux.core.places import Plan
 from gpumux.core.track import Track
 from gpumux.model import JobId, Priority
 
@@ -17,17 +17,20 @@ _LOW, _HIGH = Priority.LOW, Priority.HIGH
 MAX_IDLE = 4  # idle high jobs whose next step is looked out for: those idle for the shortest time
 
 
-@dataclass(slots=True)
 class Running:
-    """A high job's piece on the device, and what follows it."""
+    """A high job's piece on the device, and what follows it. `late`: seconds it has run over its estimate."""
 
-    track: Track
-    model: HighModel
-    at: int
-    began: float
-    until: float
-    more: bool
-    late: float  # seconds it has run over its estimate
+    __slots__ = ("asked", "at", "began", "late", "model", "more", "plan", "track", "until", "where")
+
+    def __init__(
+        self, track: Track, model: HighModel, at: int, began: float, until: float, more: bool, late: float
+    ) -> None:
+        self.track, self.model = track, model
+        self.at, self.began, self.until, self.more, self.late = at, began, until, more, late
+        # Of this look, as soon as somebody asks:
+        self.where: tuple[int, bool, int, float] | None = None  # a launch made now would begin: moments.where
+        self.asked: object = None  # the piece whose plan is kept
+        self.plan: Plan | None = None
 
 
 class Scene:
