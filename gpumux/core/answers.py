@@ -23,8 +23,8 @@ class Answer:
     """Whether one piece may be launched, and what is to be noted when it is. Seconds."""
 
     __slots__ = (
-        "beside", "expected", "exploring", "exposed", "hold", "low_seen", "probe", "probed", "seconds", "seen", "share",
-        "spots", "step", "track",
+        "beside", "expected", "exploring", "exposed", "hold", "low_seen", "need", "probe", "probed", "seconds", "seen",
+        "share", "spots", "step", "track",
     )  # fmt: skip
 
     def __init__(self, share: float, seconds: float) -> None:
@@ -43,6 +43,7 @@ class Answer:
         self.track: Track | None = None  # of the job it is held for
         self.seen = 0  # that track's version
         self.low_seen = ANY  # the low class's, where what is out made a difference
+        self.need = -inf  # Track.awaited
 
     def held(self, hold: Hold, track: Track) -> Answer:
         self.hold, self.track, self.seen = hold, track, track.version

@@ -76,10 +76,11 @@ class Cell:
 class Launched:
     """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
 
-    __slots__ = ("cell", "first", "last", "peak", "rate", "seconds", "seen", "worst")
+    __slots__ = ("cell", "first", "index", "last", "peak", "rate", "seconds", "seen", "worst")
 
-    def __init__(self, first: float = FIRST_SPREAD) -> None:
+    def __init__(self, first: float = FIRST_SPREAD, index: int = -1) -> None:
         self.first = first
+        self.index = index  # 3 * high piece + moment, where the moment repeats (places.MOMENTS)
         self.cell = Cell(FLOOR_S)
         self.peak = self.last = 0.0
         self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another place may do

@@ -97,7 +97,11 @@ class Pair:
             if len(self.launches) >= MOST_PLACES:  # `lows` still knows
                 self.launches.clear()
                 self.spots.clear()
-            launched = self.launches[spot] = Launched(TIMED_SPREAD if spot.moment in MOMENTS else FIRST_SPREAD)
+            if spot.piece != GAP and spot.moment in MOMENTS:
+                launched = Launched(TIMED_SPREAD, 3 * spot.piece + spot.moment)
+            else:
+                launched = Launched()
+            self.launches[spot] = launched
             if spot.piece != GAP:
                 self.spots.setdefault(spot.low, []).append(launched)
         mean, upper = launched.cell.mean, launched.upper

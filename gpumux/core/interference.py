@@ -21,7 +21,7 @@ from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import bearable, outlasted, wait
 from gpumux.core.moments import appointment, exposed, where
-from gpumux.core.places import MOMENTS, WORTH_S, Plan
+from gpumux.core.places import MOMENTS, WORTH_S, Place, Plan
 from gpumux.core.queue import Job, PairKey, Program
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Running, Scene
@@ -91,6 +91,10 @@ class Guard(Record):
         if answer.hold is None:
             return answer.share
         answer.step, self.standing[job.id] = step, answer
+        track = answer.track
+        assert track is not None
+        if answer.need < track.awaited:
+            track.awaited = answer.need
         if scene.low_out and answer.hold.until == inf:
             answer.low_seen = self.low_version
         return 0.0
@@ -114,20 +118,34 @@ class Guard(Record):
     def _place(self, piece: Piece, scene: Scene, now: float) -> Answer | None:
         """The answer for a launch that would begin together with a high piece; None if this one would not."""
         high = scene.running[0]
-        at, _, moment, _ = where(high, scene, now, self.reach)
+        at, wraps, moment, _ = where(high, scene, now, self.reach)
         if moment not in MOMENTS:
             return None
-        plan = self._plan(high, piece)
-        place, tried = plan.at[3 * at + moment], plan.tried[3 * at + moment]
-        if place is None:
-            waits = self._appointment(piece, scene, now)
-            return _held(Answer(1.0, piece.seconds), "tail", high.track, at, until=waits)
-        answer = self._consider(piece, place.share, scene, now)
-        if answer.hold is not None and not place.tried and tried is not None:
-            answer = self._consider(piece, tried.share, scene, now)
-        if answer.hold is not None and answer.hold.reason in PLACED:
-            answer.hold = answer.hold._replace(until=self._appointment(piece, scene, now))
+        plan, index = self._plan(high, piece), 3 * at + moment
+        place, tried = plan.at[index], plan.tried[index]
+        if place is None or (place.tried and not wraps and self._spent(high, place, piece, scene)):
+            until = self._appointment(piece, scene, now)
+            answer = _held(Answer(1.0, piece.seconds), "tail", high.track, at, until=until)
+        else:
+            answer = self._consider(piece, place.share, scene, now)
+            if answer.hold is not None and not place.tried and tried is not None:
+                answer = self._consider(piece, tried.share, scene, now)
+            if answer.hold is None or answer.hold.reason not in PLACED:
+                return answer
+            until = self._appointment(piece, scene, now)
+            if until < inf:
+                answer.hold = answer.hold._replace(until=until)
+        if until == inf and not wraps:
+            answer.need = plan.rest(index)
         return answer
+
+    def _spent(self, high: Running, place: Place, piece: Piece, scene: Scene) -> bool:
+        """Whether what the step may still lose is less than a launch at the place was seen to cost, and nothing else matters."""
+        track = high.track
+        pending = scene.pending if scene.pending > high.late else high.late
+        if track.account.used + pending + place.upper <= track.account.limit or track.calibrating:
+            return False
+        return not high.model.pair(piece.program.on(place.share)).any_ban
 
     def _appointment(self, piece: Piece, scene: Scene, now: float) -> float:
         high = scene.running[0]

@@ -10,6 +10,7 @@ otherwise nobody would find out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +31,9 @@ WORSE = 1.5  # times the most it did elsewhere: the same
 LEAST_BASE_S = 5e-6  # a piece that costs less anywhere says nothing about places
 MOST_EFFECT = 4.0
 CAREFUL, IF_STUCK, ALWAYS = range(3)
-REPLAN = 16  # steps after which the price may be another one
+REPLAN = 16  # steps after which a plan is made anew if the price or the limit is another one
+OLD = 64  # after which it is in any case: what is known of other low pieces tells of places, too
+MOVED = 0.05
 
 
 class Place(NamedTuple):
@@ -51,19 +54,28 @@ class Plan:
     that were tried (`tried`), and the least score and cost of all. `timed`: one of them has to be marked by a timer; `lightest` is
     the least that one of those takes of what a step may lose."""
 
-    __slots__ = ("_rest", "at", "cost", "key", "lightest", "made", "score", "timed", "tried")
+    __slots__ = (
+        "_limit", "_made", "_price", "_rest", "at", "cost", "lightest", "score", "timed", "tried", "version",
+    )  # fmt: skip
 
     def __init__(
-        self, at: list[Place | None], tried: list[Place | None], made: int, key: tuple[int, int, bool]
+        self, at: list[Place | None], tried: list[Place | None], version: int, made: int, price: float, limit: float
     ) -> None:
         found = [place for place in at if place is not None]
         self.at, self.tried = at, tried
         self.score = min([place.score for place in found], default=inf)
         self.cost = min([place.cost for place in found], default=inf)
-        self.made, self.key = made, key
+        self.version, self._made, self._price, self._limit = version, made, price, limit
         self._rest: list[float] | None = None
         timed = [place.upper if place.tried else -inf for place in found if place.moment != HEARD]
         self.timed, self.lightest = bool(timed), min(timed, default=inf)
+
+    def outdated(self, step: int, price: float, limit: float) -> bool:
+        """Whether it is to be made anew for another reason than what was learned of the low piece."""
+        age = step - self._made
+        if age < REPLAN:
+            return False
+        return age >= OLD or abs(price - self._price) > MOVED * price or abs(limit - self._limit) > MOVED * limit
 
     def rest(self, index: int) -> float:
         """The least that a launch at a place behind `index` takes of what the step may lose: -inf where it was never tried, inf
@@ -92,7 +104,7 @@ class Places:
         self.effects: dict[
             tuple[int, int, float], float
         ] = {}  # by place: what launches cost there over what they cost elsewhere
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[tuple[int, int, bool], Plan] = {}  # by low operator and what else they depend on
         self.versions: dict[int, int] = {}
 
     def learn(self, spot: Spot, share: float, cost: float, count: int, moved: bool) -> None:
@@ -125,53 +137,59 @@ class Places:
         """Where the low piece of so many seconds may begin at the price (low seconds for a high second), no step losing more than
         `limit`, as of the high job's step `step`. `daring`: places may be tried where a step might: CAREFUL, IF_STUCK, ALWAYS.
         `from_idle`: nothing runs before the high step begins that could mark that moment."""
-        plan, key = self.plans.get(low), (self.versions.get(low, 0), daring, from_idle)
-        if plan is not None and plan.key == key and step - plan.made < REPLAN:
+        key, version = (low, daring, from_idle), self.versions.get(low, 0)
+        plan = self.plans.get(key)
+        if plan is not None and plan.version == version and not plan.outdated(step, price, limit):
             return plan
-        count, stuck = len(self.pairs[0].rates), self._stuck(low, limit)
+        count, fear, tried = 3 * len(self.pairs[0].rates), WORSE * self.worst.get(low, 0.0), self._tried(low, limit)
+        found: list[Place | None] = [None] * count
+        for place in tried:
+            score = price * place.cost + WORTH_S * seconds / place.share
+            index, other = 3 * place.piece + place.moment, found[3 * place.piece + place.moment]
+            if other is None or score < other.score:
+                found[index] = place._replace(score=score)
+        stuck = not tried and fear > limit
         dare = daring == ALWAYS or (daring == IF_STUCK and stuck)
-        tried: list[Place | None] = [None] * (3 * count)
-        hoped: list[Place | None] = [None] * (3 * count)
-        for pair in self.pairs:
-            share, launches = pair.key.share, pair.launches
-            lasts = WORTH_S * seconds / share
-            for index in range(3 * count):
-                piece, moment = divmod(index, 3)
-                known = launches.get((piece, moment, low))
-                if known is not None and known.upper <= limit:
-                    cost, upper, places = max(0.0, known.cell.mean), known.upper, tried
-                    score = price * cost + lasts
-                else:
-                    # Moments that nothing but a timer marks are looked at where the others won't do.
-                    if (moment == MID and not stuck) or (from_idle and not index):
-                        continue
-                    upper, places = self.expected(low, piece, moment, share), hoped
-                    if known is not None:
-                        if step - known.seen < PROBE_EVERY:
-                            continue
-                        upper = max(upper, known.cell.mean)
-                    if not dare and self.feared(low, upper) > limit:
-                        continue
-                    cost = HOPE * upper
-                    score = price * cost
-                other = places[index]
-                if other is None or score < other.score:
-                    places[index] = Place(piece, moment, share, cost, upper, score, places is tried)
-        at = [_better(one, two) for one, two in zip(tried, hoped, strict=True)]
-        plan = self.plans[low] = Plan(at, tried, step, key)
+        at = found
+        if dare or fear <= limit:
+            at = list(found)
+            for place in self._hoped(low, price, inf if dare else limit, limit, step, stuck, from_idle):
+                index = 3 * place.piece + place.moment
+                other = at[index]
+                if other is None or place.score < other.score:
+                    at[index] = place
+        plan = self.plans[key] = Plan(at, found, version, step, price, limit)
         return plan
 
-    def _stuck(self, low: int, limit: float) -> bool:
-        """Whether the low piece may cost more than a step may lose, and no place is known where it does not."""
-        if WORSE * self.worst.get(low, 0.0) <= limit:
-            return False
+    def _tried(self, low: int, limit: float) -> list[Place]:
+        """Where launches of the low piece were seen to cost no step more than `limit`, without a score."""
+        return [
+            Place(*divmod(known.index, 3), pair.key.share, max(0.0, known.cell.mean), known.upper, 0.0, True)
+            for pair in self.pairs
+            for known in pair.spots.get(low, ())
+            if known.index >= 0 and known.upper <= limit
+        ]
+
+    def _hoped(
+        self, low: int, price: float, feared: float, limit: float, step: int, stuck: bool, from_idle: bool
+    ) -> Iterator[Place]:
+        """Where there were none yet, or long ago, and one may be made: a step is not expected to lose more than `feared`."""
         for pair in self.pairs:
-            for piece in range(len(pair.rates)):
-                for moment in MOMENTS:
-                    known = pair.launches.get((piece, moment, low))
-                    if known is not None and known.upper <= limit:
-                        return False
-        return True
+            share, launches = pair.key.share, pair.launches
+            for index in range(from_idle, 3 * len(pair.rates)):
+                piece, moment = divmod(index, 3)
+                # Moments that nothing but a timer marks are looked at where the others won't do.
+                if moment == MID and not stuck:
+                    continue
+                known = launches.get((piece, moment, low))
+                cost = self.expected(low, piece, moment, share)
+                if known is not None:
+                    if known.upper <= limit or step - known.seen < PROBE_EVERY:
+                        continue
+                    cost = max(cost, known.cell.mean)
+                if feared < inf and self.feared(low, cost) > feared:
+                    continue
+                yield Place(piece, moment, share, HOPE * cost, cost, price * HOPE * cost, False)
 
 
 def _better(one: Place | None, two: Place | None) -> Place | None:

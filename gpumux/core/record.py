@@ -76,7 +76,7 @@ class Record:
         track = self.idle.pop(job.id, None)
         if track is not None and track.idle_since is not None:
             self.scene.changed()
-            track.version += 1
+            track.changed()
             track.gaps.add(now - track.idle_since)
             track.idle_since, track.arrived = None, now
 
@@ -85,7 +85,7 @@ class Record:
         track = self.tracks.get(job.id)
         if track is not None:
             self.version += 1
-            track.version += 1
+            track.changed()
             self.scene.changed()
 
     def launched(self, launch: Launch, board: Board, now: float) -> None:
@@ -131,9 +131,11 @@ class Record:
         track = self.tracks.get(job.id)
         if track is None:
             track = self.tracks[job.id] = Track(job)
-        if not track.calibrating:
-            track.version += 1
-        if launch.piece == 0:
+        if launch.piece:
+            track.moved()
+        else:
+            if not track.calibrating:
+                track.changed()
             before = track.model
             model = step.model = self._model(step.program, step.bounds, step.pieces)
             track.adopt(model)
@@ -191,8 +193,6 @@ class Record:
         track = self.tracks.get(job.id)
         if track is None:
             return  # the job is closing
-        if not track.calibrating:  # then low work is held until the step ends, whatever is learned from this piece
-            track.version += 1
         start = track.ended if track.ended > launch.at else launch.at
         track.ended = ended = max(ended, start)
         track.pieces += 1
@@ -226,6 +226,8 @@ class Record:
             track.beside = True
         if piece + 1 == len(step.pieces):
             self._step_done(track, job, ended, board)
+        else:
+            track.moved()
 
     def _high_beside(self, job: Job, start: float, ended: float, board: Board) -> bool:
         """Whether another high job had a launch on the device during [start, ended)."""
@@ -293,7 +295,7 @@ class Record:
 
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
-        track.version += 1
+        track.changed()
         self.recent.end_step(board.windows[_LOW].launches.values())
         if self._touched:
             for touched in self._touched:
@@ -331,7 +333,7 @@ class Record:
         self.version += 1
         track = self.tracks.pop(job.id, None)
         if track is not None:
-            track.version += 1
+            track.changed()
         self.standing.pop(job.id, None)
         if self._last_high is job:
             self._last_high = None

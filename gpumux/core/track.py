@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
 from gpumux.core.baseline import WANTED, Baseline
 from gpumux.core.controller import TOKENS, UNSEEN_S, Account
@@ -28,6 +29,7 @@ class Track:
         "account",
         "active_since",
         "arrived",
+        "awaited",
         "began",
         "beside",
         "calibrating",
@@ -58,6 +60,7 @@ class Track:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.version = 0  # of what a hold for its sake depends on
+        self.awaited = inf  # those held for its sake need not be asked again in this step while it can't lose so much more
         self.account = Account(job.spec.max_slowdown)
         self.gaps = Gaps()
         self.model: HighModel | None = None  # of the newest step launched
@@ -89,6 +92,16 @@ class Track:
         self.calibrating = FIRST_CLEAN  # steps without low work still wanted
         self.clean_at = 0  # `steps` when there last was one
         self.tries = 0
+
+    def changed(self) -> None:
+        """Whoever is held for its sake is to be asked again."""
+        self.version += 1
+        self.awaited = inf
+
+    def moved(self) -> None:
+        """Its step went on to another piece: so is whoever may run beside what is left of it. Nobody is while it calibrates."""
+        if not self.calibrating and self.account.used + self.awaited <= self.account.limit:
+            self.changed()
 
     def adopt(self, model: HighModel) -> None:
         """The job's next step belongs to `model`."""
