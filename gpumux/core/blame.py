@@ -68,32 +68,40 @@ def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> l
 
 def share_out(model: HighModel, piece: int, excess: float, found: list[tuple[Launch, float]]) -> list[Cell]:
     """Charge `excess` seconds of the piece to the launches beside it; the cells that learned of it."""
-    least = max(LEAST_OVERLAP * model.refs[piece], LEAST_S)
+    least = LEAST_OVERLAP * model.refs[piece]
+    if least < LEAST_S:
+        least = LEAST_S
     if len(found) == 1:
         launch, seconds = found[0]
         return [_charge(model.pair(launch.key), launch, piece, seconds, least, excess)]
-    pairs = [model.pair(launch.key) for launch, _ in found]
-    weights = [
-        seconds * (UNKNOWN + max(0.0, pair.cells[piece].mean)) for (_, seconds), pair in zip(found, pairs, strict=True)
-    ]
-    part = excess / sum(weights)
+    weighed, total = [], 0.0
+    for launch, seconds in found:
+        pair = model.pair(launch.key)
+        mean = pair.cells[piece].mean
+        weight = seconds * (UNKNOWN + mean if mean > 0.0 else UNKNOWN)
+        weighed.append((pair, launch, seconds, weight))
+        total += weight
+    part = excess / total
     return [
-        _charge(pair, launch, piece, seconds, least, part * weight)
-        for (launch, seconds), pair, weight in zip(found, pairs, weights, strict=True)
+        _charge(pair, launch, piece, seconds, least, part * weight) for pair, launch, seconds, weight in weighed
     ]
 
 
 def _charge(pair: Pair, launch: Launch, piece: int, seconds: float, least: float, mine: float) -> Cell:
     launch.blamed += mine
     launch.here += mine
-    rate = mine / (seconds if seconds > least else least) / pair.harm(launch.step.bounds[launch.piece])
+    rate = mine / (seconds if seconds > least else least)
+    if pair.rate > 0.0:
+        rate /= pair.harm(launch.step.bounds[launch.piece])
     weight = seconds / (4 * least) + 0.25
     pair.add(piece, rate, weight if weight < 1.0 else 1.0)
     cell = pair.cells[piece]
     if launch.ended:
         went(cell, launch.speed)
-    else:
+    elif launch.touched:
         launch.touched.append(cell)
+    else:
+        launch.touched = [cell]
     return cell
 
 

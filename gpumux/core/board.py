@@ -60,7 +60,7 @@ class Launch:
     peak: float = 0.0
     tried: bool = False
     spots: Sequence[tuple[Pair, Spot]] = ()
-    touched: list[Cell] = field(default_factory=list)
+    touched: list[Cell] | None = None
 
 
 @dataclass(slots=True, eq=False)

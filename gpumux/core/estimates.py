@@ -72,8 +72,10 @@ class Pair:
         cell = self.cells[piece]
         if not cell.count:
             self.known += 1
-        cell.add(min(rate, MAX_RATE), weight)
-        self.restate(piece)
+        cell.add(rate if rate < MAX_RATE else MAX_RATE, weight)
+        mean = cell.mean  # as `restate` does, but for bans
+        upper = mean + 2 * cell.deviation
+        self.rates[piece], self.uppers[piece] = mean if mean > 0.0 else 0.0, upper if upper > 0.0 else 0.0
 
     def restate(self, piece: int) -> None:
         """Put the cell's figures where the look-ahead reads them."""

@@ -27,6 +27,7 @@ from gpumux.errors import ConfigError
 from gpumux.model import DeviceInfo, Priority
 
 _LOW, _HIGH = Priority.LOW, Priority.HIGH
+_LOW_STREAM, _HIGH_STREAM = int(_LOW), int(_HIGH)
 _BY_RANK = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
 DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
 CANDIDATES = 3  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
@@ -135,11 +136,12 @@ class Guarded(Paced):
     def choose(self, board: Board, now: float) -> Choice | None:
         # Asked after every event and after every launch: what needs no look at a job comes first.
         ready, high = board.ready
-        if high.size:
+        low, out = board.windows
+        if high.size and len(out.launches) < self._high.launches:
             job = high.first()
             if job is not None and board.fits(job, self._high):
-                return Choice(job, int(_HIGH))
-        guard, low = self.guard, board.windows[_LOW]
+                return Choice(job, _HIGH_STREAM)
+        guard = self.guard
         limit = self._beside[guard.width] if board.active_jobs[_HIGH] else self._low_idle
         if not ready.size or len(low.launches) >= limit.launches:
             return None
@@ -152,7 +154,7 @@ class Guarded(Paced):
             return None
         share = guard.admit(first, board, now)
         if share:
-            return Choice(first, int(_LOW), share)
+            return Choice(first, _LOW_STREAM, share)
         # Others matter where the device would be left without low work.
         if ready.size > 1 and not low.launches and not guard.holds_all(first):
             others = ready.candidates(CANDIDATES)
@@ -163,7 +165,7 @@ class Guarded(Paced):
                     return None
                 share = guard.admit(job, board, now)
                 if share:
-                    return Choice(job, int(_LOW), share)
+                    return Choice(job, _LOW_STREAM, share)
         guard.asked = (first, ready.entered)
         return None
 

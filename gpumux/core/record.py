@@ -181,7 +181,7 @@ class Record:
         if launch.beside_high:
             self.harvested += max(0.0, seconds)
             launch.speed = launch.predicted / seconds if seconds > 0.0 else 1.0
-            for cell in launch.touched:
+            for cell in launch.touched or ():
                 blame.went(cell, launch.speed)
             for pair, spot in launch.spots:
                 if spot.piece != GAP:
@@ -272,9 +272,12 @@ class Record:
                     return
                 found, excess = later, excess - part
         cells, slack = blame.share_out(model, piece, excess, found), track.account.slack
-        for (low, _), cell in zip(found, cells, strict=True):
-            if to_judge(cell, slack) and low.job.state is not JobState.CLOSING:
-                self._touched.append((model, track, low, piece))
+        dear = slack / (1.0 + slack)
+        for index, cell in enumerate(cells):
+            if (cell.ban is not None or cell.mean > dear) and to_judge(cell, slack):
+                low = found[index][0]
+                if low.job.state is not JobState.CLOSING:
+                    self._touched.append((model, track, low, piece))
 
     def _caught(self, track: Track, early: list[tuple[Launch, float]]) -> None:
         """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
