@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
 from gpumux.core.bans import Ban
 from gpumux.core.cells import Spot
-from gpumux.core.estimates import HighModel, Pair
+from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.queue import Job, Step
 
 if TYPE_CHECKING:
     from gpumux.core.fairness import ReadyQueue
+    from gpumux.core.scene import Running
     from gpumux.core.track import Track
 
 ANY = -1  # version of the low class where what is out of it makes no difference
@@ -33,7 +34,7 @@ class Answer:
         self.exposed = 1.0  # part of the launch that high work is there to feel
         self.expected = 0.0  # excess high seconds
         self.spots: list[tuple[Pair, Spot]] = []
-        self.beside: list[tuple[Track, HighModel]] = []  # high jobs that run
+        self.beside: Sequence[Running] = ()  # high jobs that run
         self.probe: Ban | None = None
         self.probed: Track | None = None
         self.exploring: Track | None = None

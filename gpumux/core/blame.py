@@ -39,7 +39,7 @@ class Recent:
                 continue
             peak = max(launch.peak, launch.here)
             for pair, spot in launch.spots:
-                if spot.piece != GAP or launch.caught:
+                if spot[0] != GAP or launch.caught:
                     pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step, launch.exposed)
         self.open = still
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
+from typing import TypeAlias
 
 from gpumux.core.bans import Ban
 
@@ -16,14 +16,9 @@ TIMED_SPREAD = 0.05  # the same of one that began together with a high piece, as
 FORGET = 0.98
 
 
-class Spot(NamedTuple):
-    """A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was
-    out), whether together with it (`places.START`) or in which half of it, and the low operator it begins with."""
-
-    piece: int
-    moment: int
-    low: int
-
+# A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was out), whether together
+# with it (`places.START`) or in which half of it, and the low operator it begins with. Made for every question: no class.
+Spot: TypeAlias = tuple[int, int, int]
 
 GAP = -1
 

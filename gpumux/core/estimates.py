@@ -37,7 +37,6 @@ class Pair:
         "banned",
         "bests",
         "cells",
-        "fed",
         "key",
         "known",
         "launches",
@@ -59,14 +58,13 @@ class Pair:
         self.uppers = [0.0] * pieces
         self.banned = [False] * pieces
         self.any_ban = False
-        self.launches: dict[tuple[int, int, int], Launched] = {}  # by Spot, which plain tuples equal
+        self.launches: dict[tuple[int, int, int], Launched] = {}  # by Spot
         self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low operator
         self.bests: dict[int, tuple[int, float]] = {}  # see `best`
         self.lows: dict[int, Launched] = {}  # wherever they were made, by low operator
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.speed = key.share  # solo seconds of low work done in a second beside this program
         self.known = 0  # cells that have a sample
-        self.fed = 0  # the high job's step in which the low program was last launched, on whatever share
 
     def add(self, piece: int, rate: float, weight: float) -> None:
         cell = self.cells[piece]
@@ -94,24 +92,28 @@ class Pair:
     def learn(self, spot: Spot, cost: float, peak: float, seconds: float, step: int, exposed: float) -> None:
         """A launch of `seconds`, `exposed` of them beside the high job, was blamed for `cost`, `peak` in one step."""
         rate = max(0.0, cost) / seconds if seconds > 0.0 else 0.0
+        piece, moment, low = spot
         launched = self.launches.get(spot)
         if launched is None:
             if len(self.launches) >= MOST_PLACES:  # `lows` still knows
                 self.launches.clear()
                 self.spots.clear()
-            if spot.piece != GAP and spot.moment in MOMENTS:
-                launched = Launched(TIMED_SPREAD, 3 * spot.piece + spot.moment)
+            if piece != GAP and moment in MOMENTS:
+                launched = Launched(TIMED_SPREAD, 3 * piece + moment)
             else:
                 launched = Launched()
             self.launches[spot] = launched
-            if spot.piece != GAP:
-                self.spots.setdefault(spot.low, []).append(launched)
+            if piece != GAP:
+                self.spots.setdefault(low, []).append(launched)
         mean, upper = launched.cell.mean, launched.upper
         launched.add(cost, peak, rate, seconds, step)
         moved = abs(launched.cell.mean - mean) + abs(launched.upper - upper) > MOVED * upper + FLOOR_S
-        if spot.piece != GAP:
+        if piece != GAP:
             whole = max(exposed, LEAST_EXPOSED)
-            self.lows.setdefault(spot.low, Launched()).add(cost / whole, peak / whole, rate, seconds, step)
+            anywhere = self.lows.get(low)
+            if anywhere is None:
+                anywhere = self.lows[low] = Launched()
+            anywhere.add(cost / whole, peak / whole, rate, seconds, step)
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
             self.places.learn(spot, self.key.share, cost, launched.cell.count, moved)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Ban
 from gpumux.core.board import Board
-from gpumux.core.cells import FLOOR_S, GAP, Spot
+from gpumux.core.cells import FLOOR_S, GAP
 from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
@@ -62,23 +62,24 @@ class Guard(Record):
 
     def admit(self, job: Job, board: Board, now: float) -> float:
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
-        seconds = job.next_seconds()
+        step = job.head_step()
+        at, program = step.launched, step.program
+        seconds = step.pieces[at] if at else program.pieces[0]
+        takes = self.lag + self.margin + seconds * STRETCH
         start = self._low_until if self._low_until > now and board.windows[_LOW].launches else now
-        if start + self.lag + self.margin + seconds * STRETCH < self._calm:
+        if start + takes < self._calm:
             return 1.0
         scene = self.scene
         if self.seen != now or self._seen_version != self.version:
             scene.look(board, now)
             self.seen, self._seen_version, self._calm = now, self.version, scene.calm
-        if scene.free_at + self.lag + self.margin + seconds * STRETCH < scene.calm:
+        if scene.free_at + takes < scene.calm:
             return 1.0
-        step = job.head_step()
         standing = self.standing.get(job.id)
         if standing is not None and standing.step is step and standing.stands(self.low_version, now):
             self.answers[job.id] = standing
             return 0.0
-        bounds = step.bounds if step.launched else step.program.bounds
-        piece = Piece(step.program, bounds[step.launched], seconds)
+        piece = Piece(program, (step.bounds if at else program.bounds)[at], seconds)
         answer = self._place(piece, scene, now) if len(scene.running) == 1 else None
         if answer is None:
             answer = self._consider(piece, 1.0, scene, now)
@@ -110,7 +111,7 @@ class Guard(Record):
                 places = model.pair(piece.program.on(share)).places
         assert places is not None
         track = high.track
-        daring, idle = track.daring(places.pairs[0].fed), track.from_idle
+        daring, idle = track.daring(places.fed), track.from_idle
         plan = places.plan(piece.operator, piece.seconds, account.price, account.limit, track.steps, daring, idle)
         high.asked, high.plan = piece, plan
         return plan
@@ -172,12 +173,12 @@ class Guard(Record):
     def _consider(self, piece: Piece, share: float, scene: Scene, now: float) -> Answer:
         key, seconds = piece.program.on(share), piece.seconds
         answer = Answer(share, seconds / share)
+        answer.beside = scene.running
         for high in scene.running:
             track = high.track
             if track.calibrating:
                 return _held(answer, "calibration", track, -1)
             pair = high.model.pair(key)
-            answer.beside.append((track, high.model))
             speed = pair.speed
             if share < 1.0 and not pair.known:
                 speed = share * high.model.pair(piece.program.on(1.0)).speed
@@ -220,7 +221,7 @@ class Guard(Record):
         with the next step only."""
         refs, start, operator = high.model.refs, scene.free_at, piece.operator
         at, wraps, moment, until = where(high, scene, now, self.reach)
-        spot = Spot(at, moment, operator)
+        spot = (at, moment, operator)
         answer.spots.append((pair, spot))
         answer.exposed = 1.0 if wraps else exposed(high, at, until, start, lasts)
         places, expected, upper = pair.places, 0.0, 0.0
@@ -258,19 +259,22 @@ class Guard(Record):
         self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene, answer: Answer, ahead: bool
     ) -> tuple[str, Ban | None]:
         track = high.track
-        if cost.banned >= 0 and track.steps - pair.fed < STARVED:
+        if cost.banned >= 0 and track.steps - pair.places.fed < STARVED:
             return "ban", pair.cells[cost.banned].ban
         if cost.upper <= 0.0:
             return "", None
-        best, plan, spot = pair.best(piece.operator, track.steps - STALE), self._plan(high, piece), answer.spots[-1][1]
+        account, pending = track.account, scene.pending if scene.pending > high.late else high.late
+        if (cost.upper if ahead else account.used + pending + cost.upper) > account.limit:
+            return "tail", None  # as `refuses` would say: nothing else matters then
+        best, plan = pair.best(piece.operator, track.steps - STALE), self._plan(high, piece)
+        at, moment, _ = answer.spots[-1][1]
         least = min(best, plan.cost)
         avoidable = cost.expected - least if least < cost.expected else 0.0
-        if spot.moment in MOMENTS and (place := plan.at[3 * spot.piece + spot.moment]) is not None:
+        if moment in MOMENTS and (place := plan.at[3 * at + moment]) is not None:
             if place.share != pair.key.share:
-                place = plan.tried[3 * spot.piece + spot.moment] or place
-            avoidable = (place.score - plan.score) / track.account.price
-        pending = scene.pending if scene.pending > high.late else high.late
-        return track.account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds, ahead), None
+                place = plan.tried[3 * at + moment] or place
+            avoidable = (place.score - plan.score) / account.price
+        return account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds, ahead), None
 
     def _between(
         self, track: Track, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
@@ -286,7 +290,7 @@ class Guard(Record):
         if track.calibrating and chance > SPOILS:
             clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
             return Hold("calibration", track.job.id, -1, None, since + clear + ASIDE_S)
-        pair, spot = model.pair(key), Spot(GAP, 3, piece.operator)
+        pair, spot = model.pair(key), (GAP, 3, piece.operator)
         answer.spots.append((pair, spot))
         alike = pair.lows.get(piece.operator)
         delay = pair.launches.get(spot) or alike

@@ -95,10 +95,11 @@ class Plan:
 class Places:
     """Of one low program beside one high program under one cut. `pairs`: one for each share, the whole device first."""
 
-    __slots__ = ("base", "effects", "pairs", "plans", "versions", "worst")
+    __slots__ = ("base", "effects", "fed", "pairs", "plans", "versions", "worst")
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
+        self.fed = 0  # the high job's step in which the low program was last launched, on whatever share
         self.base: dict[int, float] = {}  # by low operator: what its launches cost, wherever they began
         self.worst: dict[int, float] = {}  # by low operator: the most one did, slowly forgotten
         self.effects: dict[
@@ -111,17 +112,19 @@ class Places:
         """A launch at `spot`, the `count`-th there, cost so many seconds. Where launches are often is where they cost little: so that
         this does not pass for what they cost anywhere, each place counts about once. `moved`: what is known of it is no longer what it was."""
         cost, fresh = max(0.0, cost), 1.0 / count
-        base = self.base.get(spot.low)
+        piece, moment, low = spot
+        base = self.base.get(low)
         if base is None:
-            self.base[spot.low] = cost
+            self.base[low] = cost
         else:
-            if base > LEAST_BASE_S and spot.moment in MOMENTS:
-                key, effect = (spot.piece, spot.moment, share), min(cost / base, MOST_EFFECT)
-                self.effects[key] = self.effects.get(key, 1.0) + 0.4 * fresh * (effect - self.effects.get(key, 1.0))
-            self.base[spot.low] = base + 0.15 * fresh * (cost - base)
-        self.worst[spot.low] = max(cost, FORGET**fresh * self.worst.get(spot.low, 0.0))
+            if base > LEAST_BASE_S and moment in MOMENTS:
+                key, effect = (piece, moment, share), min(cost / base, MOST_EFFECT)
+                known = self.effects.get(key, 1.0)
+                self.effects[key] = known + 0.4 * fresh * (effect - known)
+            self.base[low] = base + 0.15 * fresh * (cost - base)
+        self.worst[low] = max(cost, FORGET**fresh * self.worst.get(low, 0.0))
         if moved or count <= CREDIBLE:
-            self.versions[spot.low] = self.versions.get(spot.low, 0) + 1
+            self.versions[low] = self.versions.get(low, 0) + 1
 
     def expected(self, low: int, piece: int, moment: int, share: float) -> float:
         """What a launch is expected to cost that never began there."""

@@ -112,9 +112,10 @@ class Record:
             return
         launch.expected = answer.expected
         launch.spots, launch.exposed = answer.spots, answer.exposed
-        for track, model in answer.beside:
-            for share in self.shares:
-                model.pair(step.program.on(share)).fed = track.steps
+        for high_job in answer.beside:
+            places = high_job.model.places.get(step.program.key)
+            if places is not None:
+                places.fed = high_job.track.steps
         if answer.exploring is not None:
             answer.exploring.watching = True
             answer.exploring.explored = answer.exploring.pieces
@@ -184,7 +185,7 @@ class Record:
             for cell in launch.touched or ():
                 blame.went(cell, launch.speed)
             for pair, spot in launch.spots:
-                if spot.piece != GAP:
+                if spot[0] != GAP:
                     pair.speed += 0.2 * (launch.speed - pair.speed)
         self.recent.add(launch)
 

@@ -26,21 +26,23 @@ def may_try(
         return ban.until <= now and not ban.probing
     if learning and (track.account.balance <= 0.0 or track.explored_step >= track.steps):
         return False
+    fed = pair.places.fed
     if plan is not None:
-        if spot.moment in MOMENTS:
-            place = plan.at[3 * spot.piece + spot.moment]
+        high_piece, moment, _ = spot
+        if moment in MOMENTS:
+            place = plan.at[3 * high_piece + moment]
             if place is None or place.tried or place.share != pair.key.share:
                 return False
-            patient = track.steps - pair.fed < 2 * STARVED
-            return track.daring(pair.fed) != CAREFUL and not (patient and place.score > plan.score)
+            patient = track.steps - fed < 2 * STARVED
+            return track.daring(fed) != CAREFUL and not (patient and place.score > plan.score)
         if plan.score < inf:
             return False
     fresh = track.steps - PROBE_EVERY
-    known, alike = pair.launches.get(spot), pair.lows.get(spot.low)
+    known, alike = pair.launches.get(spot), pair.lows.get(spot[2])
     if known is not None and known.seen > fresh:
         return False
     if alike is not None and alike.cell.count >= CREDIBLE and alike.seen > fresh:
         hopeless = felt * alike.peak > HOPELESS * track.account.limit
         if hopeless:
             return False
-    return learning or track.steps - pair.fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
+    return learning or track.steps - fed >= STARVED or track.steps - track.probed >= PROBE_EVERY
