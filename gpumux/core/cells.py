@@ -71,13 +71,14 @@ class Cell:
 class Launched:
     """What launches of one kind cost: high seconds in all, and in the step that lost most by one."""
 
-    __slots__ = ("cell", "first", "index", "last", "peak", "rate", "seconds", "seen", "worst")
+    __slots__ = ("cell", "first", "index", "last", "peak", "rate", "seconds", "seen", "upper", "worst")
 
     def __init__(self, first: float = FIRST_SPREAD, index: int = -1) -> None:
         self.first = first
         self.index = index  # 3 * high piece + moment, where the moment repeats (places.MOMENTS)
         self.cell = Cell(FLOOR_S)
         self.peak = self.last = 0.0
+        self.upper = 0.0  # what a step seldom loses more of
         self.worst = 0.0  # the largest peak, slowly forgotten: what a launch at another place may do
         self.rate = 0.0  # high seconds lost in a second of it
         self.seconds = 0.0  # a launch took
@@ -94,9 +95,4 @@ class Launched:
         self.rate += part * (rate - self.rate)
         self.seconds += part * (seconds - self.seconds)
         self.seen = step
-
-    @property
-    def upper(self) -> float:
-        """What a step seldom loses more of."""
-        spread = 2 * self.cell.deviation
-        return self.peak + (spread if self.cell.count > 1 else self.first * self.peak)
+        self.upper = self.peak + (2 * self.cell.deviation if self.cell.count > 1 else self.first * self.peak)

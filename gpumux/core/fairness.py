@@ -32,6 +32,7 @@ MAX_LAG_S = 10e-3
 # Of jobs that may go out of turn where all whose turn it is are held:
 PATIENCE = 16  # times in a row one of them may be held before it is another one's chance
 TURNS = 32  # times it may be launched
+SPARE = 64  # entries out of date, beyond as many as there are jobs, before they are cleared
 LOOKED_AT = 16  # entries, of which some may be out of date, to find one
 
 
@@ -132,16 +133,13 @@ class ReadyQueue:
         assert {id(entry[2]) for entry in live} == {id(job) for job in jobs}, "ready queue holds the wrong jobs"
         for key, _, job in live:
             assert key <= self.key(job), f"job {job.id}: ready under key {key}, above its own {self.key(job)}"
-        assert len(self._heap) <= self._bound(), f"{len(self._heap)} heap entries for {self.size} ready jobs"
-
-    def _bound(self) -> int:
-        return 2 * self.size + 64
+        assert len(self._heap) <= 2 * self.size + SPARE, f"{len(self._heap)} heap entries for {self.size} ready jobs"
 
     def _push(self, job: Job) -> None:
         entry = (self.key(job), next(self._serial), job)
         job.entry = entry
         heappush(self._heap, entry)
-        if len(self._heap) > self._bound():
+        if len(self._heap) > 2 * self.size + SPARE:
             self._heap = [entry for entry in self._heap if entry[2].entry is entry]
             heapify(self._heap)
 

@@ -11,7 +11,6 @@ gap           it would still run when the high job's next step is expected
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from gpumux.core.bans import Ban
@@ -40,23 +39,11 @@ class Holds:
         self.reason = ""  # of the low job whose turn it is
         self._asked = 0.0
 
-    def nobody(self, now: float) -> None:
-        """After an event: nobody was asked to wait."""
-        self.seconds[self.reason] += now - self._asked
-        self.reason = ""
-
-    def note(self, held: Iterable[tuple[JobId, Hold]], now: float) -> None:
-        """After an event: who is held now, the one whose turn it is first."""
+    def note(self, reason: str, now: float) -> None:
+        """After an event: why the low job is held whose turn it is; "": nobody is."""
         if self.reason:
             self.seconds[self.reason] += now - self._asked
-        self.reason, self._asked = "", now
-        for job, hold in held:
-            if not self.reason:
-                self.reason = hold.reason
-            self.newest[job] = hold
-            if job not in self.since:
-                self.since[job] = now
-                self.fresh.append((job, hold))
+        self.reason, self._asked = reason, now
 
     def freed(self, job: JobId) -> None:
         """The job was launched, or has nothing to launch."""

@@ -150,7 +150,7 @@ class Guard(Record):
 
     def _appointment(self, piece: Piece, scene: Scene, now: float) -> float:
         high = scene.running[0]
-        return appointment(high, self._plan(high, piece), piece.seconds, scene, now, self.reach)
+        return appointment(high, self._plan(high, piece), scene, now, self.reach)
 
     def _best_share(self, piece: Piece, whole: Answer, scene: Scene, now: float) -> Answer:
         """The share that gives most low work a second, what it costs taken off; `whole` is the answer for all of it."""
@@ -280,29 +280,34 @@ class Guard(Record):
         self, track: Track, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
     ) -> Hold | None:
         """Why a launch that runs until `end` has to wait for an idle job's next step."""
-        gaps, since, seconds, model = track.gaps, track.idle_since, end - now, track.model
+        gaps, since, model = track.gaps, track.idle_since, track.model
         if model is None or since is None:
             return None
-        waited = now - since
+        waited, seconds = now - since, end - now
         chance = gaps.arrival(waited, seconds)
         if chance <= 0.0:
             return None
         if track.calibrating and chance > SPOILS:
             clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
             return Hold("calibration", track.job.id, -1, None, since + clear + ASIDE_S)
-        pair, spot = model.pair(key), (GAP, 3, piece.operator)
+        pair, operator = model.pair(key), piece.operator
+        spot = (GAP, 3, operator)
         answer.spots.append((pair, spot))
-        alike = pair.lows.get(piece.operator)
+        alike = pair.lows.get(operator)
         delay = pair.launches.get(spot) or alike
         if delay is None:
             return None
-        worst = max(delay.upper, delay.worst)
+        worst, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
+        if mean < 0.0:
+            mean = 0.0
         if alike is not None and scene.free_at > now and scene.free_at > track.soonest:
             # It would begin after the step only.
-            worst = max(worst, alike.upper, pair.places.worst.get(piece.operator, 0.0))
+            worst = max(worst, alike.upper, pair.places.worst.get(operator, 0.0))
         # A launch that is over so soon after the step came can't delay it by much more.
-        most, mean, account = outlasted(end, track.soonest, now), max(0.0, delay.cell.mean), track.account
-        answer.expected = max(answer.expected, min(mean, most))
+        most, account = outlasted(end, track.soonest, now), track.account
+        expected = mean if mean < most else most
+        if expected > answer.expected:
+            answer.expected = expected
         room, budget = account.limit - scene.pending, account.balance + account.credit
         if bearable(chance, most, mean, worst, room, budget):
             return None
@@ -317,18 +322,26 @@ class Guard(Record):
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
-        held = [(job, answer.hold) for job, answer in self.answers.items() if answer.hold is not None]
-        self.holds.note(held, now)
-        if self.asked is not None:
-            self.rest = Rest(*self.asked, self.low_version, self.answers.values())
-        wake = inf
-        for _, hold in held:
+        wake, holds, reason = inf, self.holds, ""
+        for job, answer in self.answers.items():
+            hold = answer.hold
+            if hold is None:
+                continue
+            if not reason:
+                reason = hold.reason
+            holds.newest[job] = hold
+            if job not in holds.since:
+                holds.since[job] = now
+                holds.fresh.append((job, hold))
             if hold.until < wake:
                 wake = hold.until
             if hold.reason in PINCHING:
                 self._pinched = True
                 if hold.reason == "budget" and hold.high in self.tracks:
                     self.tracks[hold.high].account.short = True
+        holds.note(reason, now)
+        if self.asked is not None:
+            self.rest = Rest(*self.asked, self.low_version, self.answers.values())
         return wake
 
 

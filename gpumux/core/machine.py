@@ -76,7 +76,7 @@ class Core:
                 elif guard.resting:
                     self._wake(guard.rest.until if guard.rest is not None else inf)
                 elif guard.holds.reason:
-                    guard.holds.nobody(now)
+                    guard.holds.note("", now)
         if state.touched:
             for job in state.touched:
                 if job.queue:

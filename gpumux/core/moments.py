@@ -12,7 +12,6 @@ from math import inf
 from gpumux.core.places import HEARD, MID, START, Plan
 from gpumux.core.scene import Running, Scene
 
-TIMED = (START, MID)  # moments that a timer has to mark
 TIMED_S = 8e-6  # a launch that begins so close to a moment begins at it
 HEARD_S = 100e-6  # one that begins no later is launched as soon as the host has heard that the high piece began
 
@@ -49,25 +48,19 @@ def _where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, 
     return at, wraps, 4 if 2 * (start - began) >= until - began else 3, until
 
 
-def appointment(high: Running, plan: Plan, seconds: float, scene: Scene, now: float, reach: float) -> float:
+def appointment(high: Running, plan: Plan, scene: Scene, now: float, reach: float) -> float:
     """When to ask again, so that the launch begins together with the next high piece where it may; inf: an event will come."""
     account, refs = high.track.account, high.model.refs
     if not plan.timed or (not high.more and account.used + scene.pending + plan.lightest > account.limit):
         return inf
     at, begins, wraps = high.at, high.until + scene.pending - refs[high.at], False
     used, limit = account.used + scene.pending, account.limit
+    timed, purse, soon = plan.timed, account.balance + account.credit, now + TIMED_S
     for _ in range(len(refs) + 1):
-        for moment in TIMED:
-            place = plan.at[3 * at + moment]
-            when = begins + 0.5 * refs[at] if moment == MID else begins
-            if (
-                place is not None
-                and place.score - plan.score <= seconds
-                and (used + place.upper <= limit or not place.tried)
-                and (wraps or used + place.cost <= account.balance + account.credit)
-                and when - reach > now + TIMED_S
-            ):
-                return when - reach
+        for moment, upper, cost in timed.get(at, ()):
+            when = (begins + 0.5 * refs[at] if moment == MID else begins) - reach
+            if when > soon and used + upper <= limit and (wraps or used + cost <= purse):
+                return when
         begins += refs[at]
         at += 1
         if at == len(refs):

@@ -51,24 +51,30 @@ class Place(NamedTuple):
 
 class Plan:
     """Of one low piece: the best share at each moment of each high piece (`at[3 * piece + moment]`), if any will do, the best of those
-    that were tried (`tried`), and the least score and cost of all. `timed`: one of them has to be marked by a timer; `lightest` is
-    the least that one of those takes of what a step may lose."""
+    that were tried (`tried`), and the least score and cost of all. `timed`: by high piece, those that a timer has to mark and that are
+    worth waiting for, with what each takes of what a step may lose (-inf: it was never tried) and costs; `lightest` is the least of that."""
 
     __slots__ = (
         "_limit", "_made", "_price", "_rest", "at", "cost", "lightest", "score", "timed", "tried", "version",
     )  # fmt: skip
 
     def __init__(
-        self, at: list[Place | None], tried: list[Place | None], version: int, made: int, price: float, limit: float
-    ) -> None:
+        self, at: list[Place | None], tried: list[Place | None], seconds: float, version: int, made: int, price: float,
+        limit: float,
+    ) -> None:  # fmt: skip
         found = [place for place in at if place is not None]
         self.at, self.tried = at, tried
         self.score = min([place.score for place in found], default=inf)
         self.cost = min([place.cost for place in found], default=inf)
         self.version, self._made, self._price, self._limit = version, made, price, limit
         self._rest: list[float] | None = None
-        timed = [place.upper if place.tried else -inf for place in found if place.moment != HEARD]
-        self.timed, self.lightest = bool(timed), min(timed, default=inf)
+        self.timed: dict[int, list[tuple[int, float, float]]] = {}
+        self.lightest = inf
+        for place in found:
+            if place.moment != HEARD and place.score - self.score <= seconds:
+                upper = place.upper if place.tried else -inf
+                self.timed.setdefault(place.piece, []).append((place.moment, upper, place.cost))
+                self.lightest = min(self.lightest, upper)
 
     def outdated(self, step: int, price: float, limit: float) -> bool:
         """Whether it is to be made anew for another reason than what was learned of the low piece."""
@@ -161,7 +167,7 @@ class Places:
                 other = at[index]
                 if other is None or place.score < other.score:
                     at[index] = place
-        plan = self.plans[key] = Plan(at, found, version, step, price, limit)
+        plan = self.plans[key] = Plan(at, found, seconds, version, step, price, limit)
         return plan
 
     def _tried(self, low: int, limit: float) -> list[Place]:

@@ -237,7 +237,10 @@ class Record:
         self._last_end = ended
         if self._other_high > start:
             return True
-        for out in board.windows[_HIGH].launches.values():  # noqa: SIM110
+        launches = board.windows[_HIGH].launches
+        if len(launches) == job.outstanding:
+            return False  # all are its own
+        for out in launches.values():  # noqa: SIM110
             if out.job is not job and out.at < ended:
                 return True
         return False
