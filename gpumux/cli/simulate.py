@@ -53,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
         )
     jobs = _workloads(asked, spec, args.max_slowdown)
     policies = config.POLICIES if args.policy == "all" else (args.policy,)
+    if args.plot:
+        from gpumux.simulate import plot
+
+        plot.check(Path(args.plot))
     results: list[Result] = []
     for policy in policies:
         results.append(_simulate(jobs, spec, policy, args))
@@ -65,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
         told = [describe(result, explain=args.explain) for result in results]
         emit("\n\n".join([*told, *([compare(results)] if len(results) > 1 else []), "\n".join(notes)]))
     if args.plot:
-        from gpumux.simulate import plot
-
         plot.timelines(results, Path(args.plot))
     return EX_INTERRUPTED if results[-1].interrupted else 0
 

@@ -27,7 +27,8 @@ TAIL_RECOVER = 1.01  # for each step without low work beyond so many
 PATIENCE = 16
 NEAR = 0.94  # of the limit: a step that loses so much counts as over it
 TOKENS = 3.0  # steps over the limit that may be risked to find something out
-MOST_OWED = 10.0
+MOST_OWED = 100.0
+UNPAID = 8.0  # credits lost beyond what an account can owe that cost a token: a token in 200 steps makes that 4 % of the credit
 TOKEN_RATE = 0.005  # for each step
 PRICE_START = 1.0
 PRICE_RISE = 1.05  # for a step in which low work waited for credit
@@ -96,7 +97,8 @@ class Account:
             if excess <= NEAR * TAIL * credit / MARGIN:
                 self.tail = min(TAIL_MOST, self.tail * TAIL_RISE)
             else:
-                self.tokens = max(self.tokens - 1.0, -MOST_OWED)
+                unpaid = max(0.0, excess - DEBT * credit)
+                self.tokens = max(self.tokens - 1.0 - (unpaid / (UNPAID * credit) if credit > 0.0 else 0.0), -MOST_OWED)
                 if foreseen:
                     self.tail = max(TAIL_LEAST, self.tail * TAIL_FALL)
             self.balance -= min(max(excess, -credit), DEBT * credit)

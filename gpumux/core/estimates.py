@@ -46,6 +46,7 @@ class Pair:
         "rates",
         "speed",
         "spots",
+        "typical",
         "uppers",
     )
 
@@ -63,6 +64,7 @@ class Pair:
         self.bests: dict[int, tuple[int, float]] = {}  # see `best`
         self.lows: dict[int, Launched] = {}  # wherever they were made, by low operator
         self.rate = 0.0  # high seconds lost in a second of any launch
+        self.typical = Cell()  # the same, where one outlier counts for little: what people are told
         self.speed = key.share  # solo seconds of low work done in a second beside this program
         self.known = 0  # cells that have a sample
 
@@ -115,6 +117,7 @@ class Pair:
                 anywhere = self.lows[low] = Launched()
             anywhere.add(cost / whole, peak / whole, rate, seconds, step)
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
+            self.typical.add(rate)
             self.places.learn(spot, self.key.share, cost, launched.cell.count, moved)
 
     def best(self, low: int, since: int) -> float:
@@ -230,7 +233,7 @@ class HighModel:
         for key, pair in self.pairs.items():
             heir = made.pair(key)
             heir.speed = pair.speed
-            heir.lows, heir.rate = pair.lows, pair.rate
+            heir.lows, heir.rate, heir.typical = pair.lows, pair.rate, pair.typical
             for piece, parts in enumerate(sources):
                 _inherit(heir, piece, [(pair.cells[old], share) for old, share in parts])
         return made

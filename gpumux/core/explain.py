@@ -153,8 +153,8 @@ def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:
     model = track.model
     assert model is not None
     lines = []
-    for key, pair in sorted(model.pairs.items(), key=lambda item: -item[1].rate):
-        if not pair.known or pair.rate <= 0.0:
+    for key, pair in sorted(model.pairs.items(), key=lambda item: -item[1].typical.mean):
+        if not pair.known or pair.typical.mean <= 0.0:
             continue
         names = [_name(core, j.id) for j in core.jobs.values() if j.priority is Priority.LOW and _runs(j, key.low)]
         worst, piece = max((cell.mean, piece) for piece, cell in enumerate(pair.cells) if cell.count)
@@ -162,7 +162,7 @@ def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:
         where = _range(core, track.job.id, model, piece)
         most = f"most in {where}, which {_takes(_ratio(worst))}" if worst > 0.0 else "in no range more than in others"
         lines.append(
-            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses {pair.rate:.3f} s a second; {most}."
+            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses {pair.typical.mean:.3f} s a second; {most}."
         )
     return lines[:MOST_BANS]
 
@@ -194,6 +194,10 @@ def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
         lines.append(f"It is held since {since:.6f} ({(core.now - since) * 1e3:.3f} ms): {held(core, hold)}.")
     elif not job.blocked():
         lines.append(_turn(core, guard, job))
+    totals = guard.holds.of(job.id, core.now)
+    if totals:
+        told = ", ".join(f"{reason} {seconds * 1e3:.3f} ms" for reason, seconds in totals.items())
+        lines.append(f"Since it opened it was held for {sum(totals.values()) * 1e3:.3f} ms in all: {told}.")
     long = too_long(guard, job)
     if long is not None:
         piece, fits = long
@@ -323,4 +327,6 @@ def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: 
 
 def _name(core: CoreState, job_id: JobId) -> str:
     job = core.jobs.get(job_id)
-    return f"{job.spec.name!r}" if job is not None and job.spec.name else str(job_id)
+    if job is None:
+        return f"{core.departed[job_id]!r}, which is gone" if job_id in core.departed else str(job_id)
+    return f"{job.spec.name!r}" if job.spec.name else str(job_id)

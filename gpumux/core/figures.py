@@ -16,6 +16,7 @@ jobs, for each high job that has run, under "guard":
     price, balance_seconds, credit_seconds, tail
 and for each low one:
     held            {reason, high, since, until (None: an event will come)} or None
+    held_seconds    {reason: seconds for which it was held since it opened}, only reasons there were
     too_long        {piece_seconds, fits_seconds} or None
 """
 
@@ -43,7 +44,7 @@ def guard_figures(guard: Guard) -> dict[str, Any]:
     }
 
 
-def job_figures(guard: Guard, job: Job) -> dict[str, Any] | None:
+def job_figures(guard: Guard, job: Job, now: float) -> dict[str, Any] | None:
     if job.priority is Priority.LOW:
         hold, long = guard.holds.newest.get(job.id), too_long(guard, job)
         return {
@@ -55,6 +56,7 @@ def job_figures(guard: Guard, job: Job) -> dict[str, Any] | None:
                 "since": guard.holds.since[job.id],
                 "until": hold.until if hold.until < float("inf") else None,
             },
+            "held_seconds": guard.holds.of(job.id, now),
             "too_long": None if long is None else {"piece_seconds": long[0], "fits_seconds": long[1]},
         }
     track = guard.tracks.get(job.id)

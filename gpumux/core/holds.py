@@ -11,6 +11,7 @@ gap           it would still run when the high job's next step is expected
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from gpumux.core.bans import Ban
@@ -35,6 +36,8 @@ class Holds:
         self.seconds = dict.fromkeys(REASONS, 0.0)  # in which low work was ready and had room, but was held
         self.since: dict[JobId, float] = {}
         self.newest: dict[JobId, Hold] = {}
+        self._since: dict[JobId, float] = {}  # for the newest reason
+        self._totals: dict[JobId, dict[str, float]] = {}  # by job, seconds by reason of holds that are over
         self.fresh: list[tuple[JobId, Hold]] = []  # who was not held before the event
         self.reason = ""  # of the low job whose turn it is
         self._asked = 0.0
@@ -45,7 +48,35 @@ class Holds:
             self.seconds[self.reason] += now - self._asked
         self.reason, self._asked = reason, now
 
-    def freed(self, job: JobId) -> None:
+    def hold(self, job: JobId, hold: Hold, now: float) -> None:
+        """The job is held now, for this reason."""
+        old = self.newest.get(job)
+        self.newest[job] = hold
+        if old is None:
+            self.since[job] = self._since[job] = now
+            self.fresh.append((job, hold))
+        elif old.reason != hold.reason:
+            self._count(job, old.reason, now)
+            self._since[job] = now
+
+    def freed(self, job: JobId, now: float) -> None:
         """The job was launched, or has nothing to launch."""
-        if self.since.pop(job, None) is not None:
-            del self.newest[job]
+        old = self.newest.pop(job, None)
+        if old is not None:
+            self._count(job, old.reason, now)
+            del self.since[job], self._since[job]
+
+    def of(self, job: JobId, now: float) -> dict[str, float]:
+        """Seconds for which the low job was held since it opened, by reason, the longest first."""
+        found = Counter(self._totals.get(job, {}))
+        if job in self.newest:
+            found[self.newest[job].reason] += now - self._since[job]
+        return dict(found.most_common())
+
+    def forget(self, job: JobId, now: float) -> None:
+        self.freed(job, now)
+        self._totals.pop(job, None)
+
+    def _count(self, job: JobId, reason: str, now: float) -> None:
+        totals = self._totals.setdefault(job, {})
+        totals[reason] = totals.get(reason, 0.0) + now - self._since[job]

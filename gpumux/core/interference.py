@@ -329,10 +329,7 @@ class Guard(Record):
                 continue
             if not reason:
                 reason = hold.reason
-            holds.newest[job] = hold
-            if job not in holds.since:
-                holds.since[job] = now
-                holds.fresh.append((job, hold))
+            holds.hold(job, hold, now)
             if hold.until < wake:
                 wake = hold.until
             if hold.reason in PINCHING:

@@ -82,7 +82,7 @@ def _pause(core: CoreState, job: Job, paused: bool) -> None:
     job.paused = paused
     core.tell(job.id, None, "paused" if paused else "resumed")
     if core.guard is not None:
-        core.guard.paused(job)
+        core.guard.paused(job, core.now)
 
 
 def pause_requested(core: CoreState, event: ev.PauseRequested) -> None:
@@ -144,6 +144,7 @@ def job_released(core: CoreState, event: ev.JobReleased) -> None:
     core.board.forget(job)
     core.ledger.remove_job(job)
     del core.jobs[job.id]
+    core.depart(job)
     if job.session in core.sessions:
         core.sessions[job.session].jobs.remove(job.id)
     core.tell(job.id, None, "forgotten")

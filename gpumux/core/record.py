@@ -80,8 +80,9 @@ class Record:
             track.gaps.add(now - track.idle_since)
             track.idle_since, track.arrived = None, now
 
-    def paused(self, job: Job) -> None:
+    def paused(self, job: Job, now: float) -> None:
         """The job was paused or resumed."""
+        self.holds.freed(job.id, now)
         track = self.tracks.get(job.id)
         if track is not None:
             self.version += 1
@@ -107,7 +108,7 @@ class Record:
         start = now if first or self._low_until < now else self._low_until
         launch.due = self._low_until = start + (answer.seconds if answer is not None else launch.predicted)
         if self.holds.since:
-            self.holds.freed(job.id)
+            self.holds.freed(job.id, now)
         if answer is None:
             return
         launch.expected = answer.expected
@@ -335,7 +336,7 @@ class Record:
             self.width = min(self.width + 1, self.wide)
         self._pinched = False
 
-    def forgotten(self, job: Job) -> None:
+    def forgotten(self, job: Job, now: float) -> None:
         """Nothing of the job is left."""
         self.version += 1
         track = self.tracks.pop(job.id, None)
@@ -348,7 +349,7 @@ class Record:
         self.idle.pop(job.id, None)
         self.scene.changed()
         self.answers.pop(job.id, None)
-        self.holds.freed(job.id)
+        self.holds.forget(job.id, now)
         if self.bans.forget(job.id):
             for model in [model for cuts in self.models.values() for model in cuts.values()]:
                 model.unban()

@@ -73,7 +73,7 @@ def _job(core: CoreState, job: Job) -> dict[str, Any]:
         "steps_done": job.steps_done,
         "steps_failed": job.steps_failed,
         "device_seconds": job.device_s,
-        "guard": None if core.guard is None else job_figures(core.guard, job),
+        "guard": None if core.guard is None else job_figures(core.guard, job, core.now),
         "memory": {**asdict(charge), "total": charge.total, "limit": job.spec.memory_limit},
     }
 

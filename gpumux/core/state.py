@@ -30,6 +30,8 @@ from gpumux.core.queue import Job, JobState, Session, Transfer
 from gpumux.core.story import Story
 from gpumux.model import DeviceInfo, Fault, JobId, SessionId, StepId
 
+MOST_DEPARTED = 1024  # names: a few for each job there can be
+
 
 class CoreState:
     """Raises ConfigError when the configuration names no policy."""
@@ -46,6 +48,7 @@ class CoreState:
         self.board = Board(self.policy_class.order)
         self.ledger = Ledger(config)
         self.log = Story(config.story_records)
+        self.departed: dict[JobId, str] = {}  # names of the newest jobs that are gone, for stories that speak of them
         self.events = 0
         self.ignored: Counter[str] = Counter()  # by event: late or said twice
         self.refusals: Counter[str] = Counter()  # by fault code
@@ -57,6 +60,13 @@ class CoreState:
         self.cause: Event = Tick()
         self.out: list[Command] = []
         self.touched: list[Job] = []  # jobs whose waiting may want explaining
+
+    def depart(self, job: Job) -> None:
+        """The job is gone, but stories still name it."""
+        if job.spec.name:
+            self.departed[job.id] = job.spec.name
+            if len(self.departed) > MOST_DEPARTED:
+                del self.departed[next(iter(self.departed))]
 
     def ignore(self) -> None:
         """This event is late or was said before; it changes nothing."""
@@ -118,7 +128,7 @@ class CoreState:
     def _unload(self, job: Job, fault: Fault, tell: Fault | None) -> None:
         job.state = JobState.CLOSING
         if self.guard is not None:
-            self.guard.forgotten(job)
+            self.guard.forgotten(job, self.now)
         if tell is not None:
             job.told = True
             self.out.append(CloseJob(job.id, job.session, tell))

@@ -20,8 +20,8 @@ def may_try(
     and what is not known while the job is new, or low work starves, or long after it was known. `plan`: where the low piece may
     begin, beside high work; `felt`: the part of the launch that high work is there to feel."""
     learning = track.steps < LEARNING_STEPS
-    if not learning and track.account.tokens < 1.0:
-        return False
+    if not learning and (track.account.tokens < 1.0 or track.explored_step >= track.steps):
+        return False  # one a step, or a token would buy as many tries as there are low jobs
     if ban is not None:
         return ban.until <= now and not ban.probing
     if learning and (track.account.balance <= 0.0 or track.explored_step >= track.steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,18 @@ def figure(width: float, height: float) -> Figure:
     except ImportError:
         raise ConfigError("pictures need matplotlib", "pip install gpumux[plot]") from None
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def check(path: Path) -> None:
+    """Before a long run whose picture is to be saved there. Raises ConfigError where `figure` or `save` would."""
+    figure(1.0, 1.0)
+    why = "" if path.parent.is_dir() else f"there is no directory {path.parent}"
+    if path.is_dir():
+        why = "it is a directory"
+    elif not why and not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "no permission"
+    if why:
+        raise ConfigError(f"can't write {path}: {why}", "choose a file in a directory you may write")
 
 
 def save(drawn: Figure, path: Path) -> None:

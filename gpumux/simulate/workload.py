@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from math import isfinite
 
 from gpumux.core.admission import refuse_spec
 from gpumux.core.config import CoreConfig
@@ -16,6 +15,9 @@ from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import ConfigError
 from gpumux.model import JobSpec, Priority
 from gpumux.program.profile import StepProfile
+
+MAX_AWAY_S = 60.0  # virtual, between steps or before the first: a second takes a few of real time
+MAX_RATE = 1e5  # steps a second: each is an event, whether anybody can answer it or not
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,16 @@ class Workload:
             raise ConfigError(f"job {self.name!r} has no kernels", "give it at least one")
         for kernel in self.kernels:
             checked(kernel)
-        if not (isfinite(self.think_s) and self.think_s >= 0 and isfinite(self.starts_at) and self.starts_at >= 0):
-            raise ConfigError(f"job {self.name!r} thinks for {self.think_s} s from {self.starts_at} s on", "0 or more")
-        if self.rate is not None and not (isfinite(self.rate) and self.rate > 0):
-            raise ConfigError(f"job {self.name!r} submits {self.rate} steps a second", "give more than 0, or none")
+        if not (0.0 <= self.think_s <= MAX_AWAY_S and 0.0 <= self.starts_at <= MAX_AWAY_S):
+            raise ConfigError(
+                f"job {self.name!r} thinks for {self.think_s:g} s from {self.starts_at:g} s on",
+                f"give 0 to {MAX_AWAY_S:g} s: others are simulated for as long as it is away",
+            )
+        if self.rate is not None and not 1.0 / MAX_AWAY_S <= self.rate <= MAX_RATE:
+            raise ConfigError(
+                f"job {self.name!r} submits {self.rate:g} steps a second",
+                f"give {1.0 / MAX_AWAY_S:.3g} to {MAX_RATE:g}, or no rate for a job that always has steps submitted",
+            )
         if self.rate is not None and self.think_s:
             raise ConfigError(f"job {self.name!r} has both a rate and a pause", "give one of them")
         if self.target_s is not None and not self.target_s > 0:
