@@ -43,12 +43,16 @@ class Recent:
                     pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step, launch.exposed)
         self.open = still
 
-    def end_step(self, out: Iterable[Launch]) -> None:
-        """A high step ended: what follows is another one's loss."""
+    def end_step(self, out: Iterable[Launch]) -> bool:
+        """A high step ended: what follows is another one's loss. True if it may still be one of a launch that was made to find out
+        what it costs."""
+        tried = False
         for launch in (*out, *self.open):
             if launch.here > launch.peak:
                 launch.peak = launch.here
             launch.here = 0.0
+            tried = tried or launch.tried
+        return tried
 
 
 def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> list[tuple[Launch, float]]:
@@ -82,9 +86,7 @@ def share_out(model: HighModel, piece: int, excess: float, found: list[tuple[Lau
         weighed.append((pair, launch, seconds, weight))
         total += weight
     part = excess / total
-    return [
-        _charge(pair, launch, piece, seconds, least, part * weight) for pair, launch, seconds, weight in weighed
-    ]
+    return [_charge(pair, launch, piece, seconds, least, part * weight) for pair, launch, seconds, weight in weighed]
 
 
 def _charge(pair: Pair, launch: Launch, piece: int, seconds: float, least: float, mine: float) -> Cell:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from gpumux.core.bans import Ban
 from gpumux.core.baseline import Baseline
-from gpumux.core.cells import FIRST_SPREAD, FLOOR_S, GAP, TIMED_SPREAD, Cell, Launched, Spot
+from gpumux.core.cells import FLOOR_S, GAP, TIMED_SPREAD, Cell, Launched, Spot
 from gpumux.core.places import MOMENTS, Places
 from gpumux.core.queue import PairKey
 
@@ -100,10 +100,8 @@ class Pair:
             if len(self.launches) >= MOST_PLACES:  # `lows` still knows
                 self.launches.clear()
                 self.spots.clear()
-            if piece != GAP and moment in MOMENTS:
-                launched = Launched(TIMED_SPREAD, 3 * piece + moment)
-            else:
-                launched = Launched()
+            timed = piece != GAP and moment in MOMENTS
+            launched = Launched(TIMED_SPREAD, 3 * piece + moment) if timed else Launched()
             self.launches[spot] = launched
             if piece != GAP:
                 self.spots.setdefault(low, []).append(launched)

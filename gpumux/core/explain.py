@@ -328,5 +328,5 @@ def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: 
 def _name(core: CoreState, job_id: JobId) -> str:
     job = core.jobs.get(job_id)
     if job is None:
-        return f"{core.departed[job_id]!r}, which is gone" if job_id in core.departed else str(job_id)
+        return f"{core.departed[job_id]!r} (gone)" if job_id in core.departed else str(job_id)
     return f"{job.spec.name!r}" if job.spec.name else str(job_id)

@@ -11,7 +11,6 @@ gap           it would still run when the high job's next step is expected
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 from gpumux.core.bans import Ban
@@ -68,10 +67,11 @@ class Holds:
 
     def of(self, job: JobId, now: float) -> dict[str, float]:
         """Seconds for which the low job was held since it opened, by reason, the longest first."""
-        found = Counter(self._totals.get(job, {}))
+        found = dict(self._totals.get(job, {}))
         if job in self.newest:
-            found[self.newest[job].reason] += now - self._since[job]
-        return dict(found.most_common())
+            reason = self.newest[job].reason
+            found[reason] = found.get(reason, 0.0) + now - self._since[job]
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def forget(self, job: JobId, now: float) -> None:
         self.freed(job, now)

@@ -15,14 +15,14 @@ from typing import NamedTuple
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Ban
 from gpumux.core.board import Board
-from gpumux.core.cells import FLOOR_S, GAP
+from gpumux.core.cells import FLOOR_S
 from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
-from gpumux.core.lull import bearable, outlasted, wait
+from gpumux.core.lull import between
 from gpumux.core.moments import appointment, exposed, where
 from gpumux.core.places import MOMENTS, WORTH_S, Place, Plan
-from gpumux.core.queue import Job, PairKey, Program
+from gpumux.core.queue import Job, Program
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
@@ -32,11 +32,9 @@ from gpumux.model import Priority
 _LOW = Priority.LOW
 
 STRETCH = 1.02  # of a low piece's predicted time: where it is taken to end
-SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
 STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
 EVERYBODY = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
 PLACED = frozenset(("tail", "price", "budget", "ban"))  # what another moment may be free of
-ASIDE_S = 50e-6  # after the moment a step is expected, which should not find the core busy
 PINCHING = frozenset(("tail", "price", "budget"))
 
 
@@ -205,7 +203,7 @@ class Guard(Record):
         for track in scene.idle:
             if end < track.soonest:
                 continue
-            held = self._between(track, key, piece, answer, scene, end, now)
+            held = between(track, key, piece.operator, answer, scene, end, now)
             if held is None:
                 continue
             learning = held.reason == "gap" and track.steps < LEARNING_STEPS
@@ -275,50 +273,6 @@ class Guard(Record):
                 place = plan.tried[3 * at + moment] or place
             avoidable = (place.score - plan.score) / account.price
         return account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds, ahead), None
-
-    def _between(
-        self, track: Track, key: PairKey, piece: Piece, answer: Answer, scene: Scene, end: float, now: float
-    ) -> Hold | None:
-        """Why a launch that runs until `end` has to wait for an idle job's next step."""
-        gaps, since, model = track.gaps, track.idle_since, track.model
-        if model is None or since is None:
-            return None
-        waited, seconds = now - since, end - now
-        chance = gaps.arrival(waited, seconds)
-        if chance <= 0.0:
-            return None
-        if track.calibrating and chance > SPOILS:
-            clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
-            return Hold("calibration", track.job.id, -1, None, since + clear + ASIDE_S)
-        pair, operator = model.pair(key), piece.operator
-        spot = (GAP, 3, operator)
-        answer.spots.append((pair, spot))
-        alike = pair.lows.get(operator)
-        delay = pair.launches.get(spot) or alike
-        if delay is None:
-            return None
-        worst, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
-        if mean < 0.0:
-            mean = 0.0
-        if alike is not None and scene.free_at > now and scene.free_at > track.soonest:
-            # It would begin after the step only.
-            worst = max(worst, alike.upper, pair.places.worst.get(operator, 0.0))
-        # A launch that is over so soon after the step came can't delay it by much more.
-        most, account = outlasted(end, track.soonest, now), track.account
-        expected = mean if mean < most else most
-        if expected > answer.expected:
-            answer.expected = expected
-        room, budget = account.limit - scene.pending, account.balance + account.credit
-        if bearable(chance, most, mean, worst, room, budget):
-            return None
-        if scene.low_out:  # would it have to wait with nothing before it, too?
-            seconds -= scene.free_at - now
-            asked, room = now + seconds, room + scene.pending
-            chance, most = gaps.arrival(waited, seconds), outlasted(asked, track.soonest, now)
-            if asked < track.soonest or bearable(chance, most, mean, worst, room, budget):
-                return Hold("gap", track.job.id, -1, None, inf)  # until what is out has ended
-        clear = wait(gaps, waited, seconds, mean, worst, room, budget)
-        return Hold("gap", track.job.id, -1, None, since + clear + ASIDE_S)
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""

@@ -10,11 +10,63 @@ from __future__ import annotations
 from bisect import bisect_right
 from math import inf
 
+from gpumux.core.answers import Answer
 from gpumux.core.blame import OVERLAPPING
+from gpumux.core.cells import GAP
+from gpumux.core.holds import Hold
 from gpumux.core.lookahead import MANY, NEXT, Gaps
+from gpumux.core.queue import PairKey
+from gpumux.core.scene import Scene
+from gpumux.core.track import Track
 
+SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
+ASIDE_S = 50e-6  # after the moment a step is expected, which should not find the core busy
 AHEAD = 16  # gaps looked at, and those within a quarter of the launch: then it is time to look again
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
+
+
+def between(
+    track: Track, key: PairKey, operator: int, answer: Answer, scene: Scene, end: float, now: float
+) -> Hold | None:
+    """Why a launch of the low program that begins with `operator` and runs until `end` has to wait for an idle job's next step."""
+    gaps, since, model = track.gaps, track.idle_since, track.model
+    if model is None or since is None:
+        return None
+    waited, seconds = now - since, end - now
+    chance = gaps.arrival(waited, seconds)
+    if chance <= 0.0:
+        return None
+    if track.calibrating and chance > SPOILS:
+        clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
+        return Hold("calibration", track.job.id, -1, None, since + clear + ASIDE_S)
+    pair, spot = model.pair(key), (GAP, 3, operator)
+    answer.spots.append((pair, spot))
+    alike = pair.lows.get(operator)
+    delay = pair.launches.get(spot) or alike
+    if delay is None:
+        return None
+    worst, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
+    if mean < 0.0:
+        mean = 0.0
+    if alike is not None and scene.free_at > now and scene.free_at > track.soonest:
+        # It would begin after the step only.
+        worst = max(worst, alike.upper, pair.places.worst.get(operator, 0.0))
+    # A launch that is over so soon after the step came can't delay it by much more.
+    most, account = outlasted(end, track.soonest, now), track.account
+    expected = mean if mean < most else most
+    if expected > answer.expected:
+        answer.expected = expected
+    room, budget = account.limit - scene.pending, account.balance + account.credit
+    if bearable(chance, most, mean, worst, room, budget):
+        return None
+    if scene.low_out:  # would it have to wait with nothing before it, too?
+        seconds -= scene.free_at - now
+        asked, room = now + seconds, room + scene.pending
+        chance, most = gaps.arrival(waited, seconds), outlasted(asked, track.soonest, now)
+        if asked < track.soonest or bearable(chance, most, mean, worst, room, budget):
+            return Hold("gap", track.job.id, -1, None, inf)  # until what is out has ended
+    clear = wait(gaps, waited, seconds, mean, worst, room, budget)
+    return Hold("gap", track.job.id, -1, None, since + clear + ASIDE_S)
 
 
 def bearable(

@@ -16,7 +16,8 @@ from gpumux.core.config import CoreConfig
 from gpumux.core.estimates import HighModel
 from gpumux.core.holds import Holds
 from gpumux.core.judge import judge, recut, to_judge
-from gpumux.core.queue import Job, JobState, Program
+from gpumux.core.models import Models
+from gpumux.core.queue import Job, JobState
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.model import DeviceInfo, JobId, Priority
@@ -24,8 +25,6 @@ from gpumux.model import DeviceInfo, JobId, Priority
 _LOW, _HIGH = Priority.LOW, Priority.HIGH
 LEAST_SPEED = 0.05
 KNOWN = 3  # ranges of a pair that are measured before the rest is taken to be like them
-MOST_MODELS = 1024 + 64  # high programs remembered: all that may be in use, and some that were
-MOST_CUTS = 4  # of each
 MOST_MARGIN_S = 1e-3
 MOST_REACH_S = 1e-3
 REACH_PART = 0.1
@@ -40,7 +39,7 @@ class Record:
         self.shares = info.shares
         self.narrow, self.wide = config.low_launches, config.low_idle_launches
         self.width = self.narrow  # low launches outstanding beside a high job
-        self.models: dict[str, dict[tuple[int, ...], HighModel]] = {}
+        self.models = Models()
         self.tracks: dict[JobId, Track] = {}
         self.idle: dict[JobId, Track] = {}  # high jobs between steps, those longest so first
         self.bans = Bans()
@@ -139,29 +138,15 @@ class Record:
             if not track.calibrating:
                 track.changed()
             before = track.model
-            model = step.model = self._model(step.program, step.bounds, step.pieces)
+            model = step.model = self.models.of(step.program.key, step.bounds, step.pieces, self.tracks)
             track.adopt(model)
             if before is not model and before is not None:
-                recut(self.bans, job.id, model, self.models[model.key].values())
+                recut(self.bans, job.id, model, self.models.cuts(model.key))
             if job.outstanding == 1:
                 track.account.begin(track.solo_step())
         late = launch.at - (track.ended if launch.piece or track.ended > step.submitted else step.submitted)
         if late > 0.0 and len(board.windows[_HIGH].launches) == 1:
             track.host_wait += late
-
-    def _model(self, program: Program, bounds: tuple[int, ...], predicted: tuple[float, ...]) -> HighModel:
-        cuts = self.models.setdefault(program.key, {})
-        model = cuts.get(bounds)
-        if model is None:
-            newest = next(reversed(cuts.values())) if cuts else None
-            model = newest.recut(bounds, predicted) if newest else HighModel(program.key, bounds, predicted)
-            cuts[bounds] = model
-            if len(cuts) > MOST_CUTS:
-                del cuts[next(iter(cuts))]
-            if len(self.models) > MOST_MODELS:
-                used = {track.model.key for track in self.tracks.values() if track.model is not None}
-                del self.models[next(key for key in self.models if key not in used)]
-        return model
 
     def done(self, launch: Launch, started: float, ended: float, board: Board) -> None:
         """The launch ran from `started` to `ended`."""
@@ -304,7 +289,8 @@ class Record:
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
         track.changed()
-        self.recent.end_step(board.windows[_LOW].launches.values())
+        if self.recent.end_step(board.windows[_LOW].launches.values()):
+            track.watching = True
         if self._touched:
             for touched in self._touched:
                 if touched[1] is track:
@@ -351,6 +337,6 @@ class Record:
         self.answers.pop(job.id, None)
         self.holds.forget(job.id, now)
         if self.bans.forget(job.id):
-            for model in [model for cuts in self.models.values() for model in cuts.values()]:
+            for model in self.models.all():
                 model.unban()
         self._touched = [t for t in self._touched if t[1].job is not job and t[2].job is not job]

@@ -20,7 +20,7 @@ SPARE = 2.0  # tokens there have to be for a try where low work does not starve
 LEAST_PRICE = 2.0  # low seconds for a high second: below it credit is not short
 LEARNING_STEPS = 200  # in which what is not known is tried as long as there is credit
 KNOWN_STEPS = 300  # after which what low work costs is learned from only
-WATCH_AGAIN = 32  # steps that are learned from after one that lost more than it should
+WATCH_AGAIN = 32
 WATCH_EVERY = 4  # one step in so many: it is known by then, and learning is what the guard spends its time on
 RECENT = 256  # steps whose slowdown is reported
 
@@ -61,7 +61,9 @@ class Track:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.version = 0  # of what a hold for its sake depends on
-        self.awaited = inf  # those held for its sake need not be asked again in this step while it can't lose so much more
+        self.awaited = (
+            inf  # those held for its sake need not be asked again in this step while it can't lose so much more
+        )
         self.account = Account(job.spec.max_slowdown)
         self.gaps = Gaps()
         self.model: HighModel | None = None  # of the newest step launched

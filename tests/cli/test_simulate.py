@@ -134,6 +134,11 @@ def test_shipped_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None
         (["--high", "transformer-b2:colour=1"], "unknown option 'colour'"),
         (["--high", "transformer-b2:think=soon"], "no number"),
         (["--high", "transformer-b2:rate=-1"], "steps a second"),
+        (["--high", "transformer-b2:rate=1e12"], "give 0.0167 to 100000"),
+        (["--high", "transformer-b2:rate=1e-9"], "steps a second"),
+        (["--high", "transformer-b2:start=1e9"], "from 1e+09 s on"),
+        (["--high", "transformer-b2:think=inf"], "thinks for inf s"),
+        (["--high", "transformer-b2:start=nan"], "0 to 60 s"),
         (["--high", "transformer-b2:weight=0"], "weight is 0.0"),
         (["--low", "transformer-b2:weight=nan"], "weight is nan"),
         (["--high", __file__], "not JSON"),
@@ -197,10 +202,15 @@ def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_can_not_be_written_is_an_error(
-    measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["simulate", "--high", measured, *FEW, "--plot", str(tmp_path / "no" / "x.png")]) == EX_CONFIG
-    assert "can't write" in capsys.readouterr().err
+    def run(*args: object, **kwargs: object) -> None:
+        raise AssertionError("it is found before anything runs")
+
+    monkeypatch.setattr(Simulation, "run", run)
+    for path in (tmp_path / "no" / "x.png", tmp_path):
+        assert main(["simulate", "--high", measured, *FEW, "--plot", str(path)]) == EX_CONFIG
+        assert f"can't write {path}: " in capsys.readouterr().err
 
 
 def test_nothing_is_drawn_or_loaded_that_was_not_asked_for(measured: str) -> None:

@@ -5,10 +5,13 @@ Virtual time, no randomness but seeded arrivals: every figure here is the same i
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from gpumux.core import events as ev
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.model import JobId, Priority
@@ -47,6 +50,12 @@ def explained(simulation: Simulation, name: str) -> str:
 
 def story(simulation: Simulation, name: str) -> str:
     return "\n".join(simulation.core.story(ident(simulation, name)))
+
+
+def held_seconds(simulation: Simulation, name: str) -> Counter[str]:
+    """By reason, since the low job opened."""
+    (job,) = [job for job in simulation.core.snapshot()["jobs"] if job["name"] == name]
+    return Counter(job["guard"]["held_seconds"])
 
 
 SENSITIVE = (SMALL,) * 16 + (REDUCE,) * 2  # 4 pieces of small ones, then the all-reduces
@@ -103,6 +112,10 @@ def test_a_noisy_outlier_bans_nobody_for_long(hiccups: tuple[float, ...]) -> Non
     assert result.job("low").work_s > 0.85 * world(*jobs).run(seconds=1.2).job("low").work_s, "it is not held for long"
     assert sum(steps[-60:]) <= 1.05 * 60 * solo_s
     told = explained(simulation, "high")
+    assert (
+        float(re.findall(r"Beside 'low' it loses ([\d.]+) s a second", told + "Beside 'low' it loses 0 s a second")[0])
+        < 0.1
+    )
     assert "the cause lay elsewhere, and nobody is held for it" in told
     assert "Banned" not in told
     assert "too long" not in explained(simulation, "low")
@@ -122,8 +135,9 @@ def test_a_piece_too_dear_nearly_everywhere_waits_for_the_moment_where_it_is_not
     assert job.p99_slowdown <= 1.10
     assert result.job("low").work_s > 0.1 * result.window_s, "it is not stuck"
     told = story(simulation, "low")
-    assert "held (tail)" in told or "held (price)" in told
-    assert "narrow" in explained(simulation, "high") or "full" in explained(simulation, "high")
+    assert "held (tail): beside piece 0 (operators 0 to 6: full) of job 'high'" in told
+    assert held_seconds(simulation, "low").most_common(1)[0][0] == "tail"
+    assert "Beside 'low' it loses" in explained(simulation, "high")
 
 
 def test_what_does_not_hurt_is_not_held() -> None:
@@ -147,6 +161,9 @@ def test_a_low_job_whose_pieces_are_too_long_is_told_so() -> None:
     assert job["guard"]["too_long"]["piece_seconds"] == pytest.approx(2e-3, rel=0.01)
     assert job["guard"]["too_long"]["fits_seconds"] < 1e-3
     assert job["guard"]["held"]["high"] == ident(simulation, "high")
+    held = held_seconds(simulation, "low")
+    assert 0.9 * simulation.now < held.total() <= simulation.now, "it hardly ever ran"
+    assert f"Since it opened it was held for {held.total() * 1e3:.3f} ms in all: tail " in told
 
 
 def test_the_mean_is_spent_where_everything_costs_the_same() -> None:
@@ -156,7 +173,10 @@ def test_the_mean_is_spent_where_everything_costs_the_same() -> None:
     job = result.job("high")
     assert 1.035 <= job.mean_slowdown <= 1.05, "zero-sum work: the credit is spent, and no more"
     assert job.p99_slowdown <= 1.10
-    assert "budget" in story(simulation, "low") or "tail" in story(simulation, "low")
+    held = held_seconds(simulation, "low")
+    assert held["tail"] > 0.0
+    assert held["budget"] > 0.0, "no place is cheaper than another: what is left of the credit decides"
+    assert held["tail"] + held["budget"] > 0.8 * held.total()
 
 
 def test_a_change_of_the_solo_time_is_noticed() -> None:
@@ -218,10 +238,10 @@ def test_ten_low_jobs_share_by_weight_while_one_of_them_is_banned() -> None:
     assert max(rates.values()) <= 1.25 * min(rates.values()), "by weight, whoever is held"
     assert result.job("low0").work_s > 0.0
     told = explained(simulation, "harmful")
-    assert "Banned: job 'harmful'" in told or "too long" in told
-    assert "Banned: job 'harmful'" in explained(simulation, "high") or "Beside 'harmful'" in explained(
-        simulation, "high"
-    )
+    assert "Banned: job 'harmful' while operator" in told
+    assert "too long: the next takes 0.5" in told
+    (line,) = [line for line in explained(simulation, "high").splitlines() if "Beside 'harmful' it loses" in line]
+    assert "reduce), which takes" in line, "the operator that suffers most is named"
     assert all("too long" not in explained(simulation, f"low{i}") for i in range(9))
 
 
@@ -249,18 +269,18 @@ def test_a_smaller_share_is_chosen_where_the_whole_device_costs_too_much() -> No
     result = simulation.run(steps=600, warmup_steps=200)
     assert result.job("high").mean_slowdown <= 1.05
     assert result.job("high").p99_slowdown <= 1.10
-    shares = {row.share for row in result.timeline if row.job == "low"}
-    assert shares & {0.5, 0.25}
+    shares = [row.share for row in result.timeline if row.job == "low"]
+    assert shares.count(0.5) > 0.8 * len(shares), "what is left free is half of it"
     whole = world(high((SMALL,) * 16), low((spread,) * 8)).run(steps=600, warmup_steps=200)
     assert result.harvest > whole.harvest
     told = explained(simulation, "high")
-    assert "Beside 'low' on 0.50 of the device" in told or "Beside 'low' on 0.25 of the device" in told
+    assert "Beside 'low' on 0.50 of the device it loses 0.00" in told
 
 
 def test_a_step_of_one_piece_is_not_compared_with_pieces_it_has_not() -> None:
     """There is no other range, so nothing costs less elsewhere: what it costs is paid from the credit."""
     full = Kernel("full", 432, 100e-6, 4, 0)
-    simulation = world(high((full,) * 2), low((Kernel("other", 432, 10e-6, 4, 0),) * 3))
+    simulation = world(high((full,) * 2), low((Kernel("other", 432, 9e-6, 4, 0),) * 3))  # just what a step may lose
     imposed: set[object] = set()
     for moment in range(1, 100):
         simulation.at(moment * 5e-3, lambda: imposed.update(ban["why"] for ban in bans(simulation)))
@@ -268,7 +288,7 @@ def test_a_step_of_one_piece_is_not_compared_with_pieces_it_has_not() -> None:
     assert "price" not in imposed
     assert result.job("high").mean_slowdown <= 1.05
     assert result.job("high").p99_slowdown <= 1.10
-    assert result.job("low").relative_throughput > 0.03, "it is not banned from all there is"
+    assert result.job("low").relative_throughput > 0.06, "it is not banned from all there is"
 
 
 def test_low_jobs_that_can_not_run_do_not_keep_others_from_it() -> None:
@@ -352,3 +372,40 @@ def test_a_job_that_allows_no_slowdown_and_has_none_is_not_told_that_its_promise
     (job,) = simulation.core.snapshot()["jobs"]
     assert job["guard"]["kept"] is True
     assert job["guard"]["steps_over"] == 0
+
+
+@pytest.mark.parametrize("seconds", [2e-3, 5e-3])
+def test_what_long_pieces_cost_is_tried_one_a_step_and_paid_for(seconds: float) -> None:
+    """A try may cost many steps' credit at once: eight jobs that nothing is known of may not have one each."""
+    full = Kernel("full", 432, 100e-6, 4, 0)
+    hogs = [low((Kernel(f"hog{i}", 432, seconds, 4, 0),), f"hog{i}") for i in range(8)]
+    simulation = world(high((full,) * 20), *hogs)
+    result = simulation.run(steps=700, warmup_steps=200)
+    job = result.job("high")
+    assert job.mean_slowdown <= 1.02
+    assert max(job.measured) <= job.solo.step_s + 1.02 * seconds, "no step is late by more than one of them"
+    assert simulation.core.snapshot()["guard"]["probes_total"] > 0
+
+
+def test_a_high_job_that_is_gone_is_still_named() -> None:
+    hog = Kernel("hog", 108, 2e-3, 1, 0)
+    simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12, "important"), low((hog,)))
+    simulation.run(steps=150)
+    gone = ident(simulation, "important")
+    simulation.core.handle(ev.CloseRequested(gone, False, "it is over"), simulation.now)
+    simulation.core.handle(ev.JobReleased(gone), simulation.now)
+    told = story(simulation, "low")
+    assert "held (tail): beside job 'important' (gone) it would cost" in told
+    assert gone not in told
+    assert "important" not in explained(simulation, "low"), "nobody is held for it any more"
+
+
+def test_the_time_for_which_a_job_is_paused_is_not_held_time() -> None:
+    hog = Kernel("hog", 108, 2e-3, 1, 0)
+    simulation = world(high((Kernel("big", 108, 100e-6, 1, 0),) * 12), low((hog,)))
+    simulation.run(steps=50)
+    paused, before = simulation.now, held_seconds(simulation, "low").total()
+    simulation.feed(ev.PauseRequested(ident(simulation, "low")))
+    simulation.run(steps=100)
+    assert simulation.now > paused
+    assert held_seconds(simulation, "low").total() == pytest.approx(before, abs=1e-3)

@@ -1,0 +1,43 @@
+"""Where a low piece may begin in a high step: plans."""
+
+from __future__ import annotations
+
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumux.core.places import HEARD, MOMENTS, Place, Plan
+
+SECONDS = 1e-3
+
+PLACE = st.none() | st.tuples(st.floats(0.0, 1e-3), st.floats(0.0, 2e-3), st.booleans())
+
+
+@given(st.lists(st.tuples(PLACE, PLACE, PLACE), min_size=1, max_size=6))
+def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces) -> None:
+    at = [
+        None if found is None else Place(piece, moment, 1.0, found[0], found[0], found[1], found[2])
+        for piece, moments in enumerate(pieces)
+        for moment, found in zip(MOMENTS, moments, strict=True)
+    ]
+    plan = Plan(at, at, SECONDS, 0, 0, 1.0, 1.0)
+    takes = [inf if place is None else place.upper if place.tried else -inf for place in at]
+    for index in range(len(at)):
+        assert plan.rest(index) == min(takes[index + 1 :], default=inf)
+    timed = {
+        (place.piece, place.moment)
+        for place in at
+        if place is not None and place.moment != HEARD and place.score - plan.score <= SECONDS
+    }
+    assert {(piece, moment) for piece, found in plan.timed.items() for moment, _, _ in found} == timed
+    assert plan.lightest == min([takes[3 * piece + moment] for piece, moment in timed], default=inf)
+
+
+def test_a_plan_lasts_until_the_price_or_the_limit_is_another_one() -> None:
+    plan = Plan([None] * 3, [None] * 3, SECONDS, 0, 100, 2.0, 1e-4)
+    assert not plan.outdated(110, 4.0, 1e-4), "for a while it does in any case"
+    assert not plan.outdated(130, 2.0, 1e-4)
+    assert plan.outdated(130, 2.5, 1e-4)
+    assert plan.outdated(130, 2.0, 1.2e-4)
+    assert plan.outdated(200, 2.0, 1e-4), "what is known of other low pieces has changed by then"
