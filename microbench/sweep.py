@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -44,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--learning", type=int, default=200, help="steps reported apart")
     add("--policy", default="guarded")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    add(
+        "--oracle", type=Path, metavar="FILE.json", help="take the oracle's findings from an earlier --out (same pairs)"
+    )
     add("--out", type=Path, metavar="FILE.json")
     add("--png", type=Path, metavar="FILE.png")
     args = arguments.parse_args(argv)
@@ -54,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         return 78
     began = time.monotonic()
     settings = (args.seed, args.gpu_model, args.policy, args.max_slowdown, args.steps, args.learning)
-    found = measure(range(args.first, args.first + args.pairs), settings, args.processes)
+    known = read_oracle(args.oracle) if args.oracle else {}
+    found = measure(range(args.first, args.first + args.pairs), settings, args.processes, known)
     print(summary(found, args.max_slowdown))
     print(f"{len(found)} pairs in {time.monotonic() - began:.0f} s")
     if args.out:
@@ -65,17 +69,39 @@ def main(argv: list[str] | None = None) -> int:
 
 
 Settings = tuple[int, str, str, float, int, int]
+ORACLE = (
+    "plan_harvest", "oracle_mean_slowdown", "oracle_p99_slowdown", "oracle_plan", "plans_tried",
+)  # fmt: skip
 
 
-def measure(pairs: Sequence[int], settings: Settings, processes: int) -> list[dict[str, Any]]:
-    """Every pair, in order. Whoever waits is told how far it is."""
+def read_oracle(path: Path) -> dict[int, dict[str, Any]]:
+    """By pair, what an earlier sweep wrote. The oracle knows nothing of the guard: what it found of a pair stays so for as long
+    as the simulated device, the cuts and the oracle itself do. Raises ConfigError for a file that is none."""
+    try:
+        read = {int(entry["pair"]): entry for entry in json.loads(path.read_text())}
+        if any(
+            key not in entry
+            for entry in read.values()
+            for key in (*ORACLE, "seed", "max_slowdown", "high", "low", "seconds")
+        ):
+            raise KeyError("oracle")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no result of a sweep ({error})", "give a file that --out wrote") from None
+    return read
+
+
+def measure(
+    pairs: Sequence[int], settings: Settings, processes: int, known: Mapping[int, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Every pair, in order. Whoever waits is told how far it is. `known`: of `read_oracle`."""
     found: list[dict[str, Any]] = []
+    entries = [known.get(pair) for pair in pairs]
     if processes <= 1:
-        for pair in pairs:
-            found.append(measure_pair(pair, settings))
+        for pair, entry in zip(pairs, entries, strict=True):
+            found.append(measure_pair(pair, settings, entry))
         return found
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for each in pool.map(measure_pair, pairs, [settings] * len(pairs)):
+        for each in pool.map(measure_pair, pairs, [settings] * len(pairs), entries):
             found.append(each)
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r{len(found)} of {len(pairs)} pairs")
@@ -84,8 +110,8 @@ def measure(pairs: Sequence[int], settings: Settings, processes: int) -> list[di
     return found
 
 
-def measure_pair(pair: int, settings: Settings) -> dict[str, Any]:
-    """One pair under the policy, and what the oracle makes of it."""
+def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One pair under the policy, and what the oracle makes of it, or made (`known`). Raises ConfigError where that was another pair."""
     seed, model, policy, max_slowdown, steps, learning = settings
     spec = preset(model)
     high, low = random_pair(seed, pair, spec, max_slowdown)
@@ -93,30 +119,44 @@ def measure_pair(pair: int, settings: Settings) -> dict[str, Any]:
     result = simulate([high, low], spec, policy, steps=steps - learning, warmup_steps=learning)
     guard_s, began = time.monotonic() - began, time.monotonic()
     job = result.job(high.name)
-    best = oracle.Search(high, low, spec).run()
+    jobs = {"high": describe(high, spec), "low": describe(low, spec)}
+    if known is None:
+        best = oracle.Search(high, low, spec).run()
+        reached = {
+            "plan_harvest": best.best.harvest if best.best.keeps else None,
+            "oracle_mean_slowdown": best.best.mean,
+            "oracle_p99_slowdown": best.best.p99,
+            "oracle_plan": {"places": len(best.best.plan.shares), "depth": best.best.plan.depth},
+            "plans_tried": best.tried,
+        }
+        oracle_s = time.monotonic() - began
+    elif (
+        known["seed"] == seed
+        and known["max_slowdown"] == max_slowdown
+        and all(known[n] == job for n, job in jobs.items())
+    ):
+        reached, oracle_s = {key: known[key] for key in ORACLE}, known["seconds"]["oracle"]
+    else:
+        raise ConfigError(f"pair {pair} of --oracle is another one", "give a file of the same seed, promise and device")
     kept = oracle.keeps_promise(job.mean_slowdown, job.p99_slowdown, max_slowdown)
-    could = max(best.best.harvest if best.best.keeps else 0.0, result.harvest if kept else 0.0)
+    could = max(reached["plan_harvest"] or 0.0, result.harvest if kept else 0.0)
     feasible = could >= NOTHING
     return {
         "pair": pair,
         "seed": seed,
+        "max_slowdown": max_slowdown,
         "feasible": feasible,
         "mean_slowdown": job.mean_slowdown,
         "p99_slowdown": job.p99_slowdown,
         "harvest_share": result.harvest / could if feasible else None,
         "harvest": result.harvest,
         "oracle_harvest": could,
-        "plan_harvest": best.best.harvest if best.best.keeps else None,
-        "oracle_mean_slowdown": best.best.mean,
-        "oracle_p99_slowdown": best.best.p99,
-        "oracle_plan": {"places": len(best.best.plan.shares), "depth": best.best.plan.depth},
-        "plans_tried": best.tried,
+        **reached,
         "learning_steps": learning,
         "learning_mean_slowdown": job.learning_slowdown,
         "steps": job.steps,
-        "high": describe(high, spec),
-        "low": describe(low, spec),
-        "seconds": {"policy": guard_s, "oracle": time.monotonic() - began},
+        **jobs,
+        "seconds": {"policy": guard_s, "oracle": oracle_s},
     }
 
 
