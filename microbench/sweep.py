@@ -115,11 +115,14 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
     seed, model, policy, max_slowdown, steps, learning = settings
     spec = preset(model)
     high, low = random_pair(seed, pair, spec, max_slowdown)
+    jobs = {"high": describe(high, spec), "low": describe(low, spec)}
+    same = {"seed": seed, "max_slowdown": max_slowdown, **jobs}
+    if known is not None and any(known[key] != value for key, value in same.items()):
+        raise ConfigError(f"pair {pair} of --oracle is another one", "give a file of the same seed, promise and device")
     began = time.monotonic()
     result = simulate([high, low], spec, policy, steps=steps - learning, warmup_steps=learning)
     guard_s, began = time.monotonic() - began, time.monotonic()
     job = result.job(high.name)
-    jobs = {"high": describe(high, spec), "low": describe(low, spec)}
     if known is None:
         best = oracle.Search(high, low, spec).run()
         reached = {
@@ -130,21 +133,14 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
             "plans_tried": best.tried,
         }
         oracle_s = time.monotonic() - began
-    elif (
-        known["seed"] == seed
-        and known["max_slowdown"] == max_slowdown
-        and all(known[n] == job for n, job in jobs.items())
-    ):
-        reached, oracle_s = {key: known[key] for key in ORACLE}, known["seconds"]["oracle"]
     else:
-        raise ConfigError(f"pair {pair} of --oracle is another one", "give a file of the same seed, promise and device")
+        reached, oracle_s = {key: known[key] for key in ORACLE}, known["seconds"]["oracle"]
     kept = oracle.keeps_promise(job.mean_slowdown, job.p99_slowdown, max_slowdown)
     could = max(reached["plan_harvest"] or 0.0, result.harvest if kept else 0.0)
     feasible = could >= NOTHING
     return {
         "pair": pair,
-        "seed": seed,
-        "max_slowdown": max_slowdown,
+        **same,
         "feasible": feasible,
         "mean_slowdown": job.mean_slowdown,
         "p99_slowdown": job.p99_slowdown,
@@ -155,7 +151,6 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
         "learning_steps": learning,
         "learning_mean_slowdown": job.learning_slowdown,
         "steps": job.steps,
-        **jobs,
         "seconds": {"policy": guard_s, "oracle": oracle_s},
     }
 
