@@ -57,10 +57,6 @@ class Graph:
         )
 
     @cached_property
-    def parameter_bytes(self) -> npt.NDArray[np.float64]:
-        return np.array([float(layer.parameter_bytes) for layer in self.layers])
-
-    @cached_property
     def output_bytes(self) -> npt.NDArray[np.float64]:
         return np.array([float(layer.output_bytes) for layer in self.layers])
 
@@ -70,9 +66,10 @@ class Graph:
         batches = tuple(timing.samples for timing in self.layers[0].times)
         if any(tuple(timing.samples for timing in layer.times) != batches for layer in self.layers):
             return None
-        forward = np.array([[timing.forward for timing in layer.times] for layer in self.layers])
-        backward = np.array([[timing.backward for timing in layer.times] for layer in self.layers])
-        return Timed(batches, forward + backward, backward)
+        times = [[timing.seconds for timing in layer.times] for layer in self.layers]
+        backward = [[timing.backward for timing in layer.times] for layer in self.layers]
+        parameters = [[float(layer.parameter_bytes), float(layer.parameter_bytes > 0)] for layer in self.layers]
+        return Timed(batches, np.hstack((times, backward, parameters)))
 
 
 class Pairs(NamedTuple):
@@ -85,11 +82,11 @@ class Pairs(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Seconds [layers, batches]: forward and backward together, and backward alone."""
+    """What layers' times on any number of GPUs are linear in, [layers, 2 batches + 2]: seconds of both passes at each batch,
+    those of the backward pass alone, the bytes of the layer's parameters, and 1 where it has any."""
 
     batches: tuple[int, ...]
-    both: npt.NDArray[np.float64]
-    backward: npt.NDArray[np.float64]
+    linear: npt.NDArray[np.float64]
 
 
 def blocks(chain: Chain) -> Iterator[Block]:

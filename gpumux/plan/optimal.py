@@ -34,8 +34,8 @@ def rules(tables: Tables, limit: float) -> Rules:
     """What the limit leaves of each layer's time on each count for the transfers into it, [layers, counts]."""
     if isinf(limit):
         return Rules(tables, np.full(tables.work.shape, inf))
-    budget = tables.single * (limit * (1 + TOLERANCE))
-    return Rules(tables, budget[:, None] / np.array(tables.counts) - tables.work)
+    each = np.array([limit * (1 + TOLERANCE) / count for count in tables.counts])
+    return Rules(tables, tables.single[:, None] * each - tables.work)
 
 
 class _Search:
@@ -44,7 +44,7 @@ class _Search:
         self.rules = rules(tables, limit)
 
     def run(self, graph: Graph) -> Placement:
-        if len(self.tables.counts) <= chains.FEW and self.tables.given is None and not graph.blocks:
+        if 2 <= len(self.tables.counts) <= chains.FEW and self.tables.given is None and not graph.blocks:
             seconds, found = chains.shortest(self.rules)
             self._possible(seconds)
             counts = self.tables.counts
