@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumux.plan.costs import Array
-from gpumux.plan.sharing import Rules
+from gpumux.plan.rules import Rules
 
 FEW = 6  # counts: with so few, calls into numpy would take longer than what they do
 CHUNK = 1 << 18  # elements of the edges held at once: memory stays linear in layers, whatever the counts

@@ -3,87 +3,26 @@ of the joining one, over the ways to run its branches one after the other or sid
 
 Who runs where: some branches stay at home, on the same first GPUs one after the other; each of the others gets GPUs of
 its own. A way to share the GPUs (`Split`) says how many each may use. More never hurts, so only splits count in which nobody
-could have more. For each of them a branch is a shortest path that stays within its GPUs.
+could have more. For each of them a branch is a shortest path that stays within its GPUs (gpumux/plan/branches.py). Blocks
+with as many branches are worked out together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from gpumux.plan.costs import Array, Tables
-from gpumux.plan.graph import Block, Chain, Pairs
-from gpumux.plan.splits import AWAY, HOME, Split, tabled
+from gpumux.plan.branches import Paths
+from gpumux.plan.costs import Array
+from gpumux.plan.graph import Graph, Level, Site
+from gpumux.plan.rules import Rules
+from gpumux.plan.splits import AWAY, HOME, Split, Table, tabled
 
-MAX_PREPARED = 1 << 22  # elements
-PAIRWISE = 1 << 18  # elements at once
-
-
-@dataclass(frozen=True)
-class Rules:
-    """`room` [layers, counts]: seconds that transfers into a layer may take, by the amplification limit; below 0 where the
-    layer alone is above it."""
-
-    tables: Tables
-    room: Array
-    prepared: dict[tuple[int, int], Array] = field(default_factory=dict)
-    entered: dict[tuple[int, int], Array] = field(default_factory=dict)
-    left: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
-
-    def prepare(self, found: Pairs) -> None:
-        """Work out what blocks need of their layers together: that is quicker than one at a time."""
-        pairs, entries, exits = found
-        if (len(pairs) + 2 * len(entries) + 2 * len(exits)) * self.room.shape[1] ** 2 > MAX_PREPARED:
-            return
-        if pairs:
-            before, behind = (list(each) for each in zip(*pairs, strict=True))
-            self.prepared.update(zip(pairs, self.edges(before, behind), strict=True))
-        if entries:
-            self.entered.update(zip(entries, self._enter(entries), strict=True))
-        if exits:
-            self.left.update(zip(exits, zip(*self._leave(exits), strict=True), strict=True))
-
-    def enter(self, fork: int, first: int) -> Array:
-        """Seconds from the branching layer to the end of a branch's first one, [modes, counts, counts]."""
-        found = self.entered.get((fork, first))
-        return self._enter([(fork, first)])[0] if found is None else found
-
-    def leave(self, last: int, join: int) -> tuple[Array, Array]:
-        """Transfers into a joining layer, [modes, counts, counts]: inf where the limit forbids it; and as they are."""
-        found = self.left.get((last, join))
-        if found is None:
-            allowed, transfers = self._leave([(last, join)])
-            found = allowed[0], transfers[0]
-        return found
-
-    def _enter(self, pairs: Sequence[tuple[int, int]]) -> Array:
-        allowed, _ = self._leave(pairs)
-        return allowed + self.tables.work[[first for _, first in pairs]][:, None, None]
-
-    def _leave(self, pairs: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
-        transfers = self.tables.transfers([before for before, _ in pairs])
-        room = self.room[[behind for _, behind in pairs]][:, None, None]
-        return np.where(transfers > room, inf, transfers), transfers
-
-    def edge(self, before: int, behind: int) -> Array:
-        """The edges between two layers, [counts behind, counts before]."""
-        found = self.prepared.get((before, behind))
-        return self.edges([before], [behind])[0] if found is None else found
-
-    def edges(self, before: slice | Sequence[int], behind: slice | Sequence[int]) -> Array:
-        """Seconds from each layer to the one behind it, [pairs, counts behind, counts before]: the transfer and the layer
-        behind itself, inf where the limit forbids it."""
-        comm = self.tables.comm(before).transpose(0, 2, 1)
-        edges: Array = comm + self.tables.work[behind][:, :, None]
-        edges[comm > self.room[behind][:, :, None]] = inf
-        return edges
+CHUNK = 1 << 17  # elements at once
 
 
 class _Found(NamedTuple):
@@ -94,156 +33,172 @@ class _Found(NamedTuple):
     ends: tuple[int, ...]
 
 
-@lru_cache(maxsize=64)
-def _places(k: int, n: int) -> tuple[npt.NDArray[np.intp], ...]:
-    """Indices that broadcast over [branches, caps, modes, fork's counts, join's counts]: of branches, modes and both counts."""
-    counts = np.arange(n)
-    return np.arange(k), np.arange(2)[:, None, None], counts[:, None], counts
+def tables(graph: Graph, rules: Rules, gpus: int) -> dict[int, BlockTable]:
+    """Every block's table, by number: of those inside of others within each count of GPUs, of the rest within `gpus`.
+    Raises ConfigError for a block that can run in too many ways."""
+    found: dict[int, BlockTable] = {}
+    for level in graph.levels:
+        for table in _Level(level, rules, found, gpus).tables():
+            found[table.site.block.number] = table
+    return found
 
 
-@dataclass
-class _Branch:
-    """One branch's shortest paths from each count of the branching layer. `states`: after each step, seconds
-    [caps, modes, fork's counts, own counts]. `steps`: a layer, or a block and the layer that joins it."""
+class _Level:
+    """Blocks that can be worked out together."""
 
-    chain: Chain
-    steps: list[int]
-    tables: list[BlockTable | None]
-    states: list[Array]
-    ways: Array  # [caps, modes, fork's counts, own counts, join's], the transfer into the joining layer included
-    transfers: Array  # from the last layer: [modes, fork's counts or 1, own counts or 1, join's]
+    def __init__(self, level: Level, rules: Rules, known: Mapping[int, BlockTable], gpus: int) -> None:
+        self.level, self.rules, self.known, self.gpus = level, rules, known, gpus
+        inside = [number for way in level.ways for number in way.blocks if number is not None]
+        exact = {number: known[number].resolved() for number in inside}
+        self.paths = Paths(level, rules, exact) if level.ways else None
+        self.ways = {(way.site, way.branch): i for i, way in enumerate(level.ways)}
+
+    def tables(self) -> list[BlockTable]:
+        counts = self.rules.tables.counts
+        kinds: dict[tuple[int, tuple[int, ...], bool], list[int]] = {}
+        for at, site in enumerate(self.level.sites):
+            branches = site.block.branches
+            empty = tuple([i for i, branch in enumerate(branches) if not branch])
+            kinds.setdefault((len(branches), empty, site.inner), []).append(at)
+        found = []
+        for (k, empty, inner), places in kinds.items():
+            table = tabled(k, empty, counts if inner else (self.gpus,), counts)
+            work = k * len(counts) ** 2 * max(len(some) for some in table.splits)
+            size = max(1, CHUNK // max(1, work))
+            for at in range(0, len(places), size):
+                group = _Group(self, places[at : at + size], empty, table)
+                if k == 2:
+                    group.pairs()
+                else:
+                    group.relaxed()
+                found += [BlockTable(group, i) for i in range(len(group.sites))]
+        return found
 
 
-class BlockTable:
-    """A block between `fork` and `join`, within each of `limits` GPUs. `lower` [limits, counts, counts]: no way is quicker;
-    inf where there is none."""
+class _Group:
+    """Blocks with as many branches. `times` [splits, blocks, fork's counts, join's] for each number of GPUs: no way under a
+    split is quicker; `lower` [numbers, blocks, fork's counts, join's] the least of them, inf where there is none; `sure`
+    where that is exact."""
 
-    def __init__(self, block: Block, fork: int, join: int, rules: Rules, limits: tuple[int, ...]) -> None:
-        self.block, self.fork, self.join, self.rules = block, fork, join, rules
-        counts = rules.tables.counts
-        empty = tuple(i for i, branch in enumerate(block.branches) if not branch)
-        self.table = tabled(len(block.branches), empty, limits, counts)
-        self.splits, self.caps, self.blocked = self.table[:3]
-        self.branches = [self._branch(chain) for chain in block.branches]
-        self._found: dict[tuple[int, int, int], _Found] = {}
-        self._options: dict[tuple[int, int, int, int, int], list[tuple[float, float, int]]] = {}
-        n, k = len(counts), len(self.branches)
-        self.lower = np.full((len(limits), n, n), inf)
-        self._times: list[Array] = []
-        self._quickest: npt.NDArray[np.intp] | None = None  # last counts [branches, caps, modes, counts, counts]
-        self.sure = np.ones(self.lower.shape, dtype=bool)  # where `lower` is exact
-        if k == 2:
-            self._pairs()
-        else:
-            self._relaxed()
+    def __init__(self, level: _Level, places: Sequence[int], empty: tuple[int, ...], table: Table) -> None:
+        self.rules, self.paths, self.known = level.rules, level.paths, level.known
+        self.empty, self.table = empty, table
+        self.sites = [level.level.sites[at] for at in places]
+        self.k = len(self.sites[0].block.branches)
+        self.ways = [[level.ways.get((at, i), -1) for at in places] for i in range(self.k)]
+        n = len(self.rules.tables.counts)
+        self.room = self.rules.room[[site.join for site in self.sites]]  # [blocks, join's counts]
+        self.lower = np.full((len(table.splits), len(places), n, n), inf)
+        self.sure = np.ones(self.lower.shape, dtype=bool)
+        self.times: list[Array] = []
+        self.skips: tuple[Array, Array] | None = None  # of empty branches, allowed and moved [blocks, modes, counts, counts]
+        if empty:
+            self.skips = self.rules.transfers([site.fork for site in self.sites], [site.join for site in self.sites])
 
-    def _relaxed(self) -> None:
-        """`lower`, as if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
-        n, k, caps = len(self.rules.tables.counts), len(self.branches), len(self.caps)
-        ways = np.full((k, caps, 2, n, n, n), inf)
-        transfers = np.empty((k, 2, n, n, n))
-        for i, branch in enumerate(self.branches):
-            ways[i, :, :, :, : branch.ways.shape[3]] = branch.ways  # an empty branch has but one last count
-            transfers[i] = branch.transfers
-        every, modes, g, h = _places(k, n)
-        self._quickest = quickest = ways.argmin(4)
-        possible = np.where(ways < inf, transfers[:, None], inf)
-        figures = np.zeros((3, k, 2, 1 + caps, n, n))  # seconds, the transfer then, the smallest transfer
-        now = figures[:, :, :, 1:].swapaxes(2, 3)
-        ways.min(4, out=now[0])
-        now[1] = transfers[every[:, None, None, None, None], modes, g, quickest, h]
-        possible.min(4, out=now[2])
-        flat: Array = figures.reshape(3, -1, n * n)
-        room = np.tile(self.rules.room[self.join], n)
-        columns = np.arange(n * n)
-        for at, found in enumerate(self.splits):
+    def relaxed(self) -> None:
+        """As if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
+        n, b, k = self.lower.shape[2], len(self.sites), self.k
+        figures = np.full((3, k, 2, 1 + n, b, n, n), inf)  # seconds, the transfer then, the smallest transfer
+        figures[:, :, :, 0] = 0.0
+        for i in range(k):
+            if i in self.empty:
+                assert self.skips is not None
+                allowed, moved = self.skips[0][:, HOME], self.skips[1][:, HOME]
+                figures[0, i, HOME, 1:], figures[1, i, HOME, 1:], figures[2, i, HOME, 1:] = allowed, moved, moved
+            else:
+                self._quickest(i, figures[:, i, :, 1:])
+        flat: Array = figures.reshape(3, -1, b * n * n)
+        room = np.repeat(self.room[:, None], n, 1).reshape(-1)
+        columns = np.arange(b * n * n)
+        for at, found in enumerate(self.table.splits):
             if not found:  # no count is as small as this
-                self._times.append(np.zeros((0, n, n)))
+                self.times.append(np.zeros((0, b, n, n)))
                 continue
             there, elsewhere = flat[0].take(self.table.home[at], 0), flat[0].take(self.table.away[at], 0)
             times = np.maximum(there.sum(0), elsewhere.max(0))
             moved, least = flat[1:].take(self.table.both[at], 1).sum(1)
             times[least > room] = inf  # not even with the smallest transfer of each branch
-            self._times.append(times.reshape(-1, n, n))
+            self.times.append(times.reshape(-1, b, n, n))
             best = times.argmin(0)
-            self.lower[at] = times[best, columns].reshape(n, n)
-            self.sure[at] = (moved[best, columns] <= room).reshape(n, n)
+            self.lower[at] = times[best, columns].reshape(b, n, n)
+            self.sure[at] = (moved[best, columns] <= room).reshape(b, n, n)
 
-    def _pairs(self) -> None:
-        """`lower` of a block of two branches, exact: over all pairs of their last counts that keep the joining layer's limit
-        together."""
-        every = [split for found in self.splits for split in found]
-        n, count = len(self.rules.tables.counts), len(every)
-        times = np.empty((count, n, n))
-        sides = []
-        for i, branch in enumerate(self.branches):
-            caps = [self.caps.index(split.caps[i]) for split in every]
-            modes = [split.modes[i] for split in every]
-            sides.append((branch.ways[caps, modes], branch.transfers[modes]))
-        (first, into), (second, in_too) = sides
-        together = np.array([split.modes == (HOME, HOME) for split in every])[:, None, None, None, None]
-        room = self.rules.room[self.join]
-        rows = max(1, PAIRWISE // n**3)
-        step = max(1, rows // n)
-        for at, g in product(range(0, count, step), range(0, n, min(rows, n))):
-            some = slice(at, at + step), slice(g, g + min(rows, n))
-            a, b = first[some][:, :, :, None], second[some][:, :, None]
-            x, y = (each[some[0], some[1] if each.shape[1] > 1 else slice(None)] for each in (into, in_too))
-            both = np.where(together[some[0]], a + b, np.maximum(a, b))
-            both[np.broadcast_to(x[:, :, :, None] + y[:, :, None] > room, both.shape)] = inf
-            times[some] = both.min((2, 3))
+    def _quickest(self, branch: int, out: Array) -> None:
+        """Into `out` [3, modes, caps, blocks, fork's counts, join's]: of each block's branch, over its last counts, the least
+        seconds, the least transfer that takes so long, and the least transfer."""
+        assert self.paths is not None
+        ways = self.ways[branch]
+        # own counts, join's counts, blocks, modes, caps, fork's counts
+        seconds = self.paths.last[:, None, ways] + self.paths.allowed[:, :, ways, :, None, None]
+        moved = self.paths.moved[:, :, ways, :, None, None]
+        least = seconds.min(0)
+        order = (2, 3, 1, 4, 0)
+        out[0] = least.transpose(order)
+        out[1] = np.where(seconds == least, moved, inf).min(0).transpose(order)
+        out[2] = np.where(seconds < inf, moved, inf).min(0).transpose(order)
+
+    def pairs(self) -> None:
+        """Blocks of two branches, exact: over all pairs of their last counts that keep the joining layer's limit together."""
+        modes, caps = (np.concatenate(each, 1) for each in (self.table.modes, self.table.caps))
+        n, b, count = self.lower.shape[2], len(self.sites), modes.shape[1]
+        (first, into), (second, in_too) = (self._ends(i, modes[i], caps[i]) for i in range(2))
+        together = np.flatnonzero((modes == HOME).all(0))
+        times = np.empty((n, b, count, n))  # join's counts, blocks, splits, fork's
+        room = self.room.T[:, :, None, None]
+        size = first.shape[0] * second.shape[0] * b * n
+        step = max(1, min(count, CHUNK // size))
+        wide = max(1, min(n, CHUNK // (size * step)))
+        for at, h in product(range(0, count, step), range(0, n, wide)):
+            some, joins = slice(at, at + step), slice(h, h + wide)
+            x, y = first[:, None, joins, :, some], second[None, :, joins, :, some]
+            both = np.maximum(x, y)
+            home = together[(together >= at) & (together < at + step)] - at
+            both[:, :, :, :, home] = x[:, :, :, :, home] + y[:, :, :, :, home]
+            moved = into[:, None, joins, :, some] + in_too[None, :, joins, :, some]
+            both[np.broadcast_to(moved > room[joins], both.shape)] = inf
+            times[joins, :, some] = both.min((0, 1))
         place = 0
-        for at, found in enumerate(self.splits):
-            self._times.append(times[place : place + len(found)])
+        for at, found in enumerate(self.table.splits):
+            self.times.append(times[:, :, place : place + len(found)].transpose(2, 1, 3, 0))
             if found:
-                self._times[at].min(0, out=self.lower[at])
+                self.times[at].min(0, out=self.lower[at])
             place += len(found)
 
-    def _branch(self, chain: Chain) -> _Branch:
-        """Shortest paths through one branch, for all caps and both modes at once."""
-        rules, tables = self.rules, self.rules.tables
-        if not chain:
-            n = len(tables.counts)
-            allowed, transfers = rules.leave(self.fork, self.join)
-            ways = np.full((len(self.caps), 2, n, 1, n), inf)
-            ways[:, HOME, :, 0] = allowed[HOME]
-            return _Branch(chain, [], [], [], ways, transfers[:, :, None])
-        first = chain[0]
-        assert isinstance(first, int)
-        state = rules.enter(self.fork, first) + self.blocked
-        steps, inner, states = [first], [None], [state]  # type: list[int], list[BlockTable | None], list[Array]
-        block = None
-        for each in chain[1:]:
-            if isinstance(each, Block):
-                block = each
-                continue
-            if block is None:
-                state = np.minimum.reduce(state[..., None, :] + rules.edge(steps[-1], each), -1) + self.blocked
-                inner.append(None)
-            else:
-                table = BlockTable(block, steps[-1], each, rules, self.caps)
-                edges = table.resolved() + tables.work[each]
-                state = (state[..., :, None] + edges[:, None, None]).min(-2) + self.blocked
-                inner.append(table)
-                block = None
-            steps.append(each)
-            states.append(state)
-        allowed, transfers = rules.leave(steps[-1], self.join)
-        return _Branch(chain, steps, inner, states, state[..., None] + allowed[:, None], transfers[:, None])
+    def _ends(self, branch: int, modes: Array, caps: Array) -> tuple[Array, Array]:
+        """Of each block's branch, seconds and the transfer at its end, [own counts, join's counts, blocks, splits, fork's
+        counts or 1]; an empty one has one own count."""
+        if branch in self.empty:
+            assert self.skips is not None
+            allowed, moved = (each[:, HOME].transpose(2, 0, 1)[None, :, :, None] for each in self.skips)
+            shape = (*allowed.shape[:3], len(modes), allowed.shape[4])
+            return np.broadcast_to(allowed, shape), np.broadcast_to(moved, shape)
+        assert self.paths is not None
+        ways = self.ways[branch]
+        last = self.paths.last[:, ways][:, :, modes, caps][:, None]
+        return last + self.paths.allowed[:, :, ways][..., modes, None], self.paths.moved[:, :, ways][..., modes, None]
 
-    # ---- exact, for one pair of counts
+
+class BlockTable:
+    """A block within each of several numbers of GPUs. `lower` [numbers, fork's counts, join's counts]: no way is quicker;
+    inf where there is none."""
+
+    def __init__(self, group: _Group, at: int) -> None:
+        self.group, self.at, self.site = group, at, group.sites[at]
+        self.lower, self._sure = group.lower[:, at], group.sure[:, at]
+        self._found: dict[tuple[int, int, int], _Found] = {}
+        self._options: dict[tuple[int, int, int, int, int], list[tuple[float, float, int]]] = {}
 
     def exact(self, limit: int, g: int, h: int) -> float:
         """The least seconds from count g to count h (indices) within the `limit`-th number of GPUs; inf: no way. `lower`
         has it from now on."""
-        if not self.sure[limit, g, h]:
+        if not self._sure[limit, g, h]:
             self.lower[limit, g, h] = self._at(limit, g, h).seconds
-            self.sure[limit, g, h] = True
+            self._sure[limit, g, h] = True
         return float(self.lower[limit, g, h])
 
     def resolved(self) -> Array:
         """`lower`, made exact everywhere."""
-        for limit, g, h in np.argwhere(np.isfinite(self.lower) & ~self.sure).tolist():
+        for limit, g, h in np.argwhere(np.isfinite(self.lower) & ~self._sure).tolist():
             self.exact(limit, g, h)
         return self.lower
 
@@ -256,25 +211,20 @@ class BlockTable:
     def _solve(self, limit: int, g: int, h: int) -> _Found:
         """Tries splits by rising lower bound, until no other could be quicker."""
         found = _Found(inf, Split((), ()), ())
-        times = self._times[limit][:, g, h]
-        if self._quickest is not None and self.sure[limit, g, h] and len(times):
-            split = self.splits[limit][int(times.argmin())]
-            caps = [self.caps.index(cap) for cap in split.caps]
-            ends = self._quickest[range(len(caps)), caps, split.modes, g, h].tolist()
-            return _Found(float(self.lower[limit, g, h]), split, tuple(ends))
+        times = self.group.times[limit][:, self.at, g, h]
+        splits = self.group.table.splits[limit]
         for index in times.argsort(kind="stable").tolist():
             if times[index] >= found.seconds:
                 break
-            split = self.splits[limit][index]
-            seconds, ends = self._within(split, g, h, found.seconds)
+            seconds, ends = self._within(splits[index], g, h, found.seconds)
             if seconds < found.seconds:
-                found = _Found(seconds, split, ends)
+                found = _Found(seconds, splits[index], ends)
         return found
 
     def _within(self, split: Split, g: int, h: int, below: float) -> tuple[float, tuple[int, ...]]:
         """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its limit
         together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
-        room = float(self.rules.room[self.join, h])
+        room = float(self.group.room[self.at, h])
         options = [
             self._choices(i, mode, cap, g, h) for i, (mode, cap) in enumerate(zip(split.modes, split.caps, strict=True))
         ]
@@ -309,10 +259,12 @@ class BlockTable:
         """(seconds, transfer, last count) of branch `i`, the quickest first, each with a smaller transfer than those before."""
         key = (i, mode, cap, g, h)
         if key not in self._options:
-            branch = self.branches[i]
-            ways = branch.ways[self.caps.index(cap), mode, g, :, h].tolist()
-            transfers = branch.transfers[mode]
-            moved = transfers[g if len(transfers) > 1 else 0, :, h].tolist()
+            way, paths = self.group.ways[i][self.at], self.group.paths
+            if way < 0 or paths is None:
+                assert self.group.skips is not None
+                ways, moved = ([float(each[self.at, mode, g, h])] for each in self.group.skips)
+            else:
+                ways, moved = paths.options(way, mode, cap, g, h)
             found: list[tuple[float, float, int]] = []
             for pair in sorted(zip(ways, moved, range(len(ways)), strict=True)):
                 if pair[0] < inf and (not found or pair[1] < found[-1][1]):
@@ -325,20 +277,17 @@ class BlockTable:
     def collect(self, limit: int, g: int, h: int, placed: dict[int, int], away: set[tuple[int, int]]) -> None:
         """Note the counts (indices) of the block's layers, and the branches that are away, between counts g and h."""
         _, split, ends = self._at(limit, g, h)
-        for i, (branch, mode, cap, end) in enumerate(zip(self.branches, split.modes, split.caps, ends, strict=True)):
-            if not branch.steps:
+        for i, (mode, cap, end) in enumerate(zip(split.modes, split.caps, ends, strict=True)):
+            at, paths = self.group.ways[i][self.at], self.group.paths
+            if at < 0 or paths is None:
                 continue
             if mode == AWAY:
-                away.add((self.block.number, i))
-            at = self.caps.index(cap)
-            placed[branch.steps[-1]] = end
-            for k in range(len(branch.steps) - 1, 0, -1):
-                before = branch.states[k - 1][at, mode, g]
-                table, layer = branch.tables[k], branch.steps[k]
-                if table is None:
-                    x = int((before + self.rules.edge(branch.steps[k - 1], layer)[end]).argmin())
-                else:
-                    x = int((before + table.lower[at, :, end]).argmin())
-                    table.collect(at, x, end, placed, away)
-                end = x
-                placed[branch.steps[k - 1]] = end
+                away.add((self.site.block.number, i))
+            way = paths.ways[at]
+            placed[way.layers[-1]] = end
+            for step in range(len(way.layers) - 1, 0, -1):
+                before = paths.back(at, step, mode, cap, g, end)
+                number = way.blocks[step]
+                if number is not None:
+                    self.group.known[number].collect(cap, before, end, placed, away)
+                end = placed[way.layers[step - 1]] = before
