@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def searches(graph: Graph, gpus: int, batch: int, limit: float, repeats: int) ->
     model = ProfiledCosts(graph, batch, powers_of_two(gpus), preset("nvswitch"))
     ways: dict[str, Callable[[], Any]] = {
         "optimal": lambda: optimal.search(graph, model, limit, gpus),
-        "first": lambda: optimal.search(graph, model, limit, gpus),
+        "first": lambda: optimal.search(*anew(graph, model), limit, gpus),
         "deeppool": lambda: deeppool.search(graph, model, limit, gpus),
     }
     samples: dict[str, list[float]] = {name: [] for name in ways}
@@ -152,6 +153,12 @@ def forget() -> None:
     """Drop what our search keeps from one time to the next."""
     for kept in (costs._pattern, costs._weights, splits.splits, splits.tabled, splits._parts):
         kept.cache_clear()
+
+
+def anew(graph: Graph, model: ProfiledCosts) -> tuple[Graph, ProfiledCosts]:
+    """The same, without what a graph keeps of itself."""
+    made = replace(graph)
+    return made, replace(model, graph=made)
 
 
 def worth(graph: Graph, batch: int, gpus: int) -> list[dict[str, Any]]:

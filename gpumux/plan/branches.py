@@ -23,9 +23,11 @@ CHUNK = 1 << 15  # elements at once: the processor's caches hold them
 class Paths:
     """`last` [own counts, ways, modes, caps, fork's counts]: seconds to the end of each way's last layer. `allowed` and
     `moved` [own counts, join's counts, ways, modes]: the transfer from there to the joining layer, inf where the limit
-    forbids it; and as it is. `inner`: seconds between the ends of blocks inside, by number, [caps, counts, counts]."""
+    forbids it; and as it is. `rows` [3, 1 + ways * modes * caps, fork's counts * join's], if wanted: over the last layer's
+    counts, the least seconds, the least transfer at the end that takes so long, and the least transfer; of row 0, nothing.
+    `inner`: seconds between the ends of blocks inside, by number, [caps, counts, counts]."""
 
-    def __init__(self, level: Level, rules: Rules, inner: Mapping[int, Array]) -> None:
+    def __init__(self, level: Level, rules: Rules, inner: Mapping[int, Array], *, rows: bool) -> None:
         self.ways, self.rules, self.inner = level.ways, rules, inner
         n = len(rules.tables.counts)
         each = np.arange(n)
@@ -38,6 +40,11 @@ class Paths:
         self._edges = self._neighbours()
         starts = self._entries(level)
         self._states = [self._run(at, starts[:, at : at + self.size]) for at in range(0, len(self.ways), self.size)]
+        self.rows = np.zeros((3, 1 + 2 * n * len(self.ways), n * n)) if rows else np.zeros((3, 0, 0))
+        if rows:
+            figures = self.rows[:, 1:].reshape(3, len(self.ways), 2, n, n, n)
+            for at in range(0, len(self.ways), self.size):
+                self._quickest(slice(at, at + self.size), figures[:, at : at + self.size])
 
     def _entries(self, level: Level) -> Array:
         """Seconds to the end of each way's first layer, [own counts, ways, modes, fork's counts]."""
@@ -78,19 +85,31 @@ class Paths:
 
     def _step(self, step: int, at: int, active: int) -> Array:
         """[counts before, counts behind, ways, 1, caps or 1, 1]."""
-        edges = self._edges[step - 1][:, :, at : at + active, None]
+        edges: Array = self._edges[step - 1][:, :, at : at + active, None]
         inside = [(i, way) for i, way in enumerate(self.ways[at : at + active]) if way.blocks[step] is not None]
         if inside:
             edges = np.repeat(edges, len(self.blocked), 3)
             for i, way in inside:
                 edges[:, :, i] = self._inside(step, way.layers, way.blocks).transpose(1, 2, 0)
-        return edges[:, :, :, None, :, None]
+        found: Array = edges[:, :, :, None, :, None]
+        return found
 
     def _inside(self, step: int, layers: Sequence[int], blocks: Sequence[int | None]) -> Array:
         """Across a block inside and the layer behind it, [caps, counts before, counts behind]."""
         number = blocks[step]
         assert number is not None
         return self.inner[number] + self.rules.tables.work[layers[step]]
+
+    def _quickest(self, some: slice, out: Array) -> None:
+        """Into `out` [3, ways, modes, caps, fork's counts, join's] what `rows` has."""
+        # own counts, join's counts, ways, modes, caps, fork's counts
+        seconds = self.last[:, None, some] + self.allowed[:, :, some, :, None, None]
+        moved = self.moved[:, :, some, :, None, None]
+        least = seconds.min(0)
+        order = (1, 2, 3, 4, 0)
+        out[0] = least.transpose(order)
+        out[1] = np.where(seconds == least, moved, inf).min(0).transpose(order)
+        out[2] = np.where(seconds < inf, moved, inf).min(0).transpose(order)
 
     # ---- of one way
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from gpumux.plan.branches import Paths
 from gpumux.plan.costs import Array
-from gpumux.plan.graph import Graph, Level, Site
+from gpumux.plan.graph import Graph, Level
 from gpumux.plan.rules import Rules
-from gpumux.plan.splits import AWAY, HOME, Split, Table, tabled
+from gpumux.plan.splits import AWAY, HOME, Indices, Split, Table, tabled
 
 CHUNK = 1 << 17  # elements at once
 
@@ -50,7 +50,8 @@ class _Level:
         self.level, self.rules, self.known, self.gpus = level, rules, known, gpus
         inside = [number for way in level.ways for number in way.blocks if number is not None]
         exact = {number: known[number].resolved() for number in inside}
-        self.paths = Paths(level, rules, exact) if level.ways else None
+        rows = any(len(site.block.branches) != 2 for site in level.sites)
+        self.paths = Paths(level, rules, exact, rows=rows) if level.ways else None
         self.ways = {(way.site, way.branch): i for i, way in enumerate(level.ways)}
 
     def tables(self) -> list[BlockTable]:
@@ -91,91 +92,89 @@ class _Group:
         self.lower = np.full((len(table.splits), len(places), n, n), inf)
         self.sure = np.ones(self.lower.shape, dtype=bool)
         self.times: list[Array] = []
-        self.skips: tuple[Array, Array] | None = None  # of empty branches, allowed and moved [blocks, modes, counts, counts]
+        self.skips: tuple[Array, Array] | None = (
+            None  # of empty branches, allowed and moved [blocks, modes, counts, counts]
+        )
         if empty:
             self.skips = self.rules.transfers([site.fork for site in self.sites], [site.join for site in self.sites])
 
     def relaxed(self) -> None:
         """As if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
-        n, b, k = self.lower.shape[2], len(self.sites), self.k
-        figures = np.full((3, k, 2, 1 + n, b, n, n), inf)  # seconds, the transfer then, the smallest transfer
-        figures[:, :, :, 0] = 0.0
-        for i in range(k):
-            if i in self.empty:
-                assert self.skips is not None
-                allowed, moved = self.skips[0][:, HOME], self.skips[1][:, HOME]
-                figures[0, i, HOME, 1:], figures[1, i, HOME, 1:], figures[2, i, HOME, 1:] = allowed, moved, moved
-            else:
-                self._quickest(i, figures[:, i, :, 1:])
-        flat: Array = figures.reshape(3, -1, b * n * n)
-        room = np.repeat(self.room[:, None], n, 1).reshape(-1)
-        columns = np.arange(b * n * n)
-        for at, found in enumerate(self.table.splits):
-            if not found:  # no count is as small as this
+        n, b = self.lower.shape[2], len(self.sites)
+        rows, first = self._rows()  # first [branches, blocks]: where each branch's rows begin
+        for at, (modes, caps) in enumerate(zip(self.table.modes, self.table.caps, strict=True)):
+            if not modes.size:  # no count is as small as this
                 self.times.append(np.zeros((0, b, n, n)))
                 continue
-            there, elsewhere = flat[0].take(self.table.home[at], 0), flat[0].take(self.table.away[at], 0)
-            times = np.maximum(there.sum(0), elsewhere.max(0))
-            moved, least = flat[1:].take(self.table.both[at], 1).sum(1)
-            times[least > room] = inf  # not even with the smallest transfer of each branch
-            self.times.append(times.reshape(-1, b, n, n))
-            best = times.argmin(0)
-            self.lower[at] = times[best, columns].reshape(b, n, n)
-            self.sure[at] = (moved[best, columns] <= room).reshape(b, n, n)
+            here = (modes * n + caps)[:, :, None] + first[:, None]
+            times = rows[0].take(here * (modes == HOME)[:, :, None], 0).sum(0)
+            np.maximum(times, rows[0].take(here * (modes == AWAY)[:, :, None], 0).max(0), out=times)
+            moved, least = rows[1:].take(here, 1).sum(1).reshape(2, -1, b, n, n)
+            times = times.reshape(-1, b, n, n)
+            times[least > self.room[:, None]] = inf  # not even with the smallest transfer of each branch
+            self.times.append(times)
+            best = times.argmin(0)[None]
+            self.lower[at] = np.take_along_axis(times, best, 0)[0]
+            self.sure[at] = np.take_along_axis(moved, best, 0)[0] <= self.room[:, None]
 
-    def _quickest(self, branch: int, out: Array) -> None:
-        """Into `out` [3, modes, caps, blocks, fork's counts, join's]: of each block's branch, over its last counts, the least
-        seconds, the least transfer that takes so long, and the least transfer."""
-        assert self.paths is not None
-        ways = self.ways[branch]
-        # own counts, join's counts, blocks, modes, caps, fork's counts
-        seconds = self.paths.last[:, None, ways] + self.paths.allowed[:, :, ways, :, None, None]
-        moved = self.paths.moved[:, :, ways, :, None, None]
-        least = seconds.min(0)
-        order = (2, 3, 1, 4, 0)
-        out[0] = least.transpose(order)
-        out[1] = np.where(seconds == least, moved, inf).min(0).transpose(order)
-        out[2] = np.where(seconds < inf, moved, inf).min(0).transpose(order)
+    def _rows(self) -> tuple[Array, Indices]:
+        """Rows as Paths has them, with some for empty branches behind, and the first one of each block's branches."""
+        n, b = self.lower.shape[2], len(self.sites)
+        first = np.array(self.ways) * (2 * n) + 1
+        if not self.empty or self.skips is None:
+            assert self.paths is not None
+            return self.paths.rows, first
+        rows = np.zeros((3, 1, n * n)) if self.paths is None else self.paths.rows
+        skips = np.full((3, b, 2 * n, n * n), inf)
+        allowed, moved = (each[:, HOME].reshape(b, 1, n * n) for each in self.skips)
+        skips[0, :, :n], skips[1, :, :n], skips[2, :, :n] = allowed, moved, moved
+        for i in self.empty:
+            first[i] = rows.shape[1] + 2 * n * np.arange(b)
+        return np.concatenate((rows, skips.reshape(3, -1, n * n)), 1), first
 
     def pairs(self) -> None:
         """Blocks of two branches, exact: over all pairs of their last counts that keep the joining layer's limit together."""
         modes, caps = (np.concatenate(each, 1) for each in (self.table.modes, self.table.caps))
         n, b, count = self.lower.shape[2], len(self.sites), modes.shape[1]
+        # own counts (x of one branch, y of the other), join's counts, blocks, fork's counts, splits
         (first, into), (second, in_too) = (self._ends(i, modes[i], caps[i]) for i in range(2))
         together = np.flatnonzero((modes == HOME).all(0))
-        times = np.empty((n, b, count, n))  # join's counts, blocks, splits, fork's
+        times = np.empty((n, b, n, count))  # join's counts, blocks, fork's counts, splits
         room = self.room.T[:, :, None, None]
         size = first.shape[0] * second.shape[0] * b * n
         step = max(1, min(count, CHUNK // size))
         wide = max(1, min(n, CHUNK // (size * step)))
         for at, h in product(range(0, count, step), range(0, n, wide)):
             some, joins = slice(at, at + step), slice(h, h + wide)
-            x, y = first[:, None, joins, :, some], second[None, :, joins, :, some]
+            x, y = first[:, None, joins, ..., some], second[None, :, joins, ..., some]
             both = np.maximum(x, y)
             home = together[(together >= at) & (together < at + step)] - at
-            both[:, :, :, :, home] = x[:, :, :, :, home] + y[:, :, :, :, home]
-            moved = into[:, None, joins, :, some] + in_too[None, :, joins, :, some]
-            both[np.broadcast_to(moved > room[joins], both.shape)] = inf
-            times[joins, :, some] = both.min((0, 1))
+            both[..., home] = x[..., home] + y[..., home]
+            moved = into[:, None, joins, ..., some] + in_too[None, :, joins, ..., some]
+            both += np.where(moved > room[joins], inf, 0.0)
+            both.min((0, 1), out=times[joins, ..., some])
         place = 0
         for at, found in enumerate(self.table.splits):
-            self.times.append(times[:, :, place : place + len(found)].transpose(2, 1, 3, 0))
+            self.times.append(times[..., place : place + len(found)].transpose(3, 1, 2, 0))
             if found:
                 self.times[at].min(0, out=self.lower[at])
             place += len(found)
 
-    def _ends(self, branch: int, modes: Array, caps: Array) -> tuple[Array, Array]:
-        """Of each block's branch, seconds and the transfer at its end, [own counts, join's counts, blocks, splits, fork's
-        counts or 1]; an empty one has one own count."""
+    def _ends(self, branch: int, modes: Indices, caps: Indices) -> tuple[Array, Array]:
+        """Of each block's branch, seconds and the transfer at its end, [own counts, join's counts, blocks, fork's counts or 1,
+        splits]; an empty one has one own count."""
         if branch in self.empty:
             assert self.skips is not None
-            allowed, moved = (each[:, HOME].transpose(2, 0, 1)[None, :, :, None] for each in self.skips)
-            shape = (*allowed.shape[:3], len(modes), allowed.shape[4])
+            allowed, moved = (each[:, HOME].transpose(2, 0, 1)[None, ..., None] for each in self.skips)
+            shape = (*allowed.shape[:4], len(modes))
             return np.broadcast_to(allowed, shape), np.broadcast_to(moved, shape)
         assert self.paths is not None
         ways = self.ways[branch]
-        last = self.paths.last[:, ways][:, :, modes, caps][:, None]
-        return last + self.paths.allowed[:, :, ways][..., modes, None], self.paths.moved[:, :, ways][..., modes, None]
+        last = self.paths.last[:, ways].transpose(0, 1, 4, 2, 3)[..., modes, caps][:, None]
+        return (
+            last + self.paths.allowed[:, :, ways][:, :, :, None, modes],
+            self.paths.moved[:, :, ways][:, :, :, None, modes],
+        )
 
 
 class BlockTable:

@@ -76,16 +76,11 @@ def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 class Table(NamedTuple):
-    """Splits of several numbers of GPUs, and for each number `modes` and `caps` [branches, splits] of them; `home`, `away`
-    and `both` [branches, splits], rows of an array [branches, modes, 1 + counts]: the branch's, under its cap, where it is
-    there (in `both`: wherever it is), else its row 0."""
+    """Splits of several numbers of GPUs, and for each number `modes` and `caps` [branches, splits] of them."""
 
     splits: tuple[tuple[Split, ...], ...]
     modes: tuple[Indices, ...]
     caps: tuple[Indices, ...]
-    home: tuple[Indices, ...]
-    away: tuple[Indices, ...]
-    both: tuple[Indices, ...]
 
 
 @lru_cache(maxsize=256)
@@ -94,8 +89,4 @@ def tabled(branches: int, empty: tuple[int, ...], limits: tuple[int, ...], count
     found = tuple([splits(branches, empty, gpus, counts) for gpus in limits])
     modes = [np.array([split.modes for split in some], dtype=np.intp).reshape(-1, branches).T for some in found]
     caps = [np.array([split.caps for split in some], dtype=np.intp).reshape(-1, branches).T for some in found]
-    rows, width = np.arange(branches)[:, None] * 2 * (1 + len(counts)), 1 + len(counts)
-    home = [rows + (cap + 1) * (mode == HOME) for mode, cap in zip(modes, caps, strict=True)]
-    away = [rows + width + (cap + 1) * (mode == AWAY) for mode, cap in zip(modes, caps, strict=True)]
-    both = [rows + mode * width + cap + 1 for mode, cap in zip(modes, caps, strict=True)]
-    return Table(found, tuple(modes), tuple(caps), tuple(home), tuple(away), tuple(both))
+    return Table(found, tuple(modes), tuple(caps))
