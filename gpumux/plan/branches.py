@@ -85,7 +85,7 @@ class Paths:
 
     def _step(self, step: int, at: int, active: int) -> Array:
         """[counts before, counts behind, ways, 1, caps or 1, 1]."""
-        edges: Array = self._edges[step - 1][:, :, at : at + active, None]
+        edges = self._edges[step - 1][:, :, at : at + active, None]
         inside = [(i, way) for i, way in enumerate(self.ways[at : at + active]) if way.blocks[step] is not None]
         if inside:
             edges = np.repeat(edges, len(self.blocked), 3)
