@@ -85,20 +85,20 @@ class Paths:
 
     def _step(self, step: int, at: int, active: int) -> Array:
         """[counts before, counts behind, ways, 1, caps or 1, 1]."""
-        edges = self._edges[step - 1][:, :, at : at + active, None]
+        edges: Array = self._edges[step - 1][:, :, at : at + active, None]
         inside = [(i, way) for i, way in enumerate(self.ways[at : at + active]) if way.blocks[step] is not None]
         if inside:
             edges = np.repeat(edges, len(self.blocked), 3)
             for i, way in inside:
                 edges[:, :, i] = self._inside(step, way.layers, way.blocks).transpose(1, 2, 0)
-        found: Array = edges[:, :, :, None, :, None]
-        return found
+        return edges[:, :, :, None, :, None]
 
     def _inside(self, step: int, layers: Sequence[int], blocks: Sequence[int | None]) -> Array:
         """Across a block inside and the layer behind it, [caps, counts before, counts behind]."""
         number = blocks[step]
         assert number is not None
-        return self.inner[number] + self.rules.tables.work[layers[step]]
+        found: Array = self.inner[number] + self.rules.tables.work[layers[step]]
+        return found
 
     def _quickest(self, some: slice, out: Array) -> None:
         """Into `out` [3, ways, modes, caps, fork's counts, join's] what `rows` has."""
