@@ -36,14 +36,12 @@ def run(args: argparse.Namespace) -> int:
 
 def model_profile(args: argparse.Namespace) -> ModelProfile:
     """The profile in a file, or modelled for --gpu-model. Raises ConfigError for a profile of another device than asked for."""
+    if args.profile:
+        return _of_steps(args)
     path = Path(args.model)
     if args.model not in BUILT_IN and (path.suffix == ".json" or path.is_file()):
         found = load(path)
-        if args.gpu_model is not None and found.device != args.gpu_model:
-            raise ConfigError(
-                f"{path} holds times of {found.device!r}, not of {args.gpu_model!r}",
-                "profile the model there, or leave --gpu-model out",
-            )
+        _same_device(args, str(path), found.device)
         return found
     from gpumux.plan import roofline
     from gpumux.plan.models import find
@@ -52,6 +50,28 @@ def model_profile(args: argparse.Namespace) -> ModelProfile:
     return roofline.profile(
         trace(find(args.model, args.input), whole=args.whole), gpu_preset(args.gpu_model or DEFAULT_GPU)
     )
+
+
+def _of_steps(args: argparse.Namespace) -> ModelProfile:
+    """The model's layers with the times of steps that jobs ran."""
+    from gpumux.plan import steps
+    from gpumux.plan.models import find
+    from gpumux.plan.trace import trace
+    from gpumux.program.profile import load as load_step
+
+    found = []
+    for name in args.profile:
+        found.append(load_step(Path(name)))
+        _same_device(args, name, found[-1].device)
+    return steps.profile(trace(find(args.model, args.input), whole=args.whole), found)
+
+
+def _same_device(args: argparse.Namespace, name: str, device: str) -> None:
+    if args.gpu_model is not None and device != args.gpu_model:
+        raise ConfigError(
+            f"{name} holds times of {device!r}, not of {args.gpu_model!r}",
+            "profile the model there, or leave --gpu-model out",
+        )
 
 
 def _network(args: argparse.Namespace) -> Network:
@@ -68,7 +88,7 @@ def _profile(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no directory", "name a file in one that exists")
-    found = model_profile(args) if args.gpu_model is not None else _measured(args)
+    found = model_profile(args) if args.gpu_model is not None or args.profile else _measured(args)
     save(found, out)
     sources = ", ".join(f"{count} {source}" for source, count in found.sources().items())
     batches = [timing.samples for timing in found.layers[0].times]

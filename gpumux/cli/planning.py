@@ -205,8 +205,19 @@ def wholes_in_order(text: str) -> tuple[int, ...]:
     return tuple(whole(each) for each in text.split(","))
 
 
+def _steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="take MODEL's times from a step that `gpumux jobs profile` recorded; give one for each batch size",
+    )
+
+
 def _burst(parser: argparse.ArgumentParser) -> None:
     _model(parser)
+    _steps(parser)
     flag = parser.add_argument
     flag("--gpus", metavar="N", type=whole, required=True, help="GPUs of the cluster")
     flag("--global-batch", metavar="N", type=whole, required=True, help="samples of one iteration, all GPUs together")
@@ -231,6 +242,7 @@ def _burst(parser: argparse.ArgumentParser) -> None:
 
 def _profile(parser: argparse.ArgumentParser) -> None:
     _model(parser)
+    _steps(parser)
     flag = parser.add_argument
     flag("-o", "--out", metavar="FILE", required=True, help="where to write it")
     flag("--device", choices=("cpu", "cuda"), default="cpu", help="where to run the layers (default cpu)")

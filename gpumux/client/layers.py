@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumux.program.layers import Label
+from gpumux.program.layers import ROOT, Label
 
 _CALL = nn.Module._call_impl.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -26,14 +26,12 @@ class Layers:
     """Names the modules of `models` as named_modules does, behind "model0." and so on where there are several. What runs in a
     model itself, in none of its modules, is of the layer ROOT."""
 
-    ROOT = "(model)"
-
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._names: dict[int, str] = {}
         for i, model in enumerate(models):
             prefix = f"model{i}." if len(models) > 1 else ""
             for name, module in model.named_modules():
-                self._names.setdefault(id(module), f"{prefix}{name or self.ROOT}")
+                self._names.setdefault(id(module), f"{prefix}{name or ROOT}")
         self._thread = threading.get_ident()
         self._next = torch._C._autograd._get_sequence_nr()
         self._nodes: dict[int, str | None] = {}  # sequence number -> layer

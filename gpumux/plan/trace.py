@@ -143,6 +143,14 @@ def function_name(node: fx.Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
+def module_path(node: fx.Node) -> str:
+    """The module that a node calls, or runs in: as named_modules has it, "" for the model itself."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
 def tensors(value: object) -> list[torch.Tensor]:
     """The tensors in a node's result."""
     if isinstance(value, torch.Tensor):
@@ -283,8 +291,7 @@ class _Grouping:
         if node.op == "call_module":
             name = str(node.target)
         else:
-            stack = list(node.meta.get("nn_module_stack", {}).values())
-            path = stack[-1][0] if stack else ""
+            path = module_path(node)
             name = f"{path}.{function_name(node)}" if path else function_name(node)
         unique, number = name, 1
         while unique in self.names:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from gpumux.program.ir import Program, Span
 from gpumux.program.limits import DEFAULT
 
+ROOT = "(model)"  # the layer of what runs in a model itself, in none of its modules
+
 
 class Label(NamedTuple):
     """`layer`: the module's path in the user's model, as named_modules has it. `backward`: in its backward pass."""
