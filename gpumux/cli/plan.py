@@ -141,7 +141,8 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
 
 
 def _burst(args: argparse.Namespace) -> int:
-    graph = reduce(model_profile(args))
+    profile = model_profile(args)
+    graph = reduce(profile)
     counts = args.counts or powers_of_two(args.gpus)
     if counts[-1] > args.gpus:
         raise ConfigError(f"--counts has {counts[-1]}, and the cluster has {args.gpus} GPUs", "leave it out")
@@ -161,7 +162,7 @@ def _burst(args: argparse.Namespace) -> int:
     beside = [baselines.data_parallel(graph, args.global_batch, count, costs.network, args.overlap)
               for count in sorted({1, counts[-1]})]  # fmt: skip
     curve = curves.over_limits(plan, costs) if args.curve else []
-    notes = [*_notes(args, graph, costs), *graph.notes]
+    notes = [*_notes(args, graph, costs), *([profile.note] if args.profile else []), *graph.notes]
     if args.json:
         body = plan.figures() | {
             "search_s": search_s,

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from gpumux.errors import ConfigError
 from gpumux.program import reading
+from gpumux.program.profile import FORMAT as STEP_FORMAT
 
 FORMAT = "gpumux-layers"
 VERSION = 1
@@ -179,6 +180,10 @@ def load(path: Path) -> ModelProfile:
 
 def loads(text: str) -> ModelProfile:
     """The profile a file's text says. Raises ConfigError."""
+    if text[:200].find(f'"{STEP_FORMAT}"') >= 0:
+        raise ConfigError(
+            "this is the profile of a step", "name the model that it trains, and this file with --profile"
+        )
     body = reading.header(text, FORMAT, VERSION, UNITS, RERECORD)
     names = {f.name for f in fields(ModelProfile)}
     reading.same_keys("the profile", body, names | {"format", "version", "units"}, RERECORD)
