@@ -42,6 +42,11 @@ def model_profile(args: argparse.Namespace) -> ModelProfile:
     if args.model not in BUILT_IN and (path.suffix == ".json" or path.is_file()):
         found = load(path)
         _same_device(args, str(path), found.device)
+        if args.whole or args.input:
+            flag = "--whole" if args.whole else "--input"
+            raise ConfigError(
+                f"{flag} with a file, whose layers are what they are", "give it when you profile the model"
+            )
         return found
     from gpumux.plan import roofline
     from gpumux.plan.models import find
@@ -141,6 +146,7 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
 
 
 def _burst(args: argparse.Namespace) -> int:
+    _check_pictures(args)
     profile = model_profile(args)
     graph = reduce(profile)
     counts = args.counts or powers_of_two(args.gpus)
@@ -249,6 +255,28 @@ def _notes(args: argparse.Namespace, graph: Graph, costs: ProfiledCosts) -> list
     return notes
 
 
+def _check_pictures(args: argparse.Namespace) -> None:
+    """Before anything is traced or searched."""
+    if not (args.plot or args.figures):
+        return
+    from gpumux.plan import plot
+
+    plot.available()
+    if args.plot:
+        path = Path(args.plot)
+        if path.suffix.lower() != ".png":
+            raise ConfigError(f"{path} is no name of a PNG", "pictures are PNG: name a FILE.png")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path.parent} is no directory", "name a file in one that exists")
+    if args.figures:
+        try:
+            Path(args.figures).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"can't make {args.figures}: {error.strerror}", "name a directory you may write"
+            ) from None
+
+
 def _draw(args: argparse.Namespace, plan: Plan, costs: ProfiledCosts) -> None:
     if not (args.plot or args.figures):
         return
@@ -259,10 +287,6 @@ def _draw(args: argparse.Namespace, plan: Plan, costs: ProfiledCosts) -> None:
     if not args.figures:
         return
     directory = Path(args.figures)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"can't make {directory}: {error.strerror}", "name a directory you may write") from None
     graph, efficiency = costs.graph, baselines.SampleEfficiency(args.critical_batch)
     found = curves.over_sizes(graph, args.global_batch, costs.counts, costs.network, efficiency, args.amplification)
     plot.scaling(found, graph.name, directory / "scaling.png")

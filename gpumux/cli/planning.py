@@ -57,6 +57,7 @@ not hidden behind computation, over computation, on one GPU: give it, or a trace
 examples:
   gpumux plan gpus --speedup 3 --overhead 0.1          how many GPUs
   gpumux plan gpus --gpus 4 --efficiency 0.8           what overhead is tolerable
+  gpumux plan gpus --speedup 3 --efficiency 0.8        how many GPUs, and what overhead is tolerable
   gpumux plan gpus --gpus 8 --trace loop.json          what they would give
 """
 _SERVERS = """\
@@ -263,13 +264,14 @@ def _gpus(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
     flag("--speedup", metavar="X", type=above_zero, help="wanted over one GPU")
     flag("--gpus", metavar="N", type=whole, help="GPUs there are")
-    flag("--efficiency", metavar="SHARE", type=share, help="wanted of --gpus, 0 to 1")
+    flag("--efficiency", metavar="SHARE", type=share, help="wanted of --gpus or at --speedup, 0 to 1")
     flag("--overhead", metavar="R", type=ratio, help="R_O: overhead over computation")
     flag("--trace", metavar="FILE", help="measure R_O in a trace of torch.profiler")
 
 
 def _servers(parser: argparse.ArgumentParser) -> None:
     _model(parser, optional=True)
+    parser.set_defaults(profile=[])
     flag = parser.add_argument
     flag("--parameters", metavar="SIZE", type=size, help="of all parameters (or --model)")
     flag("--workers", metavar="N", type=whole, required=True)

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -100,7 +101,7 @@ class ProfiledCosts:
         if wrong:
             raise ConfigError(
                 f"a global batch of {self.batch} does not divide among {wrong[0]} GPUs",
-                _divisors_remedy(self.batch, self.counts[-1]),
+                _divisors_remedy(self.batch, self.counts),
             )
 
     def comp(self, layer: int, g: int) -> float:
@@ -207,9 +208,9 @@ def divisors(batch: int, gpus: int) -> tuple[int, ...]:
     return tuple(count for count in range(1, min(batch, gpus) + 1) if batch % count == 0)
 
 
-def _divisors_remedy(batch: int, gpus: int) -> str:
-    fitting = ",".join(map(str, divisors(batch, gpus)))
-    return f"give a batch that is a multiple of {gpus}, or --counts {fitting}"
+def _divisors_remedy(batch: int, counts: Sequence[int]) -> str:
+    fitting = ",".join(map(str, divisors(batch, counts[-1])))
+    return f"give a batch that is a multiple of {lcm(*counts)}, or --counts {fitting}"
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def load(path: Path) -> ModelProfile:
 
 def loads(text: str) -> ModelProfile:
     """The profile a file's text says. Raises ConfigError."""
-    if text[:200].find(f'"{STEP_FORMAT}"') >= 0:
+    if f'"format": "{STEP_FORMAT}"' in text[:200]:
         raise ConfigError(
             "this is the profile of a step", "name the model that it trains, and this file with --profile"
         )

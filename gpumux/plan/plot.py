@@ -21,6 +21,11 @@ SMALL = 8
 LABELLED = 40  # layers; more names would hide each other
 
 
+def available() -> None:
+    """Raises ConfigError where matplotlib is not installed."""
+    figure(1.0, 1.0)
+
+
 def timeline(plan: Plan, path: Path) -> None:
     """Which GPUs run what, and when; white is idle. A GPU's row is as high as there is room."""
     drawn = figure(11.0, 4.0)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpumux.errors import CaptureError
+from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan.models import Loaded
 
 CHEAP_MODULES = (
@@ -74,7 +74,9 @@ class _Tracer(fx.Tracer):
 
 
 def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> TracedModel:
-    """`whole`: class names of modules that are one layer each. Raises CaptureError for a model that can't be traced."""
+    """`whole`: class names of modules that are one layer each. Raises CaptureError for a model that can't be traced,
+    ConfigError for a class that it has no module of."""
+    _check_classes(loaded, whole)
     tracer, defaults = _Tracer(whole), _defaults(loaded)
     try:
         graph = tracer.trace(loaded.module, defaults)
@@ -89,6 +91,15 @@ def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> Trace
     if not layers:
         raise CaptureError(f"{loaded.name} computes nothing", "give a model that does more than rearrange its input")
     return TracedModel(loaded.name, module, layers, batch)
+
+
+def _check_classes(loaded: Loaded, whole: Sequence[str]) -> None:
+    classes = sorted({type(module).__name__ for module in loaded.module.modules()})
+    unknown = [each for each in whole if each not in classes]
+    if unknown:
+        raise ConfigError(
+            f"{loaded.name} has no module of class {unknown[0]!r}", f"its classes are {', '.join(classes)}"
+        )
 
 
 def _defaults(loaded: Loaded) -> dict[str, Any]:

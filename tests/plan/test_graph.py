@@ -72,7 +72,8 @@ def test_profiles_survive_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (('"gpumux-layers"', '"gpumux-profile"'), "no profile"),
+        (('"gpumux-layers"', '"gpumux-other"'), "no profile"),
+        (('"gpumux-layers"', '"gpumux-profile"'), "the profile of a step"),
         (('"version": 1', '"version": 2'), "version 2"),
         (('"B a sample"', '"KiB"'), "units"),
         (('"kind": "Linear", ', ""), "lacks 'kind'"),
