@@ -206,9 +206,8 @@ def describe(plan: Plan) -> str:
                 "-" if amplification is None else f"{amplification:.2f}",
             )
         )
-    limit = "none" if isinf(plan.limit) else f"{plan.limit:g}"
     head = (
-        f"{plan.graph.name} on {plan.gpus} GPUs, global batch {plan.batch}, amplification limit {limit}, {plan.algorithm}\n"
+        f"{plan.graph.name} on {plan.gpus} GPUs, global batch {plan.batch}, amplification limit {_limit(plan.limit)}, {plan.algorithm}\n"
         f"iteration {_ms(plan.seconds)}, {plan.speedup:.2f} times as fast as one GPU; {plan.gpu_seconds * 1e3:.3f} GPU-ms used, "
         f"{plan.idle * 1e3:.3f} GPU-ms idle for other jobs ({_idle(plan):.0%})"
     )
@@ -234,7 +233,7 @@ def _curve(plans: list[Plan]) -> str:
     if not plans:
         return ""
     rows = [
-        ("none" if isinf(p.limit) else f"{p.limit:g}", _ms(p.seconds), f"{p.speedup:.2f}", f"{p.gpu_seconds * 1e3:.3f} ms",
+        (_limit(p.limit), _ms(p.seconds), f"{p.speedup:.2f}", f"{p.gpu_seconds * 1e3:.3f} ms",
          f"{_idle(p):.0%}")
         for p in plans
     ]  # fmt: skip
@@ -289,11 +288,12 @@ def _draw(args: argparse.Namespace, plan: Plan, costs: ProfiledCosts) -> None:
     directory = Path(args.figures)
     graph, efficiency = costs.graph, baselines.SampleEfficiency(args.critical_batch)
     found = curves.over_sizes(graph, args.global_batch, costs.counts, costs.network, efficiency, args.amplification)
-    plot.scaling(found, graph.name, directory / "scaling.png")
+    limited = f"{graph.name}, amplification limit {_limit(args.amplification)}"
+    plot.scaling(found, limited, directory / "scaling.png")
     speeds = curves.over_networks(
         graph, args.global_batch, costs.counts[-1], costs.network, efficiency, args.amplification
     )
-    plot.networks(speeds, graph.name, directory / "networks.png")
+    plot.networks(speeds, limited, directory / "networks.png")
     speedups = curves.layer_speedups(graph, args.global_batch, costs.counts)
     plot.layers(graph, speedups, costs.counts, directory / "layers.png")
     points = curves.operating_points(curves.over_limits(plan, costs), costs)
@@ -302,6 +302,10 @@ def _draw(args: argparse.Namespace, plan: Plan, costs: ProfiledCosts) -> None:
 
 def _idle(plan: Plan) -> float:
     return plan.idle / (plan.gpus * plan.seconds) if plan.seconds else 0.0
+
+
+def _limit(limit: float) -> str:
+    return "none" if isinf(limit) else f"{limit:g}"
 
 
 def _ms(seconds: float) -> str:
