@@ -103,6 +103,8 @@ def _profile(args: argparse.Namespace) -> int:
     else:
         emit(f"{out}: {found.name}, {len(found.layers)} layers ({sources}) on {found.device}")
         emit(table(("BATCH", "ALL LAYERS"), [(str(batch), _ms(found.seconds(batch))) for batch in batches]))
+    if found.unsteady():
+        sys.stderr.write(f"gpumux: {found.unsteady()}\n")
     return 0
 
 
@@ -169,6 +171,7 @@ def _burst(args: argparse.Namespace) -> int:
               for count in sorted({1, counts[-1]})]  # fmt: skip
     curve = curves.over_limits(plan, costs) if args.curve else []
     notes = [*_notes(args, graph, costs), *([profile.note] if args.profile else []), *graph.notes]
+    notes += [profile.unsteady()] if profile.unsteady() else []
     if args.json:
         body = plan.figures() | {
             "search_s": search_s,
