@@ -32,6 +32,8 @@ examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --amplification 2 --plot timeline.png
   gpumux plan burst net.json --gpus 64 --global-batch 256 --network 200g --algorithm deeppool --json
   gpumux plan burst inception_v3 --gpus 8 --global-batch 32 --figures pictures/
+  gpumux plan burst my.models:net --input 3,224,224 --gpus 2 --global-batch 16 --profile b8.json --profile b16.json
+                                          with what the steps of a job that trains it took (gpumux jobs profile)
 """
 _PROFILE = """\
 Runs each layer of a torch model alone, forward and backward, and writes what it takes. Ctrl-C writes nothing.
@@ -40,6 +42,7 @@ examples:
   gpumux plan profile vgg16 --device cuda -o vgg16.json
   gpumux plan profile my.models:net --input 3,224,224 --batches 1,2,4,8 --threads 1 -o net.json
   gpumux plan profile vgg16 --gpu-model h200 -o vgg16.json            modelled for a GPU that is not there
+  gpumux plan profile vgg16 --profile b8.json -o vgg16.json           from a job's steps (gpumux jobs profile)
 """
 _BATCH = """\
 For each mini-batch, chooses every convolution's algorithm (implicit GEMM, FFT, Winograd) such that all are quickest together

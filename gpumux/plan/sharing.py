@@ -92,9 +92,8 @@ class _Group:
         self.lower = np.full((len(table.splits), len(places), n, n), inf)
         self.sure = np.ones(self.lower.shape, dtype=bool)
         self.times: list[Array] = []
-        self.skips: tuple[Array, Array] | None = (
-            None  # of empty branches, allowed and moved [blocks, modes, counts, counts]
-        )
+        # transfers of empty branches, as Rules has them, [blocks, modes, fork's counts, join's]
+        self.skips: tuple[Array, Array] | None = None
         if empty:
             self.skips = self.rules.transfers([site.fork for site in self.sites], [site.join for site in self.sites])
 
