@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isinf
 from pathlib import Path
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 # ---- whose layers
 
 
-def model_profile(args: argparse.Namespace) -> ModelProfile:
+def model_profile(args: argparse.Namespace, batches: Sequence[int] | None = None) -> ModelProfile:
     """The profile in a file, or modelled for --gpu-model. Raises ConfigError for a profile of another device than asked for."""
     if args.profile:
         return _of_steps(args)
@@ -52,9 +53,8 @@ def model_profile(args: argparse.Namespace) -> ModelProfile:
     from gpumux.plan.models import find
     from gpumux.plan.trace import trace
 
-    return roofline.profile(
-        trace(find(args.model, args.input), whole=args.whole), gpu_preset(args.gpu_model or DEFAULT_GPU)
-    )
+    traced = trace(find(args.model, args.input), whole=args.whole)
+    return roofline.profile(traced, gpu_preset(args.gpu_model or DEFAULT_GPU), batches or roofline.BATCHES)
 
 
 def _of_steps(args: argparse.Namespace) -> ModelProfile:
@@ -64,6 +64,10 @@ def _of_steps(args: argparse.Namespace) -> ModelProfile:
     from gpumux.plan.trace import trace
     from gpumux.program.profile import load as load_step
 
+    if args.model not in BUILT_IN and Path(args.model).is_file():
+        raise ConfigError(
+            f"--profile with {args.model}, which has times of its own", "name the model itself, or the file alone"
+        )
     found = []
     for name in args.profile:
         found.append(load_step(Path(name)))
@@ -93,7 +97,9 @@ def _profile(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no directory", "name a file in one that exists")
-    found = model_profile(args) if args.gpu_model is not None or args.profile else _measured(args)
+    if args.profile and args.batches:
+        raise ConfigError("--batches with --profile, whose batches are the steps'", "leave --batches out")
+    found = model_profile(args, args.batches) if args.gpu_model is not None or args.profile else _measured(args)
     save(found, out)
     sources = ", ".join(f"{count} {source}" for source, count in found.sources().items())
     batches = [timing.samples for timing in found.layers[0].times]

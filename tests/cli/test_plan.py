@@ -91,7 +91,16 @@ def test_modelled_profiles_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     told = json.loads(capsys.readouterr().out)
     assert told["device"] == "h200"
     assert told["sources"] == {"model": 11}
-    assert main(["plan", "burst", str(path), *SMALL, "--gpu-model", "h200"]) == 0
+    assert list(told["seconds"])[:2] == ["1", "2"]
+    assert (
+        main(["plan", "profile", "alexnet", "--gpu-model", "h200", "-o", str(path), "--json", "--batches", "2,8"]) == 0
+    )
+    assert list(json.loads(capsys.readouterr().out)["seconds"]) == ["2", "8"]
+    assert main(["plan", "profile", str(path), "--profile", str(path), "-o", str(path)]) == EX_CONFIG
+    assert "which has times of its own" in capsys.readouterr().err
+    assert main(["plan", "profile", "alexnet", "--profile", "x", "--batches", "2", "-o", str(path)]) == EX_CONFIG
+    assert "--batches with --profile" in capsys.readouterr().err
+    assert main(["plan", "burst", str(path), "--gpus", "4", "--global-batch", "8", "--gpu-model", "h200"]) == 0
     assert "layer times of h200 (model)" in capsys.readouterr().out
 
 
