@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, isinf
 
 import numpy as np
@@ -40,5 +41,11 @@ def rules(tables: Tables, limit: float) -> Rules:
     """`limit` is 1 or more, inf for none."""
     if isinf(limit):
         return Rules(tables, np.full(tables.work.shape, inf))
-    factors = np.array([limit * (1 + TOLERANCE) / count for count in tables.counts])
-    return Rules(tables, tables.single[:, None] * factors - tables.work)
+    room = tables.single[:, None] * (_inverse(tables.counts) * (limit * (1 + TOLERANCE)))
+    room -= tables.work
+    return Rules(tables, room)
+
+
+@lru_cache(maxsize=64)
+def _inverse(counts: tuple[int, ...]) -> Array:
+    return 1 / np.array(counts, dtype=np.float64)

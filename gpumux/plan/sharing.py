@@ -9,8 +9,8 @@ with as many branches are worked out together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, product
 from math import inf
 from typing import NamedTuple
 
@@ -101,6 +101,8 @@ class _Group:
         """As if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
         n, b = self.lower.shape[2], len(self.sites)
         rows, first = self._rows()  # first [branches, blocks]: where each branch's rows begin
+        cells = np.arange(b)[:, None], np.arange(n * n)
+        room = np.repeat(self.room[:, None], n, 1).reshape(b, n * n)
         for at, (modes, caps) in enumerate(zip(self.table.modes, self.table.caps, strict=True)):
             if not modes.size:  # no count is as small as this
                 self.times.append(np.zeros((0, b, n, n)))
@@ -108,13 +110,12 @@ class _Group:
             here = (modes * n + caps)[:, :, None] + first[:, None]
             times = rows[0].take(here * (modes == HOME)[:, :, None], 0).sum(0)
             np.maximum(times, rows[0].take(here * (modes == AWAY)[:, :, None], 0).max(0), out=times)
-            moved, least = rows[1:].take(here, 1).sum(1).reshape(2, -1, b, n, n)
-            times = times.reshape(-1, b, n, n)
-            times[least > self.room[:, None]] = inf  # not even with the smallest transfer of each branch
-            self.times.append(times)
-            best = times.argmin(0)[None]
-            self.lower[at] = np.take_along_axis(times, best, 0)[0]
-            self.sure[at] = np.take_along_axis(moved, best, 0)[0] <= self.room[:, None]
+            times[rows[2].take(here, 0).sum(0) > room] = inf  # not even with the smallest transfer of each branch
+            self.times.append(times.reshape(-1, b, n, n))
+            best = times.argmin(0)  # [blocks, fork's counts * join's]
+            self.lower[at] = times[best, *cells].reshape(b, n, n)
+            moved = rows[1][here[:, best, cells[0]], cells[1]].sum(0)
+            self.sure[at] = (moved <= room).reshape(b, n, n)
 
     def _rows(self) -> tuple[Array, Indices]:
         """Rows as Paths has them, with some for empty branches behind, and the first one of each block's branches."""
@@ -176,6 +177,13 @@ class _Group:
         )
 
 
+def _rising(values: Array) -> Iterator[int]:
+    """Indices, of the smallest value first; mostly nobody asks for a second one."""
+    if values.size:
+        yield int(values.argmin())
+        yield from values.argsort(kind="stable").tolist()[1:]
+
+
 class BlockTable:
     """A block within each of several numbers of GPUs. `lower` [numbers, fork's counts, join's counts]: no way is quicker;
     inf where there is none."""
@@ -211,7 +219,7 @@ class BlockTable:
         found = _Found(inf, Split((), ()), ())
         times = self.group.times[limit][:, self.at, g, h]
         splits = self.group.table.splits[limit]
-        for index in times.argsort(kind="stable").tolist():
+        for index in _rising(times):
             if times[index] >= found.seconds:
                 break
             seconds, ends = self._within(splits[index], g, h, found.seconds)
@@ -223,14 +231,12 @@ class BlockTable:
         """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its limit
         together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
         room = float(self.group.room[self.at, h])
-        options = [
-            self._choices(i, mode, cap, g, h) for i, (mode, cap) in enumerate(zip(split.modes, split.caps, strict=True))
-        ]
+        options = [self._choices(i, mode, cap, g, h) for i, mode, cap in zip(count(), split.modes, split.caps)]
         quickest = [each[0] if each else (inf, inf, 0) for each in options]
-        if sum(each[1] for each in quickest) <= room:  # mostly so
-            at_home = sum(each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == HOME)
-            away = max((each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == AWAY), default=0.0)
-            return max(at_home, away), tuple(each[2] for each in quickest)
+        if sum([each[1] for each in quickest]) <= room:  # mostly so
+            at_home = sum([each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == HOME])
+            away = max([each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == AWAY], default=0.0)
+            return max(at_home, away), tuple([each[2] for each in quickest])
         least = [0.0]  # transfers of all branches from here on, at the least
         for each in reversed(options):
             least.append(least[-1] + min((pair[1] for pair in each), default=inf))
@@ -264,7 +270,7 @@ class BlockTable:
             else:
                 ways, moved = paths.options(way, mode, cap, g, h)
             found: list[tuple[float, float, int]] = []
-            for pair in sorted(zip(ways, moved, range(len(ways)), strict=True)):
+            for pair in sorted(zip(ways, moved, count())):
                 if pair[0] < inf and (not found or pair[1] < found[-1][1]):
                     found.append(pair)
             self._options[key] = found
