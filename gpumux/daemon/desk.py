@@ -63,10 +63,6 @@ class Desk:
         self.router.send_segment(session.id, segment.number, segment.fd, segment.nbytes)
         return segment.number
 
-    def user_bytes(self, uid: int) -> int:
-        """Device bytes charged to all jobs of one user."""
-        return sum(job["memory"]["total"] for job in self.core.snapshot()["jobs"] if job["uid"] == uid)
-
     def refuse(self, session: SessionRecord, ref: int, error: GpumuxError | Fault) -> None:
         """Answer request `ref` with a typed error, and count it."""
         self.metrics.rejected(error.code)

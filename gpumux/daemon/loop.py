@@ -20,6 +20,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from gpumux.access import Access
 from gpumux.config import Config
 from gpumux.core import events as ev
 from gpumux.core.config import CoreConfig
@@ -335,6 +336,8 @@ def core_config(config: Config) -> CoreConfig:
         policy=config.policy,
         max_jobs=config.max_jobs,
         max_jobs_per_uid=config.max_jobs_per_user,
+        max_bytes_per_uid=config.max_bytes_per_user or None,
+        access=Access(config.rules),
         max_inflight=config.max_inflight,
         max_programs_per_job=config.max_programs_per_job,
     )

@@ -38,7 +38,7 @@ from gpumux.wire.lanereader import GOODBYE, LaneReader
 from gpumux.wire.limits import Limits
 from gpumux.wire.listening import Listening
 from gpumux.wire.messages import FROM_CLIENT, Goodbye, Heartbeat, Hello, Leaving, Message, Refusal
-from gpumux.wire.peers import cut, identify, peer_name
+from gpumux.wire.peers import cut, identify, peer_name, with_groups
 from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello, make_welcome
 from gpumux.wire.sockets import Route, Sockets
 from gpumux.wire.strangers import Strangers
@@ -258,13 +258,16 @@ class Router(LaneReader):
             message, _ = decode(parts, self.limits.max_control_bytes)
             if not isinstance(message, Hello):
                 raise DaemonGone("this connection has no session: it ended, or never began", "connect again")
-            self._open_session(route, name, peer, message, over_ipc, now)
+            self._open_session(route, name, peer, message, first, over_ipc, now)
         except GpumuxError as error:
             self.counters[f"stranger_{error.code}"] += 1
             self._put(route, Refusal(0, error.code, error.message, error.remedy))
 
-    def _open_session(self, route: Route, name: str, peer: Peer, hello: Hello, over_ipc: bool, now: float) -> None:
+    def _open_session(
+        self, route: Route, name: str, peer: Peer, hello: Hello, first: zmq.Frame, over_ipc: bool, now: float
+    ) -> None:
         check_hello(hello, peer, over_ipc, [record.peer for record in self._sessions.values()], self.limits)
+        peer = with_groups(first, peer) if over_ipc else self.sockets.named(peer, name)
         session = SessionId(secrets.token_hex(8))
         nonce, path = (self.side.expect(session, peer.uid), str(self.side.path)) if over_ipc else (b"", "")
         welcome = make_welcome(session, path, nonce, self.limits, self.device)

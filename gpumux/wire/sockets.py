@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
 
-from gpumux.model import SessionId
+from gpumux.errors import AccessDenied
+from gpumux.model import Peer, SessionId
 from gpumux.wire.curve import ServerCurve
 from gpumux.wire.endpoint import check_distinct, ensure_runtime_dir, parse, side_channel
 from gpumux.wire.gatekeeper import Gatekeeper
@@ -72,6 +74,14 @@ class Sockets:
     @property
     def lane_epoll(self) -> select.epoll:
         return self.lanes.epoll
+
+    def named(self, peer: Peer, key: str) -> Peer:
+        """The tcp peer that holds `key`, with the name of its key's file. Raises AccessDenied if that was removed since it
+        connected."""
+        found = self.gatekeeper.names.get(key) if self.gatekeeper is not None else None
+        if found is None:
+            raise AccessDenied("your key is no longer among those this daemon lets in", "ask its operator")
+        return replace(peer, key=found)
 
     def unread(self) -> bool:
         """Whether a ZeroMQ socket has something. Who sleeps on ZeroMQ's bare descriptors, which signal
