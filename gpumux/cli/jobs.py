@@ -9,7 +9,7 @@ from typing import Any
 
 from gpumux.cli.control import Control
 from gpumux.cli.text import duration, emit, emit_json, printable, size, table
-from gpumux.errors import UnknownJob
+from gpumux.errors import NotOwner, UnknownJob
 from gpumux.program.profile import loads, save
 
 _DONE = {"pause": "paused", "resume": "resumed", "stop": "stopping"}
@@ -25,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
                 emit(job_table(jobs) if jobs else "no jobs")
             return 0
         job = find(jobs, args.job)
+        if not job["mine"]:
+            raise NotOwner(f"job {job['short']} belongs to user {job['uid']}", "ask its owner, or an operator")
         if args.verb == "profile":
             return _profile(control, job, args)
         if args.verb == "explain":

@@ -309,7 +309,7 @@ def _range(core: CoreState, high: JobId, model: HighModel, piece: int) -> str:
 def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: str) -> str:
     """[start, end) of the job's program with that key."""
     start, end = operators
-    job = core.jobs.get(job_id)
+    job = core.jobs.get(job_id) if core.hidden(job_id) is None else None
     names: list[str] = []
     for program in job.programs.values() if job is not None else ():
         if program.key == key:
@@ -322,5 +322,7 @@ def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: 
 
 
 def _name(core: CoreState, job_id: JobId) -> str:
-    job = core.jobs.get(job_id)
+    job, other = core.jobs.get(job_id), core.hidden(job_id)
+    if other is not None:
+        return other
     return f"{job.spec.name!r}" if job is not None and job.spec.name else str(job_id)

@@ -19,7 +19,7 @@ from gpumux.core.config import CoreConfig as CoreConfig
 from gpumux.core.interference import Guard
 from gpumux.core.policy import Policy
 from gpumux.core.queue import Job, Step
-from gpumux.core.state import CoreState
+from gpumux.core.state import CoreState, Hidden, nothing_hidden
 from gpumux.model import JobId, LaunchId, ProgramId, StepId
 
 _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
@@ -89,12 +89,26 @@ class Core:
         """The daemon asked to leave, and nothing is left on the device."""
         return self._state.leaving is not None and not self._state.jobs
 
-    def story(self, job: JobId, step: StepId | None = None) -> list[str]:
-        """Readable lines: when the step was queued, why it waited, when its pieces ran."""
-        return self._state.log.tell(job, step)
+    def story(
+        self, job: JobId, step: StepId | None = None, newest: int | None = None, hidden: Hidden = nothing_hidden
+    ) -> list[str]:
+        """Readable lines, `newest` of them at most: when the step was queued, why it waited, when its pieces ran."""
+        self._state.hidden = hidden
+        try:
+            return self._state.log.tell(job, step, newest)
+        finally:
+            self._state.hidden = nothing_hidden
 
-    def explain(self, job: JobId) -> list[str]:
-        """Sentences: why this job is slow or held now. Of a job that is gone, or never was, what the story knows."""
+    def explain(self, job: JobId, hidden: Hidden = nothing_hidden) -> list[str]:
+        """Sentences: why this job is slow or held now. Of a job that is gone, or never was, what the story knows.
+        `hidden` names the jobs of which neither name nor operators are to be told."""
+        self._state.hidden = hidden
+        try:
+            return self._explained(job)
+        finally:
+            self._state.hidden = nothing_hidden
+
+    def _explained(self, job: JobId) -> list[str]:
         known = self._state.jobs.get(job)
         if known is not None:
             return explain.explain(self._state, known)

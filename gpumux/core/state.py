@@ -7,6 +7,7 @@ they want done is appended to `out`, what happened to `log`, both under the even
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 
 from gpumux.core import faults
@@ -30,6 +31,12 @@ from gpumux.core.queue import Job, JobState, Session, Transfer
 from gpumux.core.story import Story
 from gpumux.model import DeviceInfo, Fault, JobId, SessionId, StepId
 
+Hidden = Callable[[JobId], str | None]  # what to call a job whose name the listener may not know; None: it may
+
+
+def nothing_hidden(job: JobId) -> str | None:
+    """The listener may know everything."""
+
 
 class CoreState:
     """Raises ConfigError when the configuration names no policy."""
@@ -51,6 +58,7 @@ class CoreState:
         self.refusals: Counter[str] = Counter()  # by fault code
         self.arrivals = count()
         self.launch_ids = count(1)
+        self.hidden: Hidden = nothing_hidden  # while something is put into words
         # Of the event being handled:
         self.wake = 0.0  # the newest time a Tick was asked for that has not come
         self.now = 0.0

@@ -51,14 +51,16 @@ class Story:
     def __len__(self) -> int:
         return len(self._ring)
 
-    def tell(self, job: JobId, step: StepId | None = None) -> list[str]:
-        """What is still known of the job, oldest first; with `step`, of that step and of what
+    def tell(self, job: JobId, step: StepId | None = None, newest: int | None = None) -> list[str]:
+        """What is still known of the job, oldest first, the `newest` so many lines at most; with `step`, of that step and of what
         happened to its job while it was unanswered. Times are seconds on the core's clock."""
         records = [r for r in self._ring if r[1] == job]
         if step is not None:
             own = [i for i, r in enumerate(records) if r[2] == step]
             between = range(own[0], own[-1] + 1) if own else range(0)
             records = [records[i] for i in between if records[i][2] in (step, None)]
+        if newest is not None:
+            records = records[-newest:]
         return [self._line(r, step is None) for r in records]
 
     def _line(self, record: Record, name_step: bool) -> str:

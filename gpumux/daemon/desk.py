@@ -10,12 +10,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from gpumux.access import Access
 from gpumux.config import Config
 from gpumux.core.events import Event
 from gpumux.core.machine import Core
 from gpumux.daemon.books import Books, JobRecord, SessionRecord
 from gpumux.daemon.checking import CheckQueue
 from gpumux.daemon.segments import Segments, SharedSegment
+from gpumux.daemon.sight import Sight
 from gpumux.device.contract import Device
 from gpumux.errors import GpumuxError
 from gpumux.metrics.registry import Metrics
@@ -46,6 +48,7 @@ class Desk:
         self.metrics = metrics
         self.core = core
         self.books = Books()
+        self.sight = Sight(self.books, lambda: Access(self.config.rules))
         self.checks = CheckQueue(device, device_checks)
         self.unexpected = 0  # well-formed messages that made no sense and could not be answered
         self.events: deque[Event] = deque()

@@ -26,7 +26,6 @@ MAX_UNLOADED = 128  # of one user's Programs; twice the jobs it may have
 MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet
 MAX_BUFFERS = 1_000_000  # state buffers of one job
 MAX_BUFFER_BYTES = 1 << 46
-UNKNOWN_UID = -1
 
 
 class Requests:
@@ -35,6 +34,7 @@ class Requests:
     def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
         self._desk = desk
         self._books = desk.books
+        self._governed = desk.sight.governed
         self._handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
             msg.Step: self._step,
             msg.OpenJob: self._open_job,
@@ -44,7 +44,7 @@ class Requests:
             msg.PauseJob: self._pause,
             msg.ResumeJob: self._resume,
             msg.CloseJob: self._close,
-            **Questions(desk, report, tracing, self._governed).handlers,
+            **Questions(desk, report, tracing).handlers,
         }
 
     def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
@@ -82,16 +82,6 @@ class Requests:
         if record.unloading:
             raise JobClosed(f"job {record.short} is closing", "open a new one")
         return record
-
-    def _governed(self, session: SessionRecord, job: str) -> JobRecord:
-        """A job this peer may pause, resume or close: its own session's, its user's, or any for root."""
-        record = self._books.jobs.get(JobId(job))
-        if record is None:
-            raise UnknownJob(f"there is no job {job[:40]!r}", "`gpumux jobs` lists them")
-        uid = session.peer.uid
-        if record.session is session or uid == 0 or (uid != UNKNOWN_UID and uid == record.session.peer.uid):
-            return record
-        raise NotOwner(f"job {record.short} belongs to user {record.session.peer.uid}", "ask its owner, or root")
 
     # ---- jobs
 
