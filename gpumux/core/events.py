@@ -18,6 +18,7 @@ from gpumux.model import (
     JobSpec,
     LaunchId,
     Peer,
+    Priority,
     ProgramId,
     SessionId,
     StepId,
@@ -145,6 +146,15 @@ class ResumeRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeRequested:
+    """By the owner or an operator, within what either may: another priority, another weight; None leaves it."""
+
+    job: JobId
+    priority: Priority | None
+    weight: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class CloseRequested:
     """`drain` answers every submitted step first; otherwise they are answered with a fault."""
 
@@ -173,5 +183,5 @@ class Tick:
 Event = (
     SessionOpened | SessionClosed | JobRequested | ProgramOffered | ProgramReady | ProgramDropped | StepSubmitted
     | TransferRequested | PieceDone | PieceFailed | TransferEnded | JobDied | JobReleased | PauseRequested
-    | ResumeRequested | CloseRequested | DrainRequested | DeviceOpened | Tick
+    | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | DeviceOpened | Tick
 )  # fmt: skip

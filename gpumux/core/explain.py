@@ -67,6 +67,8 @@ def _state(core: CoreState, job: Job) -> str:
         doing = "waits for its program to be ready"
     elif blocked == "transfer":
         doing = "waits for a transfer of its state"
+    elif blocked == "changing":
+        doing = "is about to change its priority"
     elif blocked:
         doing = f"is {blocked}"
     else:

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from gpumux.core import events as ev
-from gpumux.core import explain, invariants, lifecycle, snapshot, standing, view, work
+from gpumux.core import explain, invariants, lifecycle, regrade, snapshot, standing, view, work
 from gpumux.core.commands import Command, LaunchPiece, WakeAt
 from gpumux.core.config import CoreConfig as CoreConfig
 from gpumux.core.interference import Guard
@@ -29,6 +29,7 @@ _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
     ev.JobRequested: lifecycle.job_requested,
     ev.PauseRequested: lifecycle.pause_requested,
     ev.ResumeRequested: lifecycle.resume_requested,
+    ev.ChangeRequested: regrade.change_requested,
     ev.CloseRequested: lifecycle.close_requested,
     ev.DrainRequested: lifecycle.drain_requested,
     ev.JobDied: lifecycle.job_died,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
-from gpumux.core import faults
+from gpumux.core import faults, regrade
 from gpumux.core.admission import Ledger
 from gpumux.core.board import Board
 from gpumux.core.commands import (
@@ -99,6 +99,8 @@ class CoreState:
 
     def refresh(self, job: Job) -> None:
         """After a change to the job: start what needs no window, and put it where it belongs."""
+        if job.wanted is not None:
+            regrade.finish(self, job)
         self.touched.append(job)
         head = job.queue[0] if job.queue else None
         if isinstance(head, Transfer):

@@ -22,6 +22,7 @@ TEMPLATES: dict[str, str] = {
     "refused": "refused: {0}",
     "queued": "queued behind {0} unanswered steps, program {1}",
     "waits:paused": "waits: the job is paused",
+    "waits:changing": "waits: the job is about to change its priority",
     "waits:program": "waits: program {0} is not ready",
     "waits:transfer": "waits: a transfer of state comes first",
     "waits:window": "waits: the {0} window is full ({1} of {2} launches, {3:.3f} of {4:.3f} ms); its oldest launch is "
@@ -37,6 +38,8 @@ TEMPLATES: dict[str, str] = {
     "transferred": "transfer {0} ended: {1}",
     "paused": "job paused",
     "resumed": "job resumed",
+    "weighs": "weight is {0:g} from now on",
+    "changes": "priority is {0} from now on",
     "draining": "job takes no more work and closes when all is answered: {0}",
     "closing": "job closing: {0}",
     "forgotten": "job gone from the device",

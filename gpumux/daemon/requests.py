@@ -11,6 +11,7 @@ from typing import Any
 
 from gpumux.core import events as ev
 from gpumux.daemon.books import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
+from gpumux.daemon.changes import Changes
 from gpumux.daemon.desk import Desk, as_fault, log
 from gpumux.daemon.questions import Questions
 from gpumux.daemon.segments import SharedSegment
@@ -44,6 +45,7 @@ class Requests:
             msg.PauseJob: self._pause,
             msg.ResumeJob: self._resume,
             msg.CloseJob: self._close,
+            **Changes(desk).handlers,
             **Questions(desk, report, tracing).handlers,
         }
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from gpumux.access import Access
+from gpumux.access import BUILT_IN, Access, Rule
 from gpumux.daemon.books import Books, JobRecord, SessionRecord
 from gpumux.errors import NotOwner, UnknownJob
 from gpumux.model import JobId
@@ -33,6 +33,11 @@ class Sight:
     def operates(self, session: SessionRecord) -> bool:
         """Root, or somebody whom a rule makes an operator."""
         return self._access().may_operate(session.peer)
+
+    def rule(self, session: SessionRecord) -> Rule:
+        """What the session may give a job; an operator may give anything."""
+        access = self._access()
+        return BUILT_IN if access.may_operate(session.peer) else access.rule_for(session.peer)
 
     def governs(self, session: SessionRecord, job: JobRecord) -> bool:
         """Whether the session may change the job, and know all of it."""

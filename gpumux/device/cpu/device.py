@@ -37,6 +37,7 @@ from gpumux.device.cpu.jobs import (
 from gpumux.device.cpu.keeper import Keeper
 from gpumux.device.cpu.loans import Lender, returned
 from gpumux.device.cpu.machine import cpu_name
+from gpumux.device.cpu.niceness import Niceness
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.errors import ConfigError
@@ -48,7 +49,7 @@ OPEN_S = 120.0
 CLOSE_S = 10.0
 
 
-class CpuDevice(Lender):
+class CpuDevice(Lender, Niceness):
     """See gpumux.device.contract.Device. `threads` 0 means half the cores, so that two jobs fit;
     `cores` 0 means all this process may use. `low_nice` (0 to 19) is the niceness of low jobs' processes:
     above 0 the kernel stops them wherever a high job wants the core, as no GPU can."""

@@ -18,6 +18,7 @@ from gpumux.device.cpu.channel import (
     LAUNCH_HEAD,
     LEND,
     LOAD,
+    NICE,
     PACKET,
     PAGE_LAUNCH,
     PAGE_LAUNCH_AT,
@@ -75,8 +76,15 @@ class Answers:
     form: AnswerForm
 
 
+@dataclass(frozen=True, slots=True)
+class Renice:
+    """The niceness the process is to have."""
+
+    nice: int
+
+
 Command = Launch | Load | Move | Profile  # what is scheduled
-Errand = Answers | Lend | Recall  # what is not
+Errand = Answers | Lend | Recall | Renice  # what is not
 
 
 @dataclass(slots=True)
@@ -233,6 +241,9 @@ def _send(channel: Channel, command: Command | Errand) -> None:
         return
     if isinstance(command, Recall):
         channel.send(RECALL, [])
+        return
+    if isinstance(command, Renice):
+        channel.send(NICE, [command.nice])
         return
     try:
         if isinstance(command, Answers):
