@@ -21,6 +21,7 @@ PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
 ROWS = {int(row[1]): row for row in re.finditer(r"^\| (\d+) \| (\w+) \| ([CD, ]+) \|(.*)\|$", PAGE, re.M)}
 WORDS = {
     int: "int", float: "float", str: "str", bytes: "bytes", bool: "bool", int | None: "optional int",
+    float | None: "optional float",
     list[int]: "list of int", list[str]: "list of str", list[float | int]: "list of float or int",
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from gpumux.model import Fault, JobId, Priority
 
 _CAP_SYS_NICE = 23
 _NORMAL = 20  # RLIMIT_NICE that allows niceness 0
+MOST = 19
 
 
 class Niceness:
@@ -42,12 +43,19 @@ class Niceness:
         """See contract.Regrading."""
         executor = self._live(job)
         if executor is not None and self._low_nice:
-            self._send(executor, Renice(self._low_nice if priority is Priority.LOW else 0))
+            more = self._low_nice if priority is Priority.LOW else 0
+            self._send(executor, Renice(min(MOST, _own() + more)))
+
+
+def _own() -> int:
+    """The daemon's own niceness, which high jobs' processes have."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def may_be_less_nice(status: Path = Path("/proc/self/status")) -> bool:
-    """Whether a process of ours may go back to niceness 0."""
-    if resource.getrlimit(resource.RLIMIT_NICE)[0] in (resource.RLIM_INFINITY, *range(_NORMAL, _NORMAL + 21)):
+    """Whether a process of ours may go back to the daemon's own niceness."""
+    limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= _NORMAL - _own():
         return True
     try:
         lines = status.read_text().splitlines()
