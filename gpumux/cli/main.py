@@ -45,6 +45,8 @@ examples:
   gpumux serve --device sim --gpu-model h200       a simulated GPU: keeps time, computes nothing, warns its clients
   gpumux serve --endpoint ipc:///run/gpumux/0/gpu0.sock --metrics-port 0
 
+SIGHUP has the file read again: access rules, limits and the log change at once, and the log says what waits for a restart.
+
 exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 75 endpoint or device taken, 78 wrong configuration
 """
 _JOBS = """\
@@ -164,6 +166,11 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--metrics-port", metavar="N", help="port of both (default 9402); 0 picks one, off serves none")
     add("--state-dir", metavar="DIR", help="directory for crash.log, the stacks of a daemon that crashes")
     add("--log-level", metavar="LEVEL", help="|".join(config.LOG_LEVELS))
+    add(
+        "--log-format",
+        metavar="|".join(config.LOG_FORMATS),
+        help="lines for people (default), or JSON, one object a line",
+    )
 
 
 def _count(text: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpumux.core.config import CoreConfig
 from gpumux.model import (
     DeviceInfo,
     Fault,
@@ -171,6 +172,13 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """Limits and access rules are others from now on; what was let in stays. The rest of `config` is as it was."""
+
+    config: CoreConfig
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceOpened:
     info: DeviceInfo
 
@@ -183,5 +191,5 @@ class Tick:
 Event = (
     SessionOpened | SessionClosed | JobRequested | ProgramOffered | ProgramReady | ProgramDropped | StepSubmitted
     | TransferRequested | PieceDone | PieceFailed | TransferEnded | JobDied | JobReleased | PauseRequested
-    | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | DeviceOpened | Tick
+    | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | Reconfigured | DeviceOpened | Tick
 )  # fmt: skip

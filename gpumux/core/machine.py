@@ -24,6 +24,7 @@ from gpumux.model import JobId, LaunchId, ProgramId, StepId
 
 _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
     ev.DeviceOpened: lifecycle.device_opened,
+    ev.Reconfigured: lifecycle.reconfigured,
     ev.SessionOpened: lifecycle.session_opened,
     ev.SessionClosed: lifecycle.session_closed,
     ev.JobRequested: lifecycle.job_requested,
@@ -52,7 +53,6 @@ class Core:
     """One device's jobs. Raises ConfigError when the configuration names no policy."""
 
     def __init__(self, config: CoreConfig) -> None:
-        self.config = config
         self._state = CoreState(config)
 
     def handle(self, event: ev.Event, now: float) -> list[Command]:
@@ -84,6 +84,11 @@ class Core:
                     self._explain(job)
             state.touched.clear()
         return state.out
+
+    @property
+    def config(self) -> CoreConfig:
+        """What is in force now."""
+        return self._state.config
 
     @property
     def drained(self) -> bool:

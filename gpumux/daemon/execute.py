@@ -105,6 +105,7 @@ class Executor:
             return
         self._take_step(job, c.step)
         fault = c.fault
+        log.info("job %s: step %d failed (%s): %s", job.short, c.step, fault.code, fault.message)
         self._desk.reply(job.session, msg.StepFailed(c.job, c.step, fault.code, fault.message, fault.remedy))
         self._desk.metrics.step_failed(fault.code)
 

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
 from typing import Any
 
-from gpumux.access import Access
 from gpumux.config import Config
 from gpumux.core import events as ev
-from gpumux.core.config import CoreConfig
 from gpumux.core.machine import Core
 from gpumux.daemon import report
 from gpumux.daemon.books import JobRecord, SessionRecord
@@ -32,8 +31,10 @@ from gpumux.daemon.desk import Desk, log
 from gpumux.daemon.execute import Executor
 from gpumux.daemon.loans import Loans
 from gpumux.daemon.offload import Offload
+from gpumux.daemon.reload import Reloading
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
+from gpumux.daemon.settings import core_config
 from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.daemon.waiter import Waiter
 from gpumux.daemon.wakeup import Wakeup
@@ -90,6 +91,7 @@ class Loop:
         self._waiter.follow("clients", router.sockets.descriptors())
         self._waiter.follow("wakeup", [self._wakeup.fd])
         self._device_fds: tuple[int, ...] = ()
+        self._calls: deque[Callable[[], None]] = deque()
         self._stop_reason: str | None = None
         self._leave_by = inf
         self._next_gc = inf
@@ -115,9 +117,18 @@ class Loop:
         self._stop_reason = self._stop_reason or reason
         self._wakeup.set()
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Have the loop's thread make a call."""
+        self._calls.append(call)
+        self._wakeup.set()
+
     def call_every(self, seconds: float, on_time: Callable[[], None]) -> None:
         """Have the loop call `on_time` about every `seconds`, as long as it turns (a watchdog)."""
         self.every_s, self.on_time, self._next_call = seconds, on_time, self._clock()
+
+    def reloading(self, read: Callable[[], Config]) -> Reloading:
+        """What reloads the configuration that `read` gives."""
+        return Reloading(self.desk, self._offload, read)
 
     # ---- the loop
 
@@ -161,6 +172,8 @@ class Loop:
     def _seldom(self, now: float) -> None:
         """What most turns have nothing of."""
         self._offload.collect()
+        while self._calls:
+            self._calls.popleft()()
         if self._executor.wake_at is not None and now >= self._executor.wake_at:
             self._executor.wake_at = None
             self.desk.feed(ev.Tick())
@@ -328,16 +341,3 @@ def _nothing() -> None:
 
 def _unheard(reason: str) -> None:
     """No service manager."""
-
-
-def core_config(config: Config) -> CoreConfig:
-    """The core's part of the daemon's configuration."""
-    return CoreConfig(
-        policy=config.policy,
-        max_jobs=config.max_jobs,
-        max_jobs_per_uid=config.max_jobs_per_user,
-        max_bytes_per_uid=config.max_bytes_per_user or None,
-        access=Access(config.rules),
-        max_inflight=config.max_inflight,
-        max_programs_per_job=config.max_programs_per_job,
-    )

@@ -57,7 +57,7 @@ class Segments:
     """Makes segments within a limit in bytes."""
 
     def __init__(self, limit_bytes: int, offload: Offload) -> None:
-        self._limit = limit_bytes
+        self.limit = limit_bytes
         self._offload = offload
         self._numbers = count(1)
         self.used_bytes = 0
@@ -65,9 +65,9 @@ class Segments:
     def create(self, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None]) -> None:
         """Make a segment of `nbytes` and call `then` with it, or with why there is none; at once
         when it is small, else on a later pass of the loop. Raises AdmissionRefused over the limit."""
-        if self.used_bytes + nbytes > self._limit:
+        if self.used_bytes + nbytes > self.limit:
             raise AdmissionRefused(
-                f"{nbytes} bytes of shared memory on top of {self.used_bytes} would pass the daemon's {self._limit}",
+                f"{nbytes} bytes of shared memory on top of {self.used_bytes} would pass the daemon's {self.limit}",
                 "use smaller batches or fewer in flight, or raise max_shared_bytes",
             )
         self.used_bytes += nbytes

@@ -11,7 +11,7 @@ import pytest
 from gpumux.config import Config
 from gpumux.daemon.completions import MAX_SCALARS
 from gpumux.daemon.requests import MAX_ENCODED_BYTES, MAX_UNLOADED
-from gpumux.daemon.serve import wire_limits
+from gpumux.daemon.settings import wire_limits
 from gpumux.device.cpu.checks import CPU_S
 from gpumux.wire import lane, sidechannel
 from gpumux.wire import messages as m
