@@ -18,6 +18,7 @@ from gpumux.daemon.books import Books, JobRecord, SessionRecord
 from gpumux.daemon.checking import CheckQueue
 from gpumux.daemon.segments import Segments, SharedSegment
 from gpumux.daemon.sight import Sight
+from gpumux.daemon.turns import Turns
 from gpumux.device.contract import Device
 from gpumux.errors import GpumuxError
 from gpumux.metrics.registry import Metrics
@@ -49,6 +50,7 @@ class Desk:
         self.core = core
         self.books = Books()
         self.sight = Sight(self.books, lambda: Access(self.config.rules))
+        self.turns = Turns()
         self.checks = CheckQueue(device, device_checks)
         self.unexpected = 0  # well-formed messages that made no sense and could not be answered
         self.events: deque[Event] = deque()

@@ -158,6 +158,9 @@ class Loop:
                 self._arrived(arrival, now)
                 self._settle(now)
             self._router_due = self._router.next_deadline(now)
+        if self.desk.turns:
+            self.desk.turns.next()
+            self._settle(now)
         if "wakeup" in ready or now >= self._alarm:
             self._seldom(now)
             self._settle(now)
@@ -199,7 +202,7 @@ class Loop:
         )
         due = self._device.due()
         until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
-        unread = self._sockets.unread()
+        unread = self._sockets.unread() or bool(self.desk.turns)
         ready, lanes = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")
@@ -294,6 +297,7 @@ class Loop:
             self._metrics.sessions_lost.inc()
         log.info("session %s: over, %s", arrival.session, arrival.reason)
         self._tracing.left(arrival.session)
+        self.desk.turns.forget(record)
         self.desk.feed(ev.SessionClosed(arrival.session, arrival.reason))
 
     # ---- leaving

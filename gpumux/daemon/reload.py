@@ -45,7 +45,7 @@ class Reloading:
         difference = compare(desk.config, found)
         desk.config = config = difference.config
         desk.feed(ev.Reconfigured(core_config(config)))
-        desk.router.limits = wire_limits(config)
+        desk.router.use_limits(wire_limits(config))
         desk.segments.limit = shared_limit(config)
         logs.set_up(config.log_level, config.log_format)
         desk.metrics.config_in_force.set(1)

@@ -43,6 +43,7 @@ from gpumux.wire.router import Router
 
 EX_OK, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 70, 75, 78
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
+LEAST_FILES = 1024
 DRIVER = Path("/proc/driver/nvidia/version")
 
 log = logging.getLogger("gpumux.daemon")
@@ -228,6 +229,11 @@ def raise_file_limit() -> None:
     """Descriptors are what a daemon has most of; the usual soft limit of 1024 is about 80 jobs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < LEAST_FILES:
+        log.warning(
+            "this process may open %d descriptors only: few jobs, and a flood of connections could end it; raise the limit "
+            "(LimitNOFILE, `ulimit -Hn`) to %d or more", hard, LEAST_FILES,
+        )  # fmt: skip
 
 
 def curve_keys(config: Config) -> ServerCurve | None:

@@ -6,6 +6,7 @@ session's only if both agree. Everything a client does wrong ends its own sessio
 
     a malformed message, or one only daemons send     Refusal, session over
     too many messages or bytes                        Refusal, session over, connection cut
+    too many connections                              the newest cut
     a full send queue, a vanished connection          session over
     silence for lease_s                               session over
     a closed side channel or step lane                session over
@@ -32,6 +33,7 @@ import zmq
 from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
 from gpumux.model import Peer, SessionId
 from gpumux.wire.codec import decode, encode
+from gpumux.wire.connections import check_descriptors
 from gpumux.wire.curve import ServerCurve
 from gpumux.wire.delivery import Delivery
 from gpumux.wire.lanereader import GOODBYE, LaneReader
@@ -125,6 +127,8 @@ class Router(LaneReader):
             for session in list(self._sessions.values()):
                 self._check_silence(session, now)
             self._strangers.forget(now)
+            if self.sockets.refused_connections:
+                self.counters["connections"] = self.sockets.refused_connections
         return self._take()
 
     @property
@@ -177,6 +181,11 @@ class Router(LaneReader):
         self._sessions.clear()
         self._routes.clear()
         self.sockets.close()
+
+    def use_limits(self, limits: Limits) -> None:
+        """What counts from now on. Sessions keep what their Welcome said."""
+        self.limits = limits
+        self.sockets.limit(limits)
 
     # ---- receiving -------------------------------------------------------------------------------
 
@@ -267,6 +276,7 @@ class Router(LaneReader):
         self, route: Route, name: str, peer: Peer, hello: Hello, first: zmq.Frame, over_ipc: bool, now: float
     ) -> None:
         check_hello(hello, peer, over_ipc, [record.peer for record in self._sessions.values()], self.limits)
+        check_descriptors()
         peer = with_groups(first, peer) if over_ipc else self.sockets.named(peer, name)
         session = SessionId(secrets.token_hex(8))
         nonce, path = (self.side.expect(session, peer.uid), str(self.side.path)) if over_ipc else (b"", "")

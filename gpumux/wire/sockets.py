@@ -91,6 +91,17 @@ class Sockets:
         self.touched = any(int(sock.getsockopt(zmq.EVENTS)) & _POLLIN for sock in self._zmq)
         return self.touched
 
+    @property
+    def refused_connections(self) -> int:
+        """How many were shut down because somebody had too many."""
+        return sum(at.connections.refused for at in self.listening if at.connections is not None)
+
+    def limit(self, limits: Limits) -> None:
+        """What counts for connections from now on."""
+        for listening in self.listening:
+            if listening.connections is not None:
+                listening.connections.limits = limits
+
     def send(self, route: Route, parts: Sequence[bytes | memoryview]) -> str:
         """Hand a message to ZeroMQ; what failed, "" when nothing did."""
         self.touched = True

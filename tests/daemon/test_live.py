@@ -194,9 +194,10 @@ def test_kill_9_of_a_client_mid_step_frees_its_job_and_harms_nobody(daemon, sess
 
 def test_a_scrape_shows_what_the_daemon_did(daemon, session):
     job = LiveJob(session, samples.add_one(), name="scraped", priority=1)
-    before = scrape_when(daemon, lambda t: 'name="scraped"' in t)
-    (info,) = [line for line in before.splitlines() if line.startswith("gpumux_job_info") and 'name="scraped"' in line]
-    label = info.split('job="')[1].split('"')[0]
+    with Control(daemon.endpoint, SOON_S) as control:
+        (label,) = [entry["short"] for entry in control.status()["jobs"] if entry["name"] == "scraped"]
+    before = scrape_when(daemon, lambda t: f'gpumux_job_info{{job="{label}"' in t)
+    assert "scraped" not in before, "the port asks for no password"
     for _ in range(5):
         job.run(floats(0, 0, 0, 0))[0].release()
     text = scrape_when(daemon, lambda t: sample(t, f'gpumux_job_steps_total{{job="{label}"}}') == 5)

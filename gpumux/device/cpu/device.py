@@ -18,7 +18,7 @@ from math import inf
 from gpumux import hostmemory
 from gpumux.device import contract as dev
 from gpumux.device.contract import DeviceEvent, Launch, Segment
-from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, obituary, of_job, unheard
+from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, no_process, obituary, of_job, unheard
 from gpumux.device.cpu.channel import DONE
 from gpumux.device.cpu.checks import Checks
 from gpumux.device.cpu.descriptors import Descriptors
@@ -139,18 +139,20 @@ class CpuDevice(Lender, Niceness):
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
         if job in self._jobs:
-            return
+            return None
         if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 64:
-            self._tell(dev.JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
-            return
+            return self._tell(dev.JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
         nice = self._low_nice if spec.priority is Priority.LOW else 0
         settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
-        executor = start_executor(self._warm, job, settings)
+        try:
+            executor = start_executor(self._warm, job, settings)
+        except OSError as error:
+            return self._tell(dev.JobLost(job, no_process(error)))
         fd = executor.channel.fileno()
         self._jobs[job] = self._by_token[executor.token] = self._by_fd[fd] = executor
         self._epoll.register(fd, select.EPOLLIN)
         self._schedule.open(job)
-        self._keeper.watch()
+        return self._keeper.watch()
 
     def load_program(
         self,

@@ -203,7 +203,12 @@ def start_executor(warm: WarmProcess, job: JobId, settings: dict[str, Any]) -> E
     """Ask for a job's process. What is sent to it before it runs waits in its channel."""
     ours, theirs = pair()
     ours.setblocking(False)
-    page_fd = memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
+    try:
+        page_fd = memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
+    except OSError:
+        ours.close()
+        theirs.close()
+        raise
     page = mmap.mmap(page_fd, mmap.PAGESIZE)
     token = warm.fork("executor", settings, (theirs.detach(), page_fd))
     return Executor(job, token, Channel(ours), page)
