@@ -106,6 +106,7 @@ class Config:
         0, "shared memory for batches, results and transfers; 0 means half of the machine's",
         table="limits", low=0,
     )  # fmt: skip
+    max_shared_bytes_per_user: int = _setting(0, "of that, for one user; 0 means all of it", table="limits", low=0)
 
     allow_ops: tuple[str, ...] = _setting((), "operators allowed beside the built-in list", table="access")
     curve_secret_key: str = _setting("", "file with the daemon's CURVE secret key, for tcp://", table="access")

@@ -210,6 +210,7 @@ class Executor:
         program = job.programs[c.program]
         try:
             self._desk.segments.create(
+                job.session.peer.uid,
                 program.slots * program.slot_bytes,
                 f"data-{job.short}-{program.id}",
                 lambda made: self._load(job, program, made),

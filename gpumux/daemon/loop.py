@@ -72,7 +72,7 @@ class Loop:
         self._wakeup = Wakeup()
         self._offload = Offload(self._wakeup.set)
         self.core = Core(core_config(config))
-        self.segments = Segments(shared_limit, self._offload)
+        self.segments = Segments(shared_limit, self._offload, config.max_shared_bytes_per_user or None)
         self.desk = Desk(config, router, device, self.segments, metrics, self.core, identity.device.checks)
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._handle: Handle = self.core.handle  # or what looks on while somebody records

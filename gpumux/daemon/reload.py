@@ -46,7 +46,7 @@ class Reloading:
         desk.config = config = difference.config
         desk.feed(ev.Reconfigured(core_config(config)))
         desk.router.use_limits(wire_limits(config))
-        desk.segments.limit = shared_limit(config)
+        desk.segments.limit, desk.segments.user_limit = shared_limit(config), config.max_shared_bytes_per_user or None
         logs.set_up(config.log_level, config.log_format)
         desk.metrics.config_in_force.set(1)
         log.info("the configuration was reloaded: %s", "; ".join(difference.changed) or "nothing has changed")

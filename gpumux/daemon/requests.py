@@ -242,7 +242,10 @@ class Requests:
         job.transfers[transfer] = record
         try:
             self._desk.segments.create(
-                nbytes, f"transfer-{job.short}", lambda made: self._staged(job, transfer, record, made)
+                session.peer.uid,
+                nbytes,
+                f"transfer-{job.short}",
+                lambda made: self._staged(job, transfer, record, made),
             )
         except GpumuxError:
             del job.transfers[transfer]

@@ -123,3 +123,35 @@ def test_metrics_which_ask_for_no_password_name_jobs_only_where_the_operator_sai
 def test_a_body_of_status_is_whole_json_for_either(daemon):
     for session in ("me", "they"):
         json.dumps(status(daemon, session), allow_nan=False)
+
+
+def test_an_operator_takes_the_recorder_over_and_nobody_else_does(daemon):
+    assert daemon.say("me", msg.RecordTrace(1, 600.0)) == []
+    ((refused, _),) = daemon.say("they", msg.RecordTrace(2, 1.0))
+    assert refused.code == "admission_refused"
+    daemon.connect("admin", uid=2000)
+    assert daemon.say("admin", msg.RecordTrace(3, 1.0)) == []
+    ended = [m for to, m, _ in daemon.router.sent if to == "me" and isinstance(m, msg.TracePart)]
+    assert [m.last for m in ended] == [True]
+    assert "an operator records now" in ended[0].reason
+    daemon.connect("root", uid=0)
+    ((refused, _),) = daemon.say("root", msg.RecordTrace(4, 1.0))
+    assert refused.code == "admission_refused", "operators wait for each other"
+
+
+def test_one_user_does_not_take_all_shared_memory():
+    daemon = Daemon(Config(max_shared_bytes_per_user=4096))
+    try:
+        for session, uid, job in (("me", 1001, MINE), ("they", 1000, THEIRS)):
+            daemon.connect(session, uid=uid)
+            daemon.open_job(session, job)
+            ((loaded, _),) = daemon.load(session, job, samples.add_one(), new_buffers=[8192])
+            assert isinstance(loaded, msg.ProgramLoaded)
+        ((refused, _),) = daemon.say("me", msg.OpenTransfer(7, MINE, 1, [0], False))
+        assert "max_shared_bytes_per_user" in refused.remedy
+        daemon.disconnect("me")
+        daemon.disconnect("they")
+        assert daemon.loop.segments.used_by == {}
+        assert daemon.loop.segments.used_bytes == 0
+    finally:
+        daemon.close()
