@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from gpumux import __version__, config
 from gpumux.cli import planning
+from gpumux.cli.completion import SHELLS
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.wire.endpoint import parse
 
@@ -100,6 +101,12 @@ examples:
   gpumux simulate --high vgg16-b4-burst:think=1.6ms --low vgg16-b4 --max-slowdown 1.05 --plot timeline.png
   gpumux simulate --show-device --gpu-model h200                   every constant of the model, and where it is from
 """
+_COMPLETION = """\
+examples:
+  eval "$(gpumux completion bash)"                                            now, or in ~/.bashrc
+  eval "$(gpumux completion zsh)"                                             in ~/.zshrc, after compinit
+  gpumux completion fish > ~/.config/fish/completions/gpumux.fish
+"""
 _DOCTOR = """\
 Every line is ok, warn or fail; what isn't ok says how to mend it. Exits with 1 when something fails.
 
@@ -165,7 +172,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--metrics-host", metavar="ADDRESS", help="address of /metrics and the status page (default 127.0.0.1)")
     add("--metrics-port", metavar="N", help="port of both (default 9402); 0 picks one, off serves none")
     add("--state-dir", metavar="DIR", help="directory for crash.log, the stacks of a daemon that crashes")
-    add("--log-level", metavar="LEVEL", help="|".join(config.LOG_LEVELS))
+    add("--log-level", metavar="|".join(config.LOG_LEVELS), help="least important line that is logged (default info)")
     add(
         "--log-format",
         metavar="|".join(config.LOG_FORMATS),
@@ -253,6 +260,8 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
     _simulation(simulate)
     planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
+    completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
+    completion.add_argument("shell", choices=SHELLS, help="which shell")
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
     for sub in (status, top, trace, jobs, doctor):
         kind = str if sub is doctor else _endpoint  # the doctor makes a finding of it
