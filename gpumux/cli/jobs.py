@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 def _regrade(control: Control, job: dict[str, Any], args: argparse.Namespace) -> int:
     """Give the job another priority or weight."""
     if args.verb == "priority":
-        control.regrade(job["job"], priority=Priority[args.value.upper()])
+        control.regrade(job["job"], priority=int(Priority[args.value.upper()]))
     else:
         control.regrade(job["job"], weight=float(args.value))
     if args.json:

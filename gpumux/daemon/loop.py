@@ -128,7 +128,7 @@ class Loop:
 
     def reloading(self, read: Callable[[], Config]) -> Reloading:
         """What reloads the configuration that `read` gives."""
-        return Reloading(self.desk, self._offload, read)
+        return Reloading(self.desk, read, self.call_soon)
 
     # ---- the loop
 

@@ -18,6 +18,7 @@ import zmq
 from gpumux.cli.control import Control
 from gpumux.cli.main import EX_FAILED, main
 from gpumux.client.session import Session
+from gpumux.device.cpu.niceness import may_be_less_nice
 from gpumux.errors import DaemonGone
 from gpumux.program import codec as programs
 from gpumux.program.profile import load
@@ -109,6 +110,32 @@ def test_a_paused_job_waits_and_a_resumed_one_goes_on(daemon, session):
         control.change("stop", job.id, drain=True)
         assert session.wait(lambda: bool(job.ended), SOON_S)
     job.data.release()
+
+
+def test_priority_and_weight_are_changed_from_the_command_line(daemon, session, capsys):
+    job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], name="to-change", priority=1)
+
+    def change(*words):
+        code = main(
+            ["jobs", words[0], "to-change", *words[1:], "--endpoint", daemon.endpoint, "--timeout", str(SOON_S)]
+        )
+        return code, capsys.readouterr()
+
+    for number in range(1, 60):  # long enough for its lane to be lent
+        assert read_floats(job.run(scalars=[1.0])[0], 1) == (float(number),)
+    code, said = change("weight", "2.5")
+    assert (code, "has weight 2.5 from now on" in said.out) == (0, True)
+    assert change("priority", "low")[0] == 0
+    assert read_floats(job.run(scalars=[1.0])[0], 1) == (60.0,)
+    code, said = change("priority", "high")
+    assert code == 0 if may_be_less_nice() else (code, "LimitNICE" in said.err) == (EX_FAILED, True)
+    with Control(daemon.endpoint, SOON_S) as control:
+        (entry,) = [entry for entry in control.status()["jobs"] if entry["name"] == "to-change"]
+    assert (entry["weight"], entry["priority"]) == (2.5, "high" if may_be_less_nice() else "low")
+    assert read_floats(job.run(scalars=[1.0])[0], 1) == (61.0,)
+    code, said = change("weight", "1e6")
+    assert (code, "between" in said.err) == (EX_FAILED, True)
+    job.close()
 
 
 def test_a_job_is_profiled_to_a_file_from_the_command_line(daemon, session, tmp_path, capsys):

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -52,12 +53,11 @@ def reload(daemon: Daemon, found: Config | ConfigError) -> None:
             raise found
         return found
 
-    daemon.loop.call_soon(daemon.loop.reloading(read).begin)
+    reloading = daemon.loop.reloading(read)
+    daemon.loop.call_soon(reloading.begin)
     daemon.turn()
-    daemon.loop._offload._jobs.put((lambda: None, lambda _: None))  # behind it
-    while not daemon.loop._offload._done:
-        daemon.loop._wakeup.clear()
-    daemon.turn()
+    while reloading._reading:  # on another thread
+        daemon.turn()
 
 
 def in_force(daemon: Daemon) -> bool:
@@ -83,6 +83,22 @@ def test_limits_and_rules_count_for_the_next_request_and_what_is_open_stays(daem
     assert isinstance(loaded, msg.ProgramLoaded), "the job that was open goes on"
     reload(daemon, Config(max_jobs_per_user=2))
     assert isinstance(only(daemon.say("s", again)), msg.JobOpened)
+
+
+def test_two_requests_at_once_end_with_what_the_file_says_last(daemon):
+    files, reading = [Config(max_jobs=5), Config(max_jobs=6)], threading.Event()
+
+    def read() -> Config:
+        reading.wait(SOON_S)
+        return files.pop(0)
+
+    reloading = daemon.loop.reloading(read)
+    for _ in range(3):
+        daemon.loop.call_soon(reloading.begin)
+    daemon.turn()
+    reading.set()
+    while files or daemon.loop.core.config.max_jobs != 6:
+        daemon.turn()
 
 
 def test_a_mistake_changes_nothing_and_is_said(daemon, caplog):
