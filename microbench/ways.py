@@ -1,0 +1,152 @@
+"""Ways for two jobs to share a device: taking turns as processes, under NVIDIA's MPS, as streams of one process, through gpumux.
+Imports no torch: jobs run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpumux import config
+from microbench.daemon import running_daemon
+from microbench.worker import Task, Worker, WorkerFailed
+
+SOLO, ALONE = "solo", "gpumux alone"
+SLICES, MPS, MPS_PRIORITY, STREAMS = "time slicing", "MPS", "MPS with priority", "plain streams"
+GPUMUX = tuple(f"gpumux {policy}" for policy in config.POLICIES)
+PAIRED = (SLICES, MPS, MPS_PRIORITY, STREAMS, *GPUMUX)
+MPS_CONTROL = "nvidia-cuda-mps-control"
+MPS_S = 30.0
+LOAD = 0.5  # of an inference job: requests a second, over what it answers back to back
+PROMISE = 1.05  # what a high job is promised
+Stats = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how long. `settle_s`: both jobs run before anything counts; the guard learns meanwhile."""
+
+    device: str
+    size: str
+    seconds: float
+    settle_s: float
+
+    @property
+    def plain(self) -> str:
+        """The fastest plain way to run a job alone."""
+        return "graph" if self.device == "cuda" else "eager"
+
+    def task(self, job: str, engine: str, priority: str, endpoint: str = "") -> Task:
+        seed = 0 if priority == "high" else 1
+        return Task(job, engine, self.size, self.device, endpoint, priority, PROMISE, seed)
+
+
+def unavailable(way: str, device: str) -> str:
+    """Why the way can't be measured here; empty if it can."""
+    if device == "cpu" and way in (MPS, MPS_PRIORITY, STREAMS):
+        return f"{way} is of CUDA"
+    if way in (MPS, MPS_PRIORITY) and shutil.which(MPS_CONTROL) is None:
+        return f"{MPS_CONTROL} is not there"
+    return ""
+
+
+def is_request(job: str) -> bool:
+    """Whether the job answers requests instead of training."""
+    return job.endswith(":infer")
+
+
+def solo(setting: Setting, job: str) -> dict[str, Any]:
+    """The job alone in a process. For requests, first how many it answers back to back, then half as many, at random."""
+    with Worker([setting.task(job, setting.plain, "high")]) as worker:
+        worker.answer()
+        if not is_request(job):
+            return {"high": _run(setting, [worker], [[None]])[0][0]}
+        busy = _run(setting, [worker], [[None]])[0][0]
+        rate = LOAD / busy["median_s"]
+        return {"high": _run(setting, [worker], [[rate]])[0][0], "busy": busy, "asked_per_s": rate}
+
+
+def alone(setting: Setting, job: str, rate: float | None) -> dict[str, Any]:
+    """The job alone in a daemon, as a high one."""
+    with _daemon("guarded", setting) as endpoint, Worker([setting.task(job, "gpumux", "high", endpoint)]) as worker:
+        worker.answer()
+        return {"high": _run(setting, [worker], [[rate]])[0][0]}
+
+
+def together(setting: Setting, way: str, high: str, low: str, rates: Sequence[float | None]) -> dict[str, Any]:
+    """Both jobs at the same time; `rates` of their requests. Raises WorkerFailed."""
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        if way == STREAMS:
+            tasks = [setting.task(job, setting.plain, name) for job, name in ((high, "high"), (low, "low"))]
+            worker = enter(Worker(tasks))
+            worker.answer()
+            first, second = _run(setting, [worker], [list(rates)])[0]
+            return {"high": first, "low": second}
+        engine, endpoint = setting.plain, ""
+        environments: list[Mapping[str, str]] = [{}, {}]
+        if way in (MPS, MPS_PRIORITY):
+            shared = enter(_mps())
+            both = ({"CUDA_MPS_CLIENT_PRIORITY": "0"}, {"CUDA_MPS_CLIENT_PRIORITY": "1"})
+            environments = [shared | (own if way == MPS_PRIORITY else {}) for own in both]
+        elif way in GPUMUX:
+            engine, endpoint = "gpumux", enter(_daemon(way.removeprefix("gpumux "), setting))
+        tasks = [setting.task(high, engine, "high", endpoint), setting.task(low, engine, "low", endpoint)]
+        workers = [enter(Worker([task], env)) for task, env in zip(tasks, environments, strict=True)]
+        for worker in workers:
+            worker.answer()
+        (first,), (second,) = _run(setting, workers, [[rate] for rate in rates])
+        return {"high": first, "low": second}
+
+
+def _run(setting: Setting, workers: Sequence[Worker], rates: Sequence[list[float | None]]) -> list[list[Stats]]:
+    begin = time.monotonic() + setting.settle_s
+    for worker, asked in zip(workers, rates, strict=True):
+        worker.run(begin, begin + setting.seconds, asked)
+    return [worker.answer() for worker in workers]
+
+
+@contextmanager
+def _daemon(policy: str, setting: Setting) -> Iterator[str]:
+    with running_daemon(policy=policy, threads=1, device=setting.device) as daemon:
+        yield daemon.endpoint
+
+
+@contextmanager
+def _mps() -> Iterator[dict[str, str]]:
+    """An MPS control daemon of our own, with its sockets and logs in a directory of ours. No setting of the card changes."""
+    directory = Path(tempfile.mkdtemp(prefix="gm-mps-"))
+    own = {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
+    environment = {**os.environ, **own}
+    try:
+        began = subprocess.run(
+            [MPS_CONTROL, "-d"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=MPS_S,
+        )
+        if began.returncode:
+            raise WorkerFailed(f"{MPS_CONTROL} -d ended with {began.returncode}: {began.stderr.strip()}")
+        try:
+            yield own
+        finally:
+            subprocess.run(
+                [MPS_CONTROL],
+                env=environment,
+                input="quit\n",
+                text=True,
+                capture_output=True,
+                timeout=MPS_S,
+                check=False,
+            )
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
