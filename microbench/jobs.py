@@ -59,6 +59,21 @@ def _tiny_inception() -> nn.Module:
     return _small(zoo.Conv(3, 8, 3, stride=2), fork, width=24)
 
 
+class Kernels(nn.Module):
+    """`count` kernels of one kind over a tensor of `rows` rows that is made from one number, so that nothing large is sent."""
+
+    def __init__(self, intensity: str, rows: int, width: int, count: int) -> None:
+        super().__init__()
+        self.intensity, self.rows, self.width, self.count = intensity, rows, width, count
+        self.weight = nn.Parameter(torch.eye(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.expand(self.rows, self.width) + 0.0
+        for _ in range(self.count):
+            y = y @ self.weight if self.intensity == "compute" else y + 1.0
+        return y[:1, :1].sum()
+
+
 class Language(nn.Module):
     """What a transformers model says of token numbers: a loss with `labels`, else logits."""
 
@@ -113,6 +128,7 @@ RECIPES: dict[str, Recipe] = {
     "gpt2": Recipe(_gpt2, lambda: _gpt2(**_TINY_GPT2), (512, 8), (8, 2), (50257, 64)),
 }  # fmt: skip
 TRAIN, INFER = "train", "infer"
+KERNELS = "kernels"  # kernels:INTENSITY:ROWS:WIDTH:COUNT, for kernels of a wanted length
 
 
 def names() -> list[str]:
@@ -125,6 +141,8 @@ def build(name: str, size: str = "full", *, device: str = "cpu", seed: int = 0) 
 
     On CUDA Adam is capturable, so that the plain step can be captured as a graph."""
     model_name, _, task = name.partition(":")
+    if model_name == KERNELS:
+        return _kernels(name, device)
     if model_name not in RECIPES or task not in (TRAIN, INFER):
         raise ConfigError(f"no job is called {name!r}", f"use one of {', '.join(names())}")
     recipe, which = RECIPES[model_name], SIZES.index(size)
@@ -155,6 +173,13 @@ def build(name: str, size: str = "full", *, device: str = "cpu", seed: int = 0) 
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     return Built(name, model, optimizer, _train(model, optimizer, text), batches)
+
+
+def _kernels(name: str, device: str) -> Built:
+    _, intensity, *sizes = name.split(":")
+    rows, width, count = (int(size) for size in sizes)
+    model = Kernels(intensity, rows, width, count).to(device).requires_grad_(False)
+    return Built(name, model, None, lambda x: model(x), ((torch.ones(1, 1),),))
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, text: bool) -> Step:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,22 +66,35 @@ def solo(setting: Setting, job: str) -> dict[str, Any]:
     """The job alone in a process. For requests, first how many it answers back to back, then half as many, at random."""
     with Worker([setting.task(job, setting.plain, "high")]) as worker:
         worker.answer()
+        busy = measured(setting, worker)
         if not is_request(job):
-            return {"high": _run(setting, [worker], [[None]])[0][0]}
-        busy = _run(setting, [worker], [[None]])[0][0]
+            return {"high": busy}
         rate = LOAD / busy["median_s"]
-        return {"high": _run(setting, [worker], [[rate]])[0][0], "busy": busy, "asked_per_s": rate}
+        return {"high": measured(setting, worker, rate), "busy": busy, "asked_per_s": rate}
 
 
 def alone(setting: Setting, job: str, rate: float | None) -> dict[str, Any]:
     """The job alone in a daemon, as a high one."""
     with _daemon("guarded", setting) as endpoint, Worker([setting.task(job, "gpumux", "high", endpoint)]) as worker:
         worker.answer()
-        return {"high": _run(setting, [worker], [[rate]])[0][0]}
+        return {"high": measured(setting, worker, rate)}
 
 
-def together(setting: Setting, way: str, high: str, low: str, rates: Sequence[float | None]) -> dict[str, Any]:
-    """Both jobs at the same time; `rates` of their requests. Raises WorkerFailed."""
+def measured(setting: Setting, worker: Worker, rate: float | None = None) -> Stats:
+    """What the worker's only job does in a window."""
+    return _run(setting, [worker], [[rate]])[0][0]
+
+
+def together(
+    setting: Setting,
+    way: str,
+    high: str,
+    low: str,
+    rates: Sequence[float | None],
+    after: Callable[[str], None] = lambda endpoint: None,
+) -> dict[str, Any]:
+    """Both jobs at the same time; `rates` of their requests. `after` is called with the daemon's endpoint while both jobs are
+    still there. Raises WorkerFailed."""
     with ExitStack() as stack:
         enter = stack.enter_context
         if way == STREAMS:
@@ -103,6 +116,8 @@ def together(setting: Setting, way: str, high: str, low: str, rates: Sequence[fl
         for worker in workers:
             worker.answer()
         (first,), (second,) = _run(setting, workers, [[rate] for rate in rates])
+        if endpoint:
+            after(endpoint)
         return {"high": first, "low": second}
 
 

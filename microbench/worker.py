@@ -1,13 +1,14 @@
 """A process that runs one job, or several in threads, and says when each of its steps ended.
 
 It reads what to do from stdin and answers on stdout, a JSON object a line: {"do": "open", "jobs": [...]}, then any number of
-{"do": "run", "begin": T, "end": T, "rates": [...]} on the clock that all processes of a machine share, then end of file. A job is
+{"do": "run", "which": [...], "begin": T, "end": T, "rates": [...]} on the clock that all processes of a machine share, then end of file. A job is
 run in a closed loop, or with a rate as requests that arrive at random and are answered one at a time.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import subprocess
@@ -80,8 +81,11 @@ class Worker:
             raise WorkerFailed(said["error"])
         return said["value"]
 
-    def run(self, begin: float, end: float, rates: Sequence[float | None]) -> None:
-        self.ask({"do": "run", "begin": begin, "end": end, "rates": list(rates)}, end - time.monotonic() + LATE_S)
+    def run(self, begin: float, end: float, rates: Sequence[float | None], which: Sequence[int] | None = None) -> None:
+        """Run the jobs at these places (all), each at its rate or, with None, as fast as it goes."""
+        chosen = range(len(rates)) if which is None else which
+        asked = {"do": "run", "which": list(chosen), "begin": begin, "end": end, "rates": list(rates)}
+        self.ask(asked, end - time.monotonic() + LATE_S)
 
     def close(self) -> None:
         """End it, by force if it does not go."""
@@ -143,7 +147,8 @@ def main() -> int:
                     engines = [open_engine(Task(**task)) for task in asked["jobs"]]
                     value: Any = None
                 else:
-                    value = run_all(engines, asked["begin"], asked["end"], asked["rates"])
+                    chosen = [engines[place] for place in asked["which"]]
+                    value = run_all(chosen, asked["begin"], asked["end"], asked["rates"])
                 said = {"value": value}
             except Exception as error:  # noqa: BLE001 - the parent decides what a failure means
                 said = {"error": f"{type(error).__name__}: {error}"}
@@ -158,13 +163,13 @@ def main() -> int:
 def open_engine(task: Task) -> Any:
     import torch
 
+    logging.getLogger("gpumux.client").setLevel(logging.ERROR)  # nobody wants the trained state
     from microbench import engines, jobs
 
     torch.set_num_threads(1)
     if task.engine == "gpumux":
         built = jobs.build(task.job, task.size, seed=task.seed)
-        inflight = INFLIGHT if built.optimizer is not None else 1
-        return engines.Daemon(built, task.endpoint, task.priority, task.max_slowdown, inflight)
+        return engines.Daemon(built, task.endpoint, task.priority, task.max_slowdown, INFLIGHT)
     built = jobs.build(task.job, task.size, device=task.device, seed=task.seed)
     if task.device == "cpu":
         return engines.PlainCpu(built)

@@ -35,7 +35,11 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
 
 
 def _piece(gpu: Gpu, kernels: int) -> Graph:
-    return gpu.graph(lambda stream: [gpu.full(stream, KERNEL_S) for _ in range(kernels)] and None, gpu.greatest)
+    def body(stream: Any) -> None:
+        for _ in range(kernels):
+            gpu.full(stream, KERNEL_S)
+
+    return gpu.graph(body, gpu.greatest)
 
 
 def _runner(

@@ -71,7 +71,12 @@ def _client(doing: str) -> Iterator[None]:
 def be_client(doing: str) -> None:
     """Hold a context until stdin closes."""
     stop = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+
+    def watch() -> None:
+        sys.stdin.read()
+        stop.set()
+
+    threading.Thread(target=watch, daemon=True).start()
     if doing == TICKING:
         gpu = Gpu()
         stream = gpu.stream()

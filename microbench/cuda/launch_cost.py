@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from microbench.cuda.driver import Gpu, Graph
 from microbench.cuda.experiment import Experiment, Row, main, median
@@ -51,10 +52,14 @@ def _binding(gpu: Gpu, calls: int = 100) -> float:
 
 
 def _empty(gpu: Gpu, nodes: int) -> Graph:
-    return gpu.graph(lambda stream: [gpu.spin(stream, 0.0, 1) for _ in range(nodes)] and None)
+    def body(stream: Any) -> None:
+        for _ in range(nodes):
+            gpu.spin(stream, 0.0, 1)
+
+    return gpu.graph(body)
 
 
-def _single(gpu: Gpu, stream: object, nodes: int, repeats: int) -> tuple[list[float], list[float]]:
+def _single(gpu: Gpu, stream: Any, nodes: int, repeats: int) -> tuple[list[float], list[float]]:
     def run() -> None:
         for _ in range(nodes):
             gpu.spin(stream, 0.0, 1)
@@ -62,7 +67,7 @@ def _single(gpu: Gpu, stream: object, nodes: int, repeats: int) -> tuple[list[fl
     return _times(gpu, stream, run, repeats)
 
 
-def _graphs(gpu: Gpu, stream: object, graphs: Sequence[Graph], repeats: int) -> tuple[list[float], list[float]]:
+def _graphs(gpu: Gpu, stream: Any, graphs: Sequence[Graph], repeats: int) -> tuple[list[float], list[float]]:
     launch, execs = gpu.api.cuGraphLaunch, [graph.exec for graph in graphs]
 
     def run() -> None:
@@ -72,9 +77,8 @@ def _graphs(gpu: Gpu, stream: object, graphs: Sequence[Graph], repeats: int) -> 
     return _times(gpu, stream, run, repeats)
 
 
-def _times(gpu: Gpu, stream: object, run: object, repeats: int) -> tuple[list[float], list[float]]:
+def _times(gpu: Gpu, stream: Any, run: Callable[[], None], repeats: int) -> tuple[list[float], list[float]]:
     """Seconds until the host is free again, and until the device is done. The stream is idle before each."""
-    assert callable(run)
     host, total = [], []
     for repeat in range(repeats + 3):
         gpu.sync(stream)

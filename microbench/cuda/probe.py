@@ -7,6 +7,8 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
+from gpumux.errors import ConfigError
+
 PROBE_S = 120.0
 
 
@@ -20,6 +22,14 @@ class Found:
     multiprocessors: int = 0
     memory_bytes: int = 0
     why: str = ""
+
+
+def card() -> Found:
+    """The first GPU. Raises ConfigError where there is none."""
+    found = find()
+    if not found.card:
+        raise ConfigError(f"there is no CUDA device: {found.why}", "use --device cpu or sim, or a machine with a GPU")
+    return found
 
 
 def find() -> Found:
@@ -47,8 +57,8 @@ def look() -> Found:
             why="torch finds no CUDA device (no GPU, no driver, or CUDA_VISIBLE_DEVICES is empty)",
         )
     of = torch.cuda.get_device_properties(0)
-    sizes = {"multiprocessors": of.multi_processor_count, "memory_bytes": of.total_memory}
-    return Found(of.name, torch.__version__, f"{of.major}.{of.minor}", **sizes)
+    capability = f"{of.major}.{of.minor}"
+    return Found(of.name, torch.__version__, capability, of.multi_processor_count, of.total_memory)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,6 @@ def rebuild(gpu: Gpu, graph: Any) -> Rebuilt:
 
 def _kernel(gpu: Gpu, made: Rebuilt, node: Any) -> Any:
     asked = gpu.call("cuGraphKernelNodeGetParams", node)
-    if not int(asked.kernelParams or 0):
-        raise LookupError("its arguments are packed in a buffer of unknown layout")
     twin = gpu.api.CUDA_KERNEL_NODE_PARAMS()
     for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes", "ctx"):
         setattr(twin, name, getattr(asked, name))
@@ -65,7 +63,7 @@ def _kernel(gpu: Gpu, made: Rebuilt, node: Any) -> Any:
         twin.func, ask = asked.func, ("cuFuncGetParamInfo", asked.func)
     else:
         twin.kern, ask = asked.kern, ("cuKernelGetParamInfo", asked.kern)
-    sizes = []
+    sizes: list[int] = []
     while True:
         try:
             sizes.append(int(gpu.call(*ask, len(sizes))[1]))
@@ -73,7 +71,9 @@ def _kernel(gpu: Gpu, made: Rebuilt, node: Any) -> Any:
             if error.name != "CUDA_ERROR_INVALID_VALUE":  # which says that there is no further argument
                 raise
             break
-    places = (ctypes.c_void_p * max(1, len(sizes))).from_address(int(asked.kernelParams))
+    if sizes and not int(asked.kernelParams or 0):
+        raise LookupError("its arguments are packed in a buffer")
+    places: Any = (ctypes.c_size_t * len(sizes)).from_address(int(asked.kernelParams)) if sizes else []
     copies = [ctypes.create_string_buffer(ctypes.string_at(places[i], size), size) for i, size in enumerate(sizes)]
     array = (ctypes.c_void_p * max(1, len(sizes)))(*(ctypes.addressof(copy) for copy in copies))
     made.kept += [copies, array]
