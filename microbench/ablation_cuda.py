@@ -24,7 +24,7 @@ from microbench.daemon import GPUMUX
 from microbench.worker import Worker
 
 HIGH, LOW, SMALL = "vgg16-b4:train", "vgg16-b16:train", "vgg16-b4:train"
-SECONDS, SETTLE_S = 5.0, 3.0
+SECONDS, SETTLE_S = 4.0, 2.0
 PROFILE_S = 60.0
 WAYS = (
     (ROWS[2], ways.STREAMS, LOW), (ROWS[3], "gpumux streams", LOW), (ROWS[4], "gpumux paced", LOW),

@@ -21,7 +21,7 @@ RATE_TARGET = 0.98  # for steps of STEP_S or more
 STEP_S = 0.010
 ADDED_S = 250e-6
 REQUESTS_PER_S = 50.0  # far below what either can answer: nothing waits for the request before it
-SETTLE_S, TURN_S = 0.5, 2.0
+SETTLE_S, TURN_S = 0.4, 1.6
 
 
 def measure(

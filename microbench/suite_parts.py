@@ -86,18 +86,33 @@ def _benchmark(
 _COLLOCATE = ("--limit", LIMIT)
 BENCHMARKS: Sequence[Job] = (
     _benchmark(
-        "overhead", "a job alone over a plain hand-captured graph; what a request takes longer", "--repeats", "4"
+        "overhead",
+        "a job alone over a plain hand-captured graph; what a request takes longer",
+        "--repeats",
+        "3",
+        least_s=60.0,
+        most_s=220.0,
     ),
     _benchmark(
         "collocate",
         "the pairs of models in every way to share a device",
         *_COLLOCATE,
         least_s=90.0,
-        most_s=330.0,
+        most_s=510.0,
         resumes=True,
     ),
-    _benchmark("ablation", "each technique's worth (DeepPool, figure 11), beside the simulator's prediction"),
-    _benchmark("pairwise", "short and long kernels in pairs (DeepPool, figure 12), beside the simulator's prediction"),
+    _benchmark(
+        "pairwise",
+        "short and long kernels in pairs (DeepPool, figure 12), beside the simulator's prediction",
+        least_s=90.0,
+        most_s=240.0,
+    ),
+    _benchmark(
+        "ablation",
+        "each technique's worth (DeepPool, figure 11), beside the simulator's prediction",
+        least_s=120.0,
+        most_s=300.0,
+    ),
 )
 
 

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,8 @@ def solo(setting: Setting, job: str) -> dict[str, Any]:
 
 def alone(setting: Setting, job: str, rate: float | None) -> dict[str, Any]:
     """The job alone in a daemon, as a high one."""
-    with _daemon("guarded", setting) as endpoint, Worker([setting.task(job, "gpumux", "high", endpoint)]) as worker:
+    with Worker() as worker, _daemon("guarded", setting) as endpoint, closing(worker):
+        worker.open([setting.task(job, "gpumux", "high", endpoint)])
         worker.answer()
         return {"high": measured(setting, worker, rate)}
 
@@ -109,10 +110,14 @@ def together(
             shared = enter(_mps())
             both = ({"CUDA_MPS_CLIENT_PRIORITY": "0"}, {"CUDA_MPS_CLIENT_PRIORITY": "1"})
             environments = [shared | (own if way == MPS_PRIORITY else {}) for own in both]
-        elif way in GPUMUX:
+        workers = [enter(Worker(environment=environment)) for environment in environments]
+        if way in GPUMUX:  # it starts while the workers load their libraries, and is there until they have ended
             engine, endpoint = "gpumux", enter(_daemon(way.removeprefix("gpumux "), setting))
+            for worker in workers:
+                enter(closing(worker))
         tasks = [setting.task(high, engine, "high", endpoint), setting.task(low, engine, "low", endpoint)]
-        workers = [enter(Worker([task], env)) for task, env in zip(tasks, environments, strict=True)]
+        for worker, task in zip(workers, tasks, strict=True):
+            worker.open([task])
         for worker in workers:
             worker.answer()
         (first,), (second,) = _run(setting, workers, [[rate] for rate in rates])

@@ -47,14 +47,20 @@ class WorkerFailed(RuntimeError):
 
 
 class Worker:
-    """The parent's end. `ask` and `answer` are apart, so that several workers can do things at the same time."""
+    """The parent's end. `ask` and `answer` are apart, so that several workers can do things at the same time. Without tasks it loads
+    its libraries and waits for `open`."""
 
-    def __init__(self, tasks: Sequence[Task], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, tasks: Sequence[Task] = (), environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "microbench.worker"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
         )
         self._timer = threading.Timer(0.0, lambda: None)
+        if tasks:
+            self.open(tasks)
+
+    def open(self, tasks: Sequence[Task]) -> None:
+        """Build the jobs, capture them or submit them: answered when all could run."""
         self.ask({"do": "open", "jobs": [asdict(task) for task in tasks]}, OPEN_S)
 
     def ask(self, what: dict[str, Any], within_s: float) -> None:
@@ -88,7 +94,7 @@ class Worker:
         self.ask(asked, end - time.monotonic() + LATE_S)
 
     def close(self) -> None:
-        """End it, by force if it does not go."""
+        """End it, by force if it does not go. Idempotent."""
         self._timer.cancel()
         _end(self._process)
 
@@ -138,6 +144,9 @@ def main() -> int:
     # What libraries print must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # Imports take seconds: they are over when there is something to open.
+    from microbench import engines as _engines  # noqa: F401
+
     engines: list[Any] = []
     try:
         for line in sys.stdin:
