@@ -147,6 +147,7 @@ def main() -> int:
     # Imports take seconds: they are over when there is something to open.
     from microbench import engines as _engines  # noqa: F401
 
+    logging.getLogger("gpumux.client").setLevel(logging.ERROR)  # nobody wants the trained state
     engines: list[Any] = []
     try:
         for line in sys.stdin:
@@ -172,7 +173,6 @@ def main() -> int:
 def open_engine(task: Task) -> Any:
     import torch
 
-    logging.getLogger("gpumux.client").setLevel(logging.ERROR)  # nobody wants the trained state
     from microbench import engines, jobs
 
     torch.set_num_threads(1)
