@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -327,7 +328,7 @@ def run(
         now = time.monotonic()
         try:
             result = measure(book, item, setting) | {"seconds": setting.seconds}
-        except (WorkerFailed, DaemonFailed) as error:
+        except (WorkerFailed, DaemonFailed, subprocess.TimeoutExpired) as error:
             failed += 1
             result = {"error": str(error)}
             print(f"  failed: {error}", file=sys.stderr, flush=True)

@@ -179,7 +179,7 @@ def run_job(job: Job, within_s: float, earlier: Any) -> dict[str, Any]:
         "result": result,
         "command": " ".join(job.command(Path("FILE"), within_s)),
     }
-    state = PASSED if status == 0 else PARTLY if status == OVER and job.resumes else FAILED
+    state = PASSED if status == 0 else PARTLY if status in (OVER, None) and job.resumes else FAILED
     shown = job.shown(output, result) if state != FAILED else output[-TAIL:]
     if status is None:
         shown += f"\nended after {within_s:.0f} s, which is all it was given"

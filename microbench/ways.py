@@ -144,29 +144,26 @@ def _mps() -> Iterator[dict[str, str]]:
     """An MPS control daemon of our own, with its sockets and logs in a directory of ours. No setting of the card changes."""
     directory = Path(tempfile.mkdtemp(prefix="gm-mps-"))
     own = {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
-    environment = {**os.environ, **own}
+    said = directory / "said.txt"  # no pipe: the control daemon would keep it open
+
+    def control(*flags: str, told: str = "") -> int:
+        with said.open("a") as out:
+            return subprocess.run(
+                [MPS_CONTROL, *flags],
+                env={**os.environ, **own},
+                input=told,
+                stdout=out,
+                stderr=out,
+                text=True,
+                timeout=MPS_S,
+            ).returncode
+
     try:
-        began = subprocess.run(
-            [MPS_CONTROL, "-d"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=MPS_S,
-        )
-        if began.returncode:
-            raise WorkerFailed(f"{MPS_CONTROL} -d ended with {began.returncode}: {began.stderr.strip()}")
+        if status := control("-d"):
+            raise WorkerFailed(f"{MPS_CONTROL} -d ended with {status}: {said.read_text().strip()}")
         try:
             yield own
         finally:
-            subprocess.run(
-                [MPS_CONTROL],
-                env=environment,
-                input="quit\n",
-                text=True,
-                capture_output=True,
-                timeout=MPS_S,
-                check=False,
-            )
+            control(told="quit\n")
     finally:
         shutil.rmtree(directory, ignore_errors=True)

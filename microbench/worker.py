@@ -148,6 +148,7 @@ def main() -> int:
     from microbench import engines as _engines  # noqa: F401
 
     logging.getLogger("gpumux.client").setLevel(logging.ERROR)  # nobody wants the trained state
+    sys.setswitchinterval(1e-4)  # of two jobs in one process, none waits long while the other's thread computes
     engines: list[Any] = []
     try:
         for line in sys.stdin:

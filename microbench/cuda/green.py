@@ -101,6 +101,7 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
             gain = {"low_alone": rate / whole_rate, "low_beside": done_rate * where.sms / gpu.sms / whole_rate}
             slow = {"high_slowdown": median(seen) / median(alone), "high_p99_slowdown": _p99(seen) / _p99(alone)}
             rows.append(told | {"sms": where.sms} | slow | gain | {"elsewhere": elsewhere, "note": None})
+            gpu.call("cuGraphExecDestroy", low.exec)
             if where.green is not None:
                 gpu.call("cuStreamDestroy", where.stream)
                 gpu.call("cuGreenCtxDestroy", where.green)
