@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -186,14 +186,27 @@ def open_engine(task: Task) -> Any:
     return engines.PlainCuda(built, graph=task.engine == "graph")
 
 
-def run_all(engines: Sequence[Any], begin: float, end: float, rates: Sequence[float | None]) -> list[Any]:
+@dataclass(frozen=True)
+class Clock:
+    """The time, and how to let it pass."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+REAL = Clock()
+
+
+def run_all(
+    engines: Sequence[Any], begin: float, end: float, rates: Sequence[float | None], clock: Clock = REAL
+) -> list[Any]:
     """Each engine in a thread of its own if there are several."""
     found: list[Any] = [None] * len(engines)
 
     def one(place: int) -> None:
         engine, rate = engines[place], rates[place]
         try:
-            times = closed(engine, begin, end) if rate is None else arriving(engine, begin, end, rate)
+            times = closed(engine, begin, end, clock) if rate is None else arriving(engine, begin, end, rate, clock)
             found[place] = asdict(stats(times, end - begin))
         except Exception as error:  # noqa: BLE001 - raised again below, in the thread that answers
             found[place] = error
@@ -210,17 +223,17 @@ def run_all(engines: Sequence[Any], begin: float, end: float, rates: Sequence[fl
     return found
 
 
-def closed(engine: Any, begin: float, end: float) -> list[float]:
+def closed(engine: Any, begin: float, end: float, clock: Clock = REAL) -> list[float]:
     """Seconds between the ends of steps, from now until `end`; those that ended before `begin` are left out."""
     out: deque[Any] = deque()
     times: list[float] = []
-    index, last = 0, time.monotonic()
+    index, last = 0, clock.now()
     while last < end:
         while len(out) < INFLIGHT:
             out.append(engine.start(index))
             index += 1
         out.popleft()()
-        now = time.monotonic()
+        now = clock.now()
         if begin <= now < end:
             times.append(now - last)
         last = now
@@ -229,22 +242,22 @@ def closed(engine: Any, begin: float, end: float) -> list[float]:
     return times
 
 
-def arriving(engine: Any, begin: float, end: float, rate: float) -> list[float]:
+def arriving(engine: Any, begin: float, end: float, rate: float, clock: Clock = REAL) -> list[float]:
     """Seconds from each request's arrival to its answer. Arrivals are the same for the same rate and times."""
     draws = random.Random(0)
     times: list[float] = []
-    arrival, index = time.monotonic(), 0
+    arrival, index = clock.now(), 0
     while True:
         arrival += draws.expovariate(rate)
         if arrival >= end:
             return times
-        while (ahead := arrival - time.monotonic()) > 0:
+        while (ahead := arrival - clock.now()) > 0:
             if ahead > NEAR_S:
-                time.sleep(ahead - NEAR_S)
+                clock.sleep(ahead - NEAR_S)
         engine.start(index)()
         index += 1
         if arrival >= begin:
-            times.append(time.monotonic() - arrival)
+            times.append(clock.now() - arrival)
 
 
 if __name__ == "__main__":

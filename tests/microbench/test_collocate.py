@@ -3,6 +3,7 @@ at their tiny sizes on the CPU. How fast anything is means nothing here."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -232,21 +233,28 @@ class Clockwork:
     def close(self) -> None: ...
 
 
+def ticking() -> worker.Clock:
+    """A millisecond passes whenever somebody looks."""
+    looks = itertools.count()
+    return worker.Clock(lambda: next(looks) * 1e-3, lambda seconds: None)
+
+
 def test_a_closed_loop_keeps_two_steps_asked_for_and_waits_for_all():
     engine = Clockwork()
-    now = time.monotonic()
-    times = worker.closed(engine, now + 0.01, now + 0.03)
-    assert engine.begun == engine.ended > len(times) > 0
+    times = worker.closed(engine, 0.0095, 0.0295, ticking())
+    assert times == pytest.approx([1e-3] * 20)  # those that ended in the window
+    assert engine.begun == engine.ended == 31
     assert engine.most == worker.INFLIGHT
 
 
 def test_requests_arrive_at_random_and_alike():
-    now = time.monotonic()
-    engine = Clockwork()
-    times = worker.arriving(engine, now, now + 0.05, 1000.0)
-    assert engine.most == 1
-    assert 0 < len(times) <= engine.begun
-    assert all(each >= 0 for each in times)
+    first, second = Clockwork(), Clockwork()
+    times = worker.arriving(first, 0.1, 1.0, 100.0, ticking())
+    assert times == worker.arriving(second, 0.1, 1.0, 100.0, ticking())
+    assert first.most == 1
+    assert 60 < len(times) < first.begun < 140
+    assert len(set(times)) > 50
+    assert all(each > 0 for each in times)
 
 
 def test_no_step_in_the_window_is_a_failure():
@@ -260,10 +268,9 @@ def test_an_error_in_one_of_several_jobs_is_told():
         def start(self, index: int) -> Any:
             raise ValueError("broken")
 
-    now = time.monotonic()
     with pytest.raises(ValueError, match="broken"):
-        worker.run_all([Clockwork(), Broken()], now, now + 0.01, [None, None])
-    found = worker.run_all([Clockwork(), Clockwork()], now, time.monotonic() + 0.01, [None, 2000.0])
+        worker.run_all([Clockwork(), Broken()], 0.0, 1.0, [None, None], ticking())
+    found = worker.run_all([Clockwork(), Clockwork()], 0.0, 1.0, [None, 100.0], ticking())
     assert [each["steps"] > 0 for each in found] == [True, True]
 
 
@@ -299,7 +306,7 @@ def test_a_worker_runs_what_it_is_asked_and_tells_what_it_can_not():
     with worker.Worker([worker.Task("resnet50:train", "eager", "tiny", "cpu")]) as one:
         one.answer()
         now = time.monotonic()
-        one.run(now, now + 1.0, [None])
+        one.run(now, now + 3.0, [None])
         (found,) = one.answer()
         assert found["steps"] > 0
         one.run(now - 2.0, now - 1.0, [None])
