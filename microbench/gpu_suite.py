@@ -166,13 +166,13 @@ def run_job(job: Job, within_s: float, earlier: Any) -> dict[str, Any]:
     """Run one program in a process group of its own and read what it wrote. `earlier`: what it wrote the last time, which a
     program that goes on where it was finds in its file."""
     with tempfile.TemporaryDirectory(prefix="gm-suite-") as directory:
-        wrote, log = Path(directory) / "result", Path(directory) / "log"
+        wrote, said, warned = (Path(directory) / name for name in ("result", "said", "warned"))
         if job.resumes and earlier is not None:
             wrote.write_text(json.dumps(earlier))
         began = time.monotonic()
-        status = _run(job.command(wrote, within_s), log, within_s, job.environment)
+        status = _run(job.command(wrote, within_s), said, warned, within_s, job.environment)
         seconds = time.monotonic() - began
-        output = log.read_text(errors="replace")
+        output, errors = (path.read_text(errors="replace") for path in (said, warned))
         result = suite_parts.read(wrote)
     told: dict[str, Any] = {
         "seconds": round(seconds, 1),
@@ -180,17 +180,19 @@ def run_job(job: Job, within_s: float, earlier: Any) -> dict[str, Any]:
         "command": " ".join(job.command(Path("FILE"), within_s)),
     }
     state = PASSED if status == 0 else PARTLY if status in (OVER, None) and job.resumes else FAILED
-    shown = job.shown(output, result) if state != FAILED else output[-TAIL:]
+    shown = job.shown(output, result) if state != FAILED else f"{output}\n{errors}"[-TAIL:]
     if status is None:
         shown += f"\nended after {within_s:.0f} s, which is all it was given"
     return {"status": state, "exit": status, **told, "shown": shown.strip()}
 
 
-def _run(command: Sequence[str], log: Path, within_s: float, environment: Mapping[str, str]) -> int | None:
+def _run(
+    command: Sequence[str], said: Path, warned: Path, within_s: float, environment: Mapping[str, str]
+) -> int | None:
     """The exit status, or None where it had to be ended. What it started ends with it."""
-    with log.open("wb") as out:
+    with said.open("wb") as out, warned.open("wb") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=suite_parts.ROOT,
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True, cwd=suite_parts.ROOT,
             env={**os.environ, **environment},
         )  # fmt: skip
         try:

@@ -46,7 +46,10 @@ def rebuild(gpu: Gpu, graph: Any) -> Rebuilt:
         except (DriverError, LookupError) as error:
             made.failed[kind] += 1
             made.why[kind] = str(error)
-    edges = int(gpu.call("cuGraphGetEdges", graph, 0)[3])
+    told = gpu.call("cuGraphGetEdges", graph, 0)
+    if len(told) != 4:
+        raise RuntimeError("this cuda-bindings tells edges without their data: install version 13 or newer")
+    edges = int(told[3])
     if edges and not made.failed:
         begin, end, data, _ = gpu.call("cuGraphGetEdges", graph, edges)
         pairs = [[twins[int(node)] for node in side] for side in (begin, end)]

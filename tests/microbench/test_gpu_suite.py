@@ -17,7 +17,7 @@ from microbench.cuda import probe
 from microbench.suite_parts import LIMIT, RESULT, TEST, Job
 
 CARD = probe.Found("Fake GPU", "2.11.0", "9.9", 132, 1 << 37)
-WRITE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figure': 7})); print('a table')"
+WRITE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figure': 7})); print('a table'); print('on its way', file=sys.stderr)"
 # Counts its runs in its own file and is done with the second one.
 TWICE = """
 import json, os, sys
@@ -99,16 +99,17 @@ def test_it_runs_all_and_leaves_a_json_and_a_table(tmp_path: Path, capsys: pytes
     assert [ran["result"] for ran in body["programs"].values()] == [{"figure": 7}] * 2
     text = (tmp_path / "gpu-benchmarks.txt").read_text()
     assert "benchmarks on Fake GPU, torch 2.11.0" in text
-    assert "== two: what two does\na table" in text
+    assert "== two: what two does\na table\n" in text
+    assert "on its way" not in text
     assert text in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-benchmarks.json", "gpu-benchmarks.txt"]
 
 
 def test_it_goes_on_where_it_was(tmp_path: Path):
-    good, bad = job("good", WRITE), job("bad", "import sys; print('why'); sys.exit(3)")
+    good, bad = job("good", WRITE), job("bad", "import sys; print('so far'); sys.exit('why')")
     assert suite([good, bad], tmp_path).run(100.0) == gpu_suite.BROKEN
-    assert written(tmp_path)["programs"]["bad"]["shown"] == "why"
-    assert written(tmp_path)["programs"]["bad"]["exit"] == 3
+    assert written(tmp_path)["programs"]["bad"]["shown"].split() == ["so", "far", "why"]
+    assert written(tmp_path)["programs"]["bad"]["exit"] == 1
     # What passed is not run again, however it is written now; what failed is.
     assert suite([job("good", "raise SystemExit(9)"), job("bad", WRITE)], tmp_path).run(100.0) == 0
     assert {ran["status"] for ran in written(tmp_path)["programs"].values()} == {"passed"}
