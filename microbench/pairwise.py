@@ -116,7 +116,7 @@ def on_cuda(args: argparse.Namespace) -> tuple[Sequence[Kind], list[list[float]]
 
     model = args.gpu_model or predicted.model_of(probe.card().card)
     setting = Setting("cuda", "full", pairwise_cuda.SECONDS, pairwise_cuda.SETTLE_S)
-    values = pairwise_cuda.measure(setting, args.policy)
+    values = pairwise_cuda.measure(setting, args.policy, KINDS)
     says = simulated(preset(model), args.policy, args.waves, args.steps)
     return KINDS, values, predicted.grid([kind.label for kind in KINDS], values, says)
 

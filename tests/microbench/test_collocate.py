@@ -7,15 +7,31 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from gpumux.errors import ConfigError
-from microbench import ablation_cuda, collocate, common, jobs, overhead_cuda, pairwise_cuda, predicted, ways, worker
+from microbench import (
+    ablation,
+    ablation_cuda,
+    collocate,
+    common,
+    jobs,
+    overhead,
+    overhead_cuda,
+    pairwise,
+    pairwise_cuda,
+    predicted,
+    ways,
+    worker,
+)
 from microbench.collocate import Book, Item, Where
+from microbench.cuda import probe
 
 HERE = Where("cpu", "tiny", "a processor")
 PAIR = ("resnet50:train", "vgg16:train")
@@ -383,12 +399,95 @@ def test_the_ablation_counts_the_low_job_in_images():
     assert large.p99_slowdown == pytest.approx(2.5)
 
 
-def test_the_simulator_predicts_the_ablation_from_modelled_profiles():
-    rows, source = ablation_cuda.predict("h200", {}, 10, 5, 1.05)
-    assert source == "modelled"
-    compared = predicted.bars([row.figures() for row in rows], [row.figures() for row in rows])
-    assert compared["largest"] == 0.0
-    assert [row["label"] for row in compared["rows"]] == [row.label for row in rows]
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "find", lambda: probe.Found("NVIDIA H200", "2.11.0"))
+
+
+@pytest.mark.usefixtures("h200")
+def test_the_ablation_on_a_gpu_stands_beside_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[tuple[str, str]] = []
+
+    def together(setting: ways.Setting, way: str, high: str, low: str, rates: Any, after: Any) -> dict[str, Any]:
+        asked.append((way, low))
+        if way in ways.GPUMUX:
+            after("ipc://nowhere")
+        return {"high": figures(0.0125, 80.0), "low": figures(0.04, 25.0)}
+
+    monkeypatch.setattr(ways, "solo", lambda setting, job: solo(0.01, 100.0))
+    monkeypatch.setattr(ways, "together", together)
+    monkeypatch.setattr(ablation_cuda, "_eager", lambda setting: figures(0.02, 50.0))
+    monkeypatch.setattr(ablation_cuda, "_profile", lambda endpoint, name: "")
+    out = tmp_path / "ablation.json"
+    assert ablation.main(["--device", "cuda", "--steps", "10", "--warmup", "5", "--out", str(out)]) == 0
+    assert asked == [(way, low) for _, way, low in ablation_cuda.WAYS]
+    report = json.loads(out.read_text())
+    assert [row["label"] for row in report["rows"]] == list(ablation.ROWS)
+    assert [row["label"] for row in report["compared"]["rows"]] == list(ablation.ROWS)
+    assert report["rows"][0]["high"] == 0.5
+    assert "the prediction is for h200, from profiles modelled" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("h200")
+def test_pairs_on_a_gpu_are_over_alone_and_stand_beside_their_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    kinds = tuple(pairwise.Kind(seconds, "compute") for seconds in (200e-6, 1e-3))
+    running: list[tuple[str, int]] = []
+
+    class Held:
+        """Ten steps a second for each high job, eight beside the second low one."""
+
+        def __init__(self, tasks: Sequence[worker.Task]) -> None:
+            self.priority = tasks[0].priority
+            assert [task.job for task in tasks] == ["first", "second"]
+
+        def run(self, begin: float, end: float, rates: Sequence[float | None], which: Sequence[int]) -> None:
+            running.append((self.priority, which[0]))
+
+        def answer(self) -> Any:
+            rate = 8.0 if ("low", 1) in running[-1:] and len(running) > 6 else 10.0
+            return [{"rate": rate}]
+
+        def __enter__(self) -> Held:
+            return self
+
+        def __exit__(self, *exc: object) -> None: ...
+
+    monkeypatch.setattr(pairwise, "KINDS", kinds)
+    monkeypatch.setattr(pairwise_cuda, "calibrated", lambda device, kinds: ["first", "second"])
+    monkeypatch.setattr(pairwise_cuda, "running_daemon", lambda **k: nullcontext(SimpleNamespace(endpoint="")))
+    monkeypatch.setattr(pairwise_cuda, "Worker", Held)
+    out = tmp_path / "pairwise.json"
+    assert pairwise.main(["--device", "cuda", "--steps", "3", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["throughput"] == [[1.0, 0.8], [1.0, 0.8]]
+    assert running[6:] == [(who, place) for h in (0, 1) for low in (0, 1) for who, place in (("high", h), ("low", low))]
+    assert len(report["compared"]["pairs"]) == 4
+    assert "measured less predicted" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("h200")
+def test_overhead_on_a_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rates = {
+        name: common.figure([value]) for name, value in (("plain_rate", 50.0), ("gpumux_rate", 49.5), ("ratio", 0.99))
+    }
+    monkeypatch.setattr(overhead_cuda, "measure", lambda setting, repeats, policy: {"resnet50:train": rates})
+    out = tmp_path / "overhead.json"
+    assert overhead.main(["--device", "cuda", "--repeats", "1", "--out", str(out)]) == 0
+    (target,) = json.loads(out.read_text())["targets"].values()
+    assert target == {"value": 0.99, "target": 0.98, "met": True}
+
+
+def test_only_rows_that_both_have_are_compared():
+    measured = [{"label": "graphs", "high": 1.0, "low": 0.0}, {"label": "ours", "high": 0.9, "low": 0.5}]
+    says = [{"label": "ours", "high": 0.95, "low": 0.4}, {"label": "theirs", "high": 0.1, "low": 0.1}]
+    compared = predicted.bars(measured, says)
+    assert [row["label"] for row in compared["rows"]] == ["ours"]
+    assert (compared["mean_off"], compared["largest"]) == pytest.approx((0.025, 0.1))
+    assert "ours" in predicted.show_bars(compared)
 
 
 def test_differences_keep_their_sign_and_the_furthest_are_named():
