@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
@@ -22,7 +23,6 @@ from typing import Any
 
 from gpumux.config import Config
 from gpumux.core import events as ev
-from gpumux.core.config import CoreConfig
 from gpumux.core.machine import Core
 from gpumux.daemon import report
 from gpumux.daemon.books import JobRecord, SessionRecord
@@ -31,8 +31,10 @@ from gpumux.daemon.desk import Desk, log
 from gpumux.daemon.execute import Executor
 from gpumux.daemon.loans import Loans
 from gpumux.daemon.offload import Offload
+from gpumux.daemon.reload import Reloading
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
+from gpumux.daemon.settings import core_config
 from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.daemon.waiter import Waiter
 from gpumux.daemon.wakeup import Wakeup
@@ -70,7 +72,7 @@ class Loop:
         self._wakeup = Wakeup()
         self._offload = Offload(self._wakeup.set)
         self.core = Core(core_config(config))
-        self.segments = Segments(shared_limit, self._offload)
+        self.segments = Segments(shared_limit, self._offload, config.max_shared_bytes_per_user or None)
         self.desk = Desk(config, router, device, self.segments, metrics, self.core, identity.device.checks)
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._handle: Handle = self.core.handle  # or what looks on while somebody records
@@ -89,6 +91,7 @@ class Loop:
         self._waiter.follow("clients", router.sockets.descriptors())
         self._waiter.follow("wakeup", [self._wakeup.fd])
         self._device_fds: tuple[int, ...] = ()
+        self._calls: deque[Callable[[], None]] = deque()
         self._stop_reason: str | None = None
         self._leave_by = inf
         self._next_gc = inf
@@ -114,9 +117,18 @@ class Loop:
         self._stop_reason = self._stop_reason or reason
         self._wakeup.set()
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Have the loop's thread make a call."""
+        self._calls.append(call)
+        self._wakeup.set()
+
     def call_every(self, seconds: float, on_time: Callable[[], None]) -> None:
         """Have the loop call `on_time` about every `seconds`, as long as it turns (a watchdog)."""
         self.every_s, self.on_time, self._next_call = seconds, on_time, self._clock()
+
+    def reloading(self, read: Callable[[], Config]) -> Reloading:
+        """What reloads the configuration that `read` gives."""
+        return Reloading(self.desk, read, self.call_soon)
 
     # ---- the loop
 
@@ -146,6 +158,9 @@ class Loop:
                 self._arrived(arrival, now)
                 self._settle(now)
             self._router_due = self._router.next_deadline(now)
+        if self.desk.turns:
+            self.desk.turns.next()
+            self._settle(now)
         if "wakeup" in ready or now >= self._alarm:
             self._seldom(now)
             self._settle(now)
@@ -160,6 +175,8 @@ class Loop:
     def _seldom(self, now: float) -> None:
         """What most turns have nothing of."""
         self._offload.collect()
+        while self._calls:
+            self._calls.popleft()()
         if self._executor.wake_at is not None and now >= self._executor.wake_at:
             self._executor.wake_at = None
             self.desk.feed(ev.Tick())
@@ -185,7 +202,7 @@ class Loop:
         )
         due = self._device.due()
         until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
-        unread = self._sockets.unread()
+        unread = self._sockets.unread() or bool(self.desk.turns)
         ready, lanes = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")
@@ -280,6 +297,7 @@ class Loop:
             self._metrics.sessions_lost.inc()
         log.info("session %s: over, %s", arrival.session, arrival.reason)
         self._tracing.left(arrival.session)
+        self.desk.turns.forget(record)
         self.desk.feed(ev.SessionClosed(arrival.session, arrival.reason))
 
     # ---- leaving
@@ -327,14 +345,3 @@ def _nothing() -> None:
 
 def _unheard(reason: str) -> None:
     """No service manager."""
-
-
-def core_config(config: Config) -> CoreConfig:
-    """The core's part of the daemon's configuration."""
-    return CoreConfig(
-        policy=config.policy,
-        max_jobs=config.max_jobs,
-        max_jobs_per_uid=config.max_jobs_per_user,
-        max_inflight=config.max_inflight,
-        max_programs_per_job=config.max_programs_per_job,
-    )

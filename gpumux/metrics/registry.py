@@ -54,6 +54,9 @@ class Metrics:
         self.transfer_bytes = counter("gpumux_transfer_bytes", "Bytes of state moved.", ["direction"])
         self.dropped_replies = counter("gpumux_dropped_replies", "Replies a client could not take.")
         self.start_time = Gauge("gpumux_daemon_start_time_seconds", "Unix time of the start.", registry=registry)
+        meaning = "Whether the newest configuration that was read is in force."
+        self.config_in_force = Gauge("gpumux_config_last_reload_successful", meaning, registry=registry)
+        self.config_in_force.set(1)
         self._codes = codes()
         self.tally = Tally(((int(p), name) for p, name in PRIORITIES.items()), message_types, BUCKETS)
         registry.register(self.tally)

@@ -46,7 +46,7 @@ def test_tags_are_frozen():
     assert names == (
         "Hello Welcome Refusal OpenJob JobOpened LoadProgram ProgramLoaded Step StepDone StepFailed OpenTransfer "
         "TransferSegment FillTransfer TransferDone PauseJob ResumeJob CloseJob JobEnded Done JobStats GetStatus "
-        "Report Heartbeat Goodbye Leaving ProfileJob JobProfile ExplainJob RecordTrace TracePart"
+        "Report Heartbeat Goodbye Leaving ProfileJob JobProfile ExplainJob RecordTrace TracePart ChangeJob"
     )
 
 
