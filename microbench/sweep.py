@@ -123,6 +123,7 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
     result = simulate([high, low], spec, policy, steps=steps - learning, warmup_steps=learning)
     guard_s, began = time.monotonic() - began, time.monotonic()
     job = result.job(high.name)
+    reached: dict[str, Any]
     if known is None:
         best = oracle.Search(high, low, spec).run()
         reached = {
