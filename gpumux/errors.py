@@ -23,6 +23,7 @@
     |   +-- ExecutorCrashed     the process running the job died
     +-- JobClosed               a verb on a closed job
     +-- DaemonGone              the daemon left or stopped answering
+    +-- DeviceLost              the device failed beyond repair; the daemon ends
     +-- EndpointBusy            another daemon holds the endpoint or device
 
 `wire/` carries an error as (code, message, remedy); `from_code` makes the same class again on the
@@ -138,6 +139,10 @@ class JobClosed(GpumuxError):
 
 class DaemonGone(GpumuxError):
     code = "daemon_gone"
+
+
+class DeviceLost(GpumuxError):
+    code = "device_lost"
 
 
 class EndpointBusy(GpumuxError):
