@@ -48,7 +48,7 @@ examples:
 
 SIGHUP has the file read again: access rules, limits and the log change at once, and the log says what waits for a restart.
 
-exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 75 endpoint or device taken, 78 wrong configuration
+exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 74 the device is lost, 75 endpoint or device taken, 78 wrong configuration
 """
 _JOBS = """\
 JOB is a job's id, the beginning of one, its short id (j3) or its name, if only one job has it.
