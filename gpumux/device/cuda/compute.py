@@ -91,6 +91,7 @@ class CudaCompute:
                 f"torch {torch.__version__} can't use the GPU (it is built for CUDA {torch.version.cuda})",
                 "install the torch build that fits the driver (nvidia-smi says which CUDA it has), or use --device cpu",
             )
+        torch.cuda.init()  # the default generators are there afterwards
         self._driver = driver
         self.device = torch.device("cuda", ordinal)
         self._streams: dict[int, Any] = {}

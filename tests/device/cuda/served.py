@@ -1,8 +1,10 @@
-"""`gpumux serve` with a GPU of host memory in the place of a real one: python -m tests.device.cuda.served FLAGS."""
+"""`gpumux serve` with a GPU of host memory in the place of a real one: python -m tests.device.cuda.served FLAGS.
+SIGUSR1 breaks the GPU, as a kernel that goes out of its bounds would."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -20,6 +22,7 @@ class RunningDriver(FakeDriver):
 
     def __init__(self) -> None:
         super().__init__(auto=False)
+        signal.signal(signal.SIGUSR1, lambda *_: self.break_with("CUDA_ERROR_ILLEGAL_ADDRESS"))
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:

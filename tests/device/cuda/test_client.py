@@ -3,10 +3,12 @@ on the CPU is carried out in other forms there, so results are close, not equal 
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +19,42 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from gpumux import client
-from gpumux.errors import CaptureError, JobFailed
+from gpumux.errors import CaptureError, GpumuxError, JobFailed
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.conftest import PREFIX
 
 START_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+@contextmanager
+def serving(code: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A daemon that is to end with exit code `code`."""
     with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
         endpoint = f"ipc://{directory}/gpumux.sock"
         command = [sys.executable, "-m", "tests.device.cuda.served", "--endpoint", endpoint, "--metrics-port", "-1"]
         log = Path(directory) / "log"
         with log.open("w") as stderr:
             daemon = subprocess.Popen(command, stderr=stderr)
-        client_error: Exception | None = None
-        for _ in range(int(START_S * 10)):
-            if " serves " in log.read_text() or daemon.poll() is not None:
-                break
-            try:
-                daemon.wait(0.1)
-            except subprocess.TimeoutExpired as error:
-                client_error = error
-        assert " serves " in log.read_text(), (log.read_text(), client_error)
         try:
-            yield endpoint
+            for _ in range(int(START_S * 10)):
+                if " serves " in log.read_text() or daemon.poll() is not None:
+                    break
+                with suppress(subprocess.TimeoutExpired):
+                    daemon.wait(0.1)
+            assert " serves " in log.read_text(), log.read_text()
+            yield endpoint, daemon
         finally:
             daemon.terminate()
-            said = log.read_text()
-            assert daemon.wait(START_S) == 0, said
-            for path in Path(directory).glob("*.lock"):
-                path.unlink()
+            ended = daemon.wait(START_S)
+        assert ended == code, log.read_text()
+        for path in Path(directory).glob("*.lock"):
+            path.unlink()
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with serving() as (endpoint, _):
+        yield endpoint
 
 
 def close(want: Any, got: Any, tolerance: float) -> None:
@@ -166,20 +172,19 @@ def test_dropout_draws_from_the_jobs_own_stream_and_goes_on(endpoint: str) -> No
 
 
 def test_a_label_out_of_range_fails_its_job_alone(endpoint: str) -> None:
-    model = nn.Linear(4, 3)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x), y)
+    def submit() -> client.Job:
+        model = nn.Linear(4, 3)
+        return client.submit(lambda x, y: F.cross_entropy(model(x), y), example=good, model=model, endpoint=endpoint)
 
     good = (torch.ones(2, 4), torch.tensor([0, 2]))
-    with (
-        client.submit(step, example=good, model=model, endpoint=endpoint) as job,
-        client.submit(step, example=good, model=model, endpoint=endpoint) as other,
-    ):
+    with submit() as other:
+        job = submit()
         for _ in range(4):
             job.step(*good).result()
         with pytest.raises(JobFailed, match="index 7"):
             job.step(good[0], torch.tensor([0, 7])).result()
+        with suppress(GpumuxError):
+            job.close(drain=False)
         other.step(*good).result()
 
 
@@ -190,3 +195,17 @@ def test_autocast_for_the_gpu_is_refused_where_it_would_do_nothing(endpoint: str
     with pytest.raises(CaptureError, match="autocast") as raised:
         client.submit(lambda x: model(x).sum(), example=(torch.ones(2, 4),), model=model, endpoint=endpoint)
     assert "'cpu'" in raised.value.remedy
+
+
+def test_a_lost_gpu_is_told_to_its_clients_and_ends_the_daemon() -> None:
+    model = nn.Linear(4, 3)
+    with serving(code=74) as (endpoint, daemon):
+        job = client.submit(lambda x: model(x).sum(), example=(torch.ones(2, 4),), model=model, endpoint=endpoint)
+        job.step(torch.ones(2, 4)).result()
+        daemon.send_signal(signal.SIGUSR1)
+        with pytest.raises(GpumuxError, match="context is lost"):  # noqa: PT012  any step may be the one that hears of it
+            for _ in range(1000):
+                job.step(torch.ones(2, 4)).result()
+        with suppress(GpumuxError):
+            job.close(drain=False)
+        assert daemon.wait(START_S) == 74
