@@ -118,6 +118,7 @@ class Engine:
             if job.over:
                 return run.stop() if run is not None else None
             if run is None:
+                self.sweep(job)
                 run = CaptureRun(loaded, capture.bounds, self._capture_stream(job), job.pool)
                 before = self._compute.reserved()
             self._numerics.apply(loaded.program.numerics)
