@@ -40,7 +40,8 @@ class Engine:
         self._numerics = CurrentNumerics()
         self._capture_streams: dict[int, list[int]] = {}  # free ones, by class
         self._made_streams: list[int] = []
-        self._copy_stream = driver.stream(priorities[Priority.HIGH])
+        # One for each class: a copy waits until a step has taken what lies where it goes, and others behind it wait too.
+        self._copy_streams = {number: driver.stream(priority) for number, priority in priorities.items()}
         self._chunk = driver.pin(CHUNK)
         self.torch_version = str(torch.__version__)
 
@@ -57,6 +58,7 @@ class Engine:
         kept = len(job.buffers)
         data: SharedSegment | None = None
         operands: Operands | None = None
+        copies = self._copy_streams[int(job.spec.priority)]
         try:
             self._equip(job)
             program = decode(load.encoded)
@@ -70,7 +72,7 @@ class Engine:
                 bound = [_buffer(job, index) for index in load.binding]
                 data = SharedSegment(self._driver, load.held.fds[0], load.nbytes)
                 operands = Operands(
-                    program, bound, data, load.slots, self._driver, self._compute, self._copy_stream
+                    program, bound, data, load.slots, self._driver, self._compute, copies
                 )  # fmt: skip
             gates = sorted({gate.op for gate in program.gates})
             high = job.spec.priority is Priority.HIGH
@@ -79,7 +81,7 @@ class Engine:
             wait(self._driver, job.capture_stream)  # what was zeroed there is so before another stream reads it
             return loaded
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
-            self._driver.idle(self._copy_stream)  # raises DeviceLost
+            self._driver.idle(copies)  # raises DeviceLost
             del job.buffers[kept:]
             if operands is not None:
                 operands.close()
@@ -150,7 +152,7 @@ class Engine:
 
     def release(self, job: CudaJob, stream: int) -> None:
         """Give all of a job's memory back, once nothing of it runs any more."""
-        for used in {stream, job.capture_stream, self._copy_stream} - {0}:
+        for used in {stream, job.capture_stream, *self._copy_streams.values()} - {0}:
             wait(self._driver, used)
         self.sweep(job)
         for loaded in job.programs.values():
@@ -173,7 +175,7 @@ class Engine:
         self._compute.trim()
 
     def close(self) -> None:
-        for stream in (self._copy_stream, *self._made_streams):
+        for stream in (*self._copy_streams.values(), *self._made_streams):
             self._driver.destroy_stream(stream)
         self._driver.unpin(self._chunk)
 

@@ -120,6 +120,24 @@ def test_the_next_batch_is_copied_while_a_step_runs_and_takes_nothing_from_it(
     assert [numbers(job.get(number, 0, 4, slot)) for slot in (0, 1)] == [(50.0,), (60.0,)]
 
 
+def test_a_low_jobs_batches_hold_up_no_copy_of_a_high_one(driver: Driver, shared: CudaDevice) -> None:
+    """Four low steps are out at once, so that a third batch waits for the first to be taken."""
+    low, a = captured(driver, samples.add_one())
+    high, b = captured(driver, samples.add_one(), priority=Priority.HIGH)
+    gpu = gpu_of(shared)
+    gpu.auto = False
+    low_launches = [launch for slot in (0, 1, 0, 1) for launch in low.launch(a, slot=slot)]
+    gpu.log.clear()
+    (urgent,) = high.launch(b, stream=1)
+    (copy,) = [stream for call, stream in gpu.log if call == "copy_in"]
+    assert gpu.streams[copy].priority == -5
+    assert len(gpu.streams[copy].work) == len([call for call, stream in gpu.log if stream == copy])  # nothing before it
+    gpu.auto = True
+    driver.done(urgent)
+    for launch in low_launches:
+        driver.done(launch)
+
+
 def test_times_of_a_jobs_pieces_follow_each_other(driver: Driver) -> None:
     job, number = captured(driver, chain())
     began = monotonic()
