@@ -21,6 +21,7 @@
     +-- JobFailed               the job's work failed; its state is lost
     |   +-- ExecutorCrashed     the process running the job died
     +-- JobClosed               a verb on a closed job
+    +-- SnapshotFailed          a job's state could not be saved; the job goes on
     +-- DaemonGone              the daemon left or stopped answering
     +-- EndpointBusy            another daemon holds the endpoint or device
 
@@ -129,6 +130,10 @@ class ExecutorCrashed(JobFailed):
 
 class JobClosed(GpumuxError):
     code = "job_closed"
+
+
+class SnapshotFailed(GpumuxError):
+    code = "snapshot_failed"
 
 
 class DaemonGone(GpumuxError):

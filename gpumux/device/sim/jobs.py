@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gpumux import __version__
-from gpumux.device.contract import Launch, TransferDone
+from gpumux.device.contract import GENERATOR, Launch, TransferDone
 from gpumux.device.sim.checks import Passed
 from gpumux.device.sim.cost import kernels_of, op_profiles
 from gpumux.device.sim.kernel import MIN_BLOCK_S, Kernel
@@ -177,14 +177,15 @@ class Job:
             os.close(move.fd)
 
     def _copy(self, move: Move) -> Fault | None:
-        if any(not 0 <= buffer < len(self.sizes) for buffer in move.buffers):
-            return Fault("program", f"no such buffer among {list(move.buffers)[:8]}", "name buffers of the job")
-        wanted = sum(aligned(self.sizes[buffer]) for buffer in move.buffers)
+        numbers = [buffer for buffer in move.buffers if buffer != GENERATOR]
+        if any(not 0 <= buffer < len(self.sizes) for buffer in numbers):
+            return Fault("program", f"no such buffer among {numbers[:8]}", "name buffers of the job")
+        wanted = sum(aligned(self.sizes[buffer]) for buffer in numbers)
         if wanted > move.nbytes:
             return Fault("program", f"{wanted} bytes do not fit a segment of {move.nbytes}", "send a larger one")
         at = 0
         try:
-            for buffer in move.buffers:
+            for buffer in numbers:  # nothing here draws random numbers: a segment is zeros where a generator would be
                 if move.into_device:
                     self.pushed[buffer] = _read(move.fd, at, self.sizes[buffer])
                 else:
