@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from gpumux.config import Config
+from gpumux.core.config import CoreConfig
 from gpumux.core.events import Event
 from gpumux.core.machine import Core
 from gpumux.daemon.books import Books, JobRecord, SessionRecord
@@ -84,3 +85,14 @@ def _nothing_new(job: JobRecord) -> None:
 
 def _nothing_lent() -> None:
     """To a device that reads no lanes."""
+
+
+def core_config(config: Config) -> CoreConfig:
+    """The core's part of the daemon's configuration."""
+    return CoreConfig(
+        policy=config.policy,
+        max_jobs=config.max_jobs,
+        max_jobs_per_uid=config.max_jobs_per_user,
+        max_inflight=config.max_inflight,
+        max_programs_per_job=config.max_programs_per_job,
+    )

@@ -20,15 +20,15 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from gpumux.config import Config
 from gpumux.core import events as ev
-from gpumux.core.config import CoreConfig
 from gpumux.core.machine import Core
+from gpumux.daemon import desk as desks
 from gpumux.daemon import report
 from gpumux.daemon.books import JobRecord, SessionRecord
 from gpumux.daemon.completions import Completions
 from gpumux.daemon.desk import Desk, log
 from gpumux.daemon.execute import Executor
+from gpumux.daemon.keeping import Keeping
 from gpumux.daemon.loans import Loans
 from gpumux.daemon.offload import Offload
 from gpumux.daemon.requests import Requests
@@ -39,13 +39,14 @@ from gpumux.daemon.wakeup import Wakeup
 from gpumux.device.contract import Answering, Device, DeviceEvent, LaneReturned, Lending
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
+from gpumux.recovery.link import Link
 from gpumux.wire import router as wire
 from gpumux.wire.messages import Leaving
 
 IDLE_GC_S = 0.25  # nothing to do for this long: a good moment for a full collection
 BUSY_GC_S = 10.0  # never idle for this long: a young collection, which is short
 MAX_WAIT_S = 1.0
-ALL = frozenset({"device", "clients", "wakeup"})
+ALL = frozenset({"device", "clients", "wakeup", "snapshots"})
 
 
 class Loop:
@@ -59,6 +60,7 @@ class Loop:
         metrics: Metrics,
         shared_limit: int,
         clock: Callable[[], float] = time.monotonic,
+        link: Link | None = None,
     ) -> None:
         config = identity.config
         self._clock = clock
@@ -69,15 +71,16 @@ class Loop:
         self._identity = identity
         self._wakeup = Wakeup()
         self._offload = Offload(self._wakeup.set)
-        self.core = Core(core_config(config))
+        self.core = Core(desks.core_config(config))
         self.segments = Segments(shared_limit, self._offload)
         self.desk = Desk(config, router, device, self.segments, metrics, self.core, identity.device.checks)
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._handle: Handle = self.core.handle  # or what looks on while somebody records
         self._tracing = Tracing(self.desk, clock, self._observe)
-        self._requests = Requests(self.desk, self.status, self._tracing)
+        self._keeping = Keeping(self.desk, link, clock)
+        self._requests = Requests(self.desk, self.status, self._tracing, self._keeping)
         self._completions = Completions(self.desk)
-        self._executor = Executor(self.desk)
+        self._executor = Executor(self.desk, self._keeping.forgotten)
         if isinstance(device, Answering):
             self.desk.catch_up = partial(self._catch_up, device)
         self._told = -inf  # the newest time the core was told
@@ -88,6 +91,8 @@ class Loop:
         self._waiter = Waiter(router.sockets.lane_epoll)
         self._waiter.follow("clients", router.sockets.descriptors())
         self._waiter.follow("wakeup", [self._wakeup.fd])
+        if link is not None:
+            link.follow(partial(self._waiter.follow, "snapshots"))
         self._device_fds: tuple[int, ...] = ()
         self._stop_reason: str | None = None
         self._leave_by = inf
@@ -146,6 +151,9 @@ class Loop:
                 self._arrived(arrival, now)
                 self._settle(now)
             self._router_due = self._router.next_deadline(now)
+        if "snapshots" in ready:
+            self._keeping.hear()
+            self._settle(now)
         if "wakeup" in ready or now >= self._alarm:
             self._seldom(now)
             self._settle(now)
@@ -165,7 +173,8 @@ class Loop:
             self.desk.feed(ev.Tick())
         if now >= self._tracing.due:
             self._tracing.finish()
-        if self._stop_reason is not None and self._leave_by == inf:
+        self._keeping.seldom(now)
+        if self._stop_reason is not None and self._leave_by == inf and self._keeping.may_leave(now):
             self._leave(self._stop_reason, now)
         if self.snapshots.wanted():
             self.snapshots.publish(self.figures())
@@ -181,7 +190,7 @@ class Loop:
             self._waiter.follow("device", fds)
         now, wake_at = self._turned, self._executor.wake_at
         self._alarm = alarm = min(
-            self._leave_by, self._next_call, self._tracing.due, inf if wake_at is None else wake_at
+            self._leave_by, self._next_call, self._tracing.due, self._keeping.due, inf if wake_at is None else wake_at
         )
         due = self._device.due()
         until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
@@ -309,7 +318,7 @@ class Loop:
 
     def figures(self) -> Figures:
         """What the gauges show."""
-        return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes)
+        return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes, self._keeping.of)
 
 
 def _lanes_first(events: list[DeviceEvent]) -> list[DeviceEvent]:
@@ -327,14 +336,3 @@ def _nothing() -> None:
 
 def _unheard(reason: str) -> None:
     """No service manager."""
-
-
-def core_config(config: Config) -> CoreConfig:
-    """The core's part of the daemon's configuration."""
-    return CoreConfig(
-        policy=config.policy,
-        max_jobs=config.max_jobs,
-        max_jobs_per_uid=config.max_jobs_per_user,
-        max_inflight=config.max_inflight,
-        max_programs_per_job=config.max_programs_per_job,
-    )

@@ -12,6 +12,7 @@ from typing import Any
 from gpumux.core import events as ev
 from gpumux.daemon.books import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
 from gpumux.daemon.desk import Desk, as_fault, log
+from gpumux.daemon.keeping import Keeping
 from gpumux.daemon.questions import Questions
 from gpumux.daemon.segments import SharedSegment
 from gpumux.daemon.tracing import Tracing
@@ -32,7 +33,7 @@ UNKNOWN_UID = -1
 class Requests:
     """Handles every message a client may send once its session is open."""
 
-    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
+    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing, keeping: Keeping) -> None:
         self._desk = desk
         self._books = desk.books
         self._handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
@@ -45,6 +46,7 @@ class Requests:
             msg.ResumeJob: self._resume,
             msg.CloseJob: self._close,
             **Questions(desk, report, tracing, self._governed).handlers,
+            **keeping.handlers(self._working),
         }
 
     def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
@@ -118,6 +120,7 @@ class Requests:
 
     def _close(self, session: SessionRecord, m: msg.CloseJob, frames: Sequence[bytes]) -> None:
         record = self._governed(session, m.job)
+        record.finished = m.drain and record.session is session
         record.stopped_by = "" if record.session is session else f"user {session.peer.uid}"
         who = record.stopped_by or "its client"
         log.info("job %s: close asked for by %s", record.short, who)

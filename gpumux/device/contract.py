@@ -20,9 +20,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 
-
-GENERATOR = -1  # in a transfer's list of buffers, last: the job's random generator
-GENERATOR_BYTES = 8192  # what it takes in the segment: its length (8 bytes, little-endian), its bytes, zeros
+GENERATOR = -1  # in a transfer's list of buffers, last: the job's random generator, GENERATOR_BYTES of the segment
 
 
 @dataclass(frozen=True, slots=True)

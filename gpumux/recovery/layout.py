@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from gpumux.model import GENERATOR_BYTES
 from gpumux.program.ir import aligned
-from gpumux.wire.keeping import GENERATOR_BYTES
 
 
 def places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -59,7 +59,7 @@ class DirectoryLock:
 
 
 class Link:
-    """`ask` a verb of the writer's; call `hear` when `fileno` is readable. One request is out at a time, the others
+    """`ask` a verb of the writer's; call `hear` as `follow` says. One request is out at a time, the others
     wait here. A writer that ends answers nothing any more: its requests fail, and the next one starts another."""
 
     def __init__(self, root: Path, lock: DirectoryLock) -> None:
@@ -69,10 +69,13 @@ class Link:
         self._sock: socket.socket | None = None
         self._waiting: deque[tuple[bytes, list[int], Then]] = deque()
         self._then: Then | None = None
+        self._watch: Callable[[Sequence[int]], None] = _unwatched
         self._start()
 
-    def filenos(self) -> Sequence[int]:
-        return (self._sock.fileno(),) if self._sock is not None else ()
+    def follow(self, watch: Callable[[Sequence[int]], None]) -> None:
+        """Have `watch` called with the descriptors whose being readable means `hear`, now and when they change."""
+        self._watch = watch
+        watch((self._sock.fileno(),) if self._sock is not None else ())
 
     @property
     def busy(self) -> bool:
@@ -107,7 +110,7 @@ class Link:
         for _, fds, _ in self._waiting:
             _close(fds)
         self._waiting.clear()
-        self._then = None
+        self._then, self._watch = None, _unwatched
         self._stop(CLOSE_S)
 
     def _next(self) -> None:
@@ -139,11 +142,13 @@ class Link:
                 env={**os.environ, "PYTHONPATH": _path()},
             )  # fmt: skip
         self._sock = ours
+        self._watch((ours.fileno(),))
 
     def _stop(self, wait_s: float) -> None:
         sock, self._sock = self._sock, None
         process, self._process = self._process, None
         if sock is not None:
+            self._watch(())
             sock.close()
         if process is not None:
             try:
@@ -151,6 +156,10 @@ class Link:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _unwatched(fds: Sequence[int]) -> None:
+    """Nobody waits yet."""
 
 
 def _meaning(answer: bytes) -> Any:

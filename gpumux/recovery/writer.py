@@ -20,11 +20,11 @@ import msgpack
 import numpy as np
 
 from gpumux.errors import GpumuxError, SnapshotFailed, UnknownJob
+from gpumux.model import GENERATOR_BYTES
 from gpumux.program.ir import aligned
 from gpumux.recovery.layout import places
 from gpumux.recovery.link import PACKET
 from gpumux.recovery.store import GENERATOR, NOTES, Array, Owner, Snapshot, Store, buffer_name
-from gpumux.wire.keeping import GENERATOR_BYTES
 
 _PR_SET_PDEATHSIG = 1
 

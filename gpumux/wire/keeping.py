@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_NOTES = 16 << 20  # bytes
-GENERATOR_BYTES = (
-    8192  # of a job's random generator in a segment: its length (8 bytes, little-endian), its bytes, zeros
-)
+MAX_ASKED = 16  # snapshots a ReadSnapshot names
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from time import monotonic
 import pytest
 
 from gpumux.device.contract import (
+    GENERATOR,
     AnswerForm,
     Answering,
     Device,
@@ -239,7 +240,11 @@ def test_transfers_go_both_ways_in_order_with_launches(driver: Driver) -> None:
     assert pulled[64:72] == b"ABCDEFGH"
 
 
-@pytest.mark.parametrize("buffers", [[1], [-1], [0, 0]], ids=["no such", "negative", "too many for the segment"])
+@pytest.mark.parametrize(
+    "buffers",
+    [[1], [-2], [0, 0], [GENERATOR]],
+    ids=["no such", "negative", "too many for the segment", "a generator in too small a segment"],
+)
 def test_a_bad_transfer_is_answered_and_the_job_lives_on(driver: Driver, buffers: list[int]) -> None:
     job = driver.open()
     program = job.load(samples.counter(), [4])

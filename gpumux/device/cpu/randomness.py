@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from gpumux.device.contract import GENERATOR_BYTES
 from gpumux.errors import JobFailed
+from gpumux.model import GENERATOR_BYTES
 from gpumux.program.ir import Program
 
 
@@ -60,8 +60,8 @@ def move_generator(memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -
     if at + GENERATOR_BYTES > nbytes:
         raise JobFailed(f"the transfer's segment has {nbytes} bytes, too few for a generator", "make it larger")
     if not into_device:
-        state = torch.default_generator.get_state().numpy().tobytes()
-        memory[at : at + 8 + len(state)] = len(state).to_bytes(8, "little") + state
+        drawn = torch.default_generator.get_state().numpy().tobytes()
+        memory[at : at + 8 + len(drawn)] = len(drawn).to_bytes(8, "little") + drawn
         return
     length = int.from_bytes(memory[at : at + 8], "little")
     if length == 0:

@@ -14,7 +14,7 @@ from gpumux.device.sim.cost import kernels_of, op_profiles
 from gpumux.device.sim.kernel import MIN_BLOCK_S, Kernel
 from gpumux.device.sim.pieces import Pieces, cut_kernels, recut
 from gpumux.device.sim.spec import GpuSpec
-from gpumux.model import Fault, JobId, JobSpec, ProgramId, TransferId
+from gpumux.model import GENERATOR_BYTES, Fault, JobId, JobSpec, ProgramId, TransferId
 from gpumux.program.ir import aligned, slot_layout
 from gpumux.program.profile import StepProfile, batch_size, dumps
 from gpumux.program.validate import state_slots
@@ -181,6 +181,7 @@ class Job:
         if any(not 0 <= buffer < len(self.sizes) for buffer in numbers):
             return Fault("program", f"no such buffer among {numbers[:8]}", "name buffers of the job")
         wanted = sum(aligned(self.sizes[buffer]) for buffer in numbers)
+        wanted += GENERATOR_BYTES if GENERATOR in move.buffers else 0
         if wanted > move.nbytes:
             return Fault("program", f"{wanted} bytes do not fit a segment of {move.nbytes}", "send a larger one")
         at = 0
