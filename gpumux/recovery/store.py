@@ -217,9 +217,10 @@ class Store:
         """Remove what a writer that was killed left half written. For the only user of the directory, at start."""
         for user in _children(self.root, _UID):
             for home in _children(user, _JOB):
-                for path in home.glob("*.part"):
-                    with suppress(OSError):
-                        path.unlink()
+                for path in home.iterdir():
+                    if not _FILE.fullmatch(path.name):  # also the library's own temporary files
+                        with suppress(OSError):
+                            path.unlink()
                 with suppress(OSError):
                     home.rmdir()  # if nothing is left
             with suppress(OSError):
