@@ -33,7 +33,9 @@ class Trial:
             found += [t.detach().clone() for t in module.state_dict().values()]
         for optimizer in self.optimizers:
             for entry in optimizer.state_dict()["state"].values():
-                found += [v.clone() if isinstance(v, Tensor) else torch.tensor(v) for v in entry.values() if v is not None]
+                found += [
+                    v.clone() if isinstance(v, Tensor) else torch.tensor(v) for v in entry.values() if v is not None
+                ]
         return found
 
 
@@ -56,7 +58,7 @@ def dropout_adam(seed: int) -> Trial:
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         return loss
 
@@ -79,14 +81,15 @@ def conv_sgd(seed: int) -> Trial:
         model.train()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         return loss
 
     def evaluate(x: Tensor, y: Tensor) -> Tensor:
         model.eval()
         with torch.no_grad():
-            return (model(x).argmax(1) == y).float().mean()
+            hits: Tensor = model(x).argmax(1) == y
+            return hits.float().mean()
 
     def turn(i: int) -> list[Call]:
         calls: list[Call] = [("step", _images(i))]
@@ -110,14 +113,14 @@ def gan(seed: int) -> Trial:
         judges.zero_grad()
         fake = maker(torch.randn(real.shape[0], 8)).detach()
         loss = F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         judges.step()
         return loss
 
     def make(real: Tensor) -> Tensor:
         makes.zero_grad()
         loss = F.softplus(-critic(maker(torch.randn(real.shape[0], 8)))).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         makes.step()
         return loss
 
@@ -136,11 +139,11 @@ def accumulate_adamw(seed: int) -> Trial:
 
     def accumulate(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y) / 2
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     def update() -> Tensor:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return norm

@@ -41,7 +41,8 @@ from microbench.killed import TRIALS, Trial, plain
 START_S = 60.0
 STOP_S = 30.0
 SNAPSHOT_S = 0.4
-QUICK = 0.3  # of the blows come right after the start
+QUICK = 0.25  # of the blows come within QUICK_S of the start, while jobs are being brought back
+QUICK_S = 0.3  # the others come this long after a random number of turns, at most
 _AGAIN = re.compile(r"job '([^']+)': .* It is back after ([0-9.]+) s, from (.*), and (\d+) steps run again")
 
 
@@ -60,7 +61,12 @@ class Phoenix:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("GPUMUX_")}
         environment["GPUMUX_SNAPSHOT_S"] = str(SNAPSHOT_S)
         return subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment, process_group=0
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment,
+            process_group=0,
         )
 
     def wait_until_ready(self) -> None:
@@ -125,23 +131,32 @@ class Blows:
 
     daemon: Phoenix
     kills: int
-    up_s: float
+    most: int  # turns of the loop between two blows
     others: float
     draw: random.Random
+    turns: int = 0  # of the loop, counted by it
     done: dict[str, int] = field(default_factory=lambda: {"kills": 0, "executors": 0, "restarts": 0})
     error: BaseException | None = None
+    _stopped: bool = False
+
+    def stop(self) -> None:
+        """Strike no more."""
+        self._stopped, self.turns = True, sys.maxsize
 
     def run(self) -> None:
         try:
-            while self.done["kills"] < self.kills:
+            while self.done["kills"] < self.kills and not self._stopped:
                 self._next()
         except BaseException as error:  # noqa: BLE001 - shown by who waits for us
             self.error = error
 
     def _next(self) -> None:
         self.daemon.wait_until_ready()
-        early = self.draw.random() < QUICK
-        time.sleep(self.draw.uniform(0.0, 0.3) if early else self.draw.uniform(0.3, self.up_s))
+        if self.draw.random() >= QUICK:
+            until = self.turns + self.draw.randint(1, self.most)
+            while self.turns < until:
+                time.sleep(0.005)
+        time.sleep(self.draw.uniform(0.0, QUICK_S))
         kind = self.draw.random()
         if kind < self.others / 2:
             self.done["executors"] += self.daemon.kill_executor(self.draw)
@@ -215,7 +230,9 @@ def submit(trial: Trial, endpoint: str) -> Run:
 
 def differences(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> int:
     """How many of the tensors differ in a bit (a missing one differs)."""
-    same = sum(a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b) for a, b in zip(ours, theirs, strict=False))
+    same = sum(
+        a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b) for a, b in zip(ours, theirs, strict=False)
+    )
     return max(len(ours), len(theirs)) - same
 
 
@@ -224,7 +241,7 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def measure(
-    kills: int, seed: int, *, up_s: float, others: float, pace_s: float, directory: Path, say: Callable[[str], None]
+    kills: int, seed: int, *, most: int, others: float, pace_s: float, directory: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Everything there is to report. Raises what goes wrong."""
     draw = random.Random(seed)
@@ -243,15 +260,17 @@ def measure(
             run = submit(make(seed), daemon.endpoint)
             stack.callback(run.job.close)
             runs.append(run)
-        blows = Blows(daemon, kills, up_s, others, draw)
+        blows = Blows(daemon, kills, most, others, draw)
         thread = threading.Thread(target=blows.run, name="blows")
         started = time.monotonic()
         thread.start()
         stack.callback(thread.join)
+        stack.callback(blows.stop)
         reported = -1
         while thread.is_alive():
             for run in runs:
                 run.turn()
+            blows.turns += 1
             time.sleep(pace_s)
             if blows.done["kills"] // 10 != reported:
                 reported = blows.done["kills"] // 10
@@ -289,16 +308,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--kills", type=int, default=50, help="how often the daemon is killed")
     parser.add_argument("--seed", type=int, default=0, help="of the models, the batches and the moments")
-    parser.add_argument("--up", type=float, default=1.5, metavar="SECONDS", help="longest life of a daemon")
+    parser.add_argument("--turns", type=int, default=60, help="of the loop between two blows, at most")
     parser.add_argument("--others", type=float, default=0.15, metavar="PART", help="of the blows that are no kill")
     parser.add_argument("--pace", type=float, default=0.004, metavar="SECONDS", help="pause between turns")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the daemon must not be left behind
     facts = common.machine()
     directory = Path(tempfile.mkdtemp(prefix="gm-"))
     try:
         found = measure(
-            args.kills, args.seed, up_s=args.up, others=args.others, pace_s=args.pace, directory=directory,
+            args.kills, args.seed, most=args.turns, others=args.others, pace_s=args.pace, directory=directory,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )  # fmt: skip
     finally:
@@ -322,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"also said: {text}")
     kept = all(not row["results_that_differ"] and not row["state_tensors_that_differ"] for row in found["jobs"])
     print("every bit as undisturbed" if kept else "NOT as undisturbed")
-    options = {"kills": args.kills, "seed": args.seed, "up_s": args.up, "others": args.others, "pace_s": args.pace}
+    options = {"kills": args.kills, "seed": args.seed, "turns": args.turns, "others": args.others, "pace_s": args.pace}
     common.report("kills", args.out, {"machine": facts, "options": options, **found, "bit_equal": kept})
     return 0 if kept else 1
 

@@ -21,7 +21,7 @@ from gpumux.client.keepsake import Counts, Keepsake
 from gpumux.client.localstate import dictionaries, install, load_local
 from gpumux.client.microbatch.split import TOLERANCE, check_microbatches
 from gpumux.client.pending import Pending
-from gpumux.client.recovering import Recovery
+from gpumux.client.recovering import Recovery, ended_for_now
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session
 from gpumux.client.stale import StaleGuard
@@ -29,7 +29,7 @@ from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
 from gpumux.client.variants import Choice, KeepMore, State, StepFunction
-from gpumux.errors import DaemonGone, ExecutorCrashed, GpumuxError, JobClosed, SnapshotFailed
+from gpumux.errors import DaemonGone, ExecutorCrashed, GpumuxError, JobClosed, SnapshotFailed, UnknownJob
 from gpumux.model import JobSpec
 from gpumux.program import allowlist
 from gpumux.wire import messages as m
@@ -190,7 +190,9 @@ class Job(Capturing):
             try:
                 self._check_open()
                 return verb()
-            except (DaemonGone, ExecutorCrashed) as gone:
+            except (DaemonGone, ExecutorCrashed, JobClosed, UnknownJob) as gone:
+                if isinstance(gone, (JobClosed, UnknownJob)) and not ended_for_now(self):
+                    raise
                 self._recovery.come_back(self, session, gone)
 
     def _check_open(self) -> None:

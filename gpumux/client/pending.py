@@ -7,7 +7,7 @@ handler and its note that it ran), so everything here can be done again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from gpumux.client.future import StepFuture
 from gpumux.client.remote import Remote
 from gpumux.client.variants import Choice
-from gpumux.errors import GpumuxError, from_code
+from gpumux.errors import GpumuxError, JobClosed, UnknownJob, from_code
 from gpumux.model import StepTimes
 from gpumux.wire import messages as m
 from gpumux.wire.keeping import SnapshotSaved, SnapshotWanted
@@ -54,19 +54,25 @@ class _Rerun:
 
 
 class Pending:
-    """The unanswered steps of one job. `survives(code)`: whether the job may come back from such an end, so that
-    its steps are still to be answered. `news` is what the daemon says of snapshots."""
+    """The unanswered steps of one job. `news` is what the daemon says of snapshots."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
         self.steps: dict[int, _Step | _Rerun] = {}  # by number
         self.held: dict[int, _Step] = {}  # unanswered when the daemon or the job ended, and not submitted again yet
-        self.survives: Callable[[str], bool] = _never
+        self._survives: frozenset[str] = frozenset()
+        self._no_answer: frozenset[str] = frozenset()
         self.news: deque[SnapshotSaved | SnapshotWanted] = deque()
         self.newest = -1  # step that was answered
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def may_come_back(self, ends: frozenset[str]) -> None:
+        """The job may come back if it ends with one of these codes: its steps are then still to be answered. One that
+        is refused because there is no such job is no answer either: how the job ended is under way, or here already."""
+        self._survives = ends
+        self._no_answer = ends | {UnknownJob.code, JobClosed.code} if ends else ends
 
     def add(self, step: int, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
         self.steps[step] = _Step(future, program, slot, choice)
@@ -102,8 +108,8 @@ class Pending:
             del self.steps[message.step]
         elif type(message) is m.StepFailed:
             step = self.steps.get(message.step)
-            if step is None or self.survives(message.code):
-                return  # how the job ended comes next
+            if step is None or message.code in self._no_answer:
+                return
             del self.steps[message.step]
             self._remote.programs[step.program].free.add(step.slot)
             if type(step) is _Step:
@@ -112,7 +118,7 @@ class Pending:
             self._remote.on_transfer(message, frames)
         elif isinstance(message, m.JobEnded):
             self._remote.ended = message
-            if not self.survives(message.code):
+            if message.code not in self._survives:
                 self.fail(self._remote.end_error())
         elif isinstance(message, (SnapshotSaved, SnapshotWanted)):
             self.news.append(message)
@@ -122,7 +128,3 @@ class Pending:
         self.hold()
         for number in list(self.held):
             self.held.pop(number).future._fail(error)
-
-
-def _never(code: str) -> bool:
-    return False

@@ -68,11 +68,11 @@ class Recovery:
     def ready(self, job: Job) -> None:
         """The job is submitted: from now on it may come back."""
         if self.told is not None:
-            job._pending.survives = ENDS.__contains__
+            job._pending.may_come_back(ENDS)
 
     def off(self, job: Job) -> None:
         """The job ends, as it is meant to."""
-        job._pending.survives = lambda code: False
+        job._pending.may_come_back(frozenset())
         self.told = self.snapshots = job._remote.witness = None
 
     def save(self, job: Job) -> bool:
@@ -98,7 +98,9 @@ class Recovery:
                 try:
                     how = self._attempt(job)
                     break
-                except _NOT_YET as error:
+                except GpumuxError as error:
+                    if not isinstance(error, _NOT_YET) and not ended_for_now(job):
+                        raise
                     now = time.monotonic()
                     self._check(job, error)
                     if now - started > self._reconnect_s:
@@ -248,6 +250,12 @@ class Recovery:
         frames = program.fill(slot, ran.batch)
         pending.again(step, ran.program, slot)
         job._session.post_step(m.Step(job.id, step, ran.program, slot, ran.scalars, len(frames)), frames)
+
+
+def ended_for_now(job: Job) -> bool:
+    """The job ended in a way it may come back from."""
+    ended = job._remote.ended
+    return ended is not None and ended.code in ENDS
 
 
 def open_message(job: str, spec: JobSpec) -> m.OpenJob:
