@@ -2,8 +2,8 @@
 the same loops run without a daemon.
 
 Most blows are SIGKILL to the daemon, some come while it is still bringing jobs back. Between them an executor process
-is killed, or the daemon is restarted in order (SIGTERM), about as often as `--others` says. The loops below have no
-line about any of that.
+is killed, or the daemon is restarted in order (SIGTERM), about as often as `--others` says. The loops have no line
+about any of that.
 
 Counted per job: turns of its loop, times it came back, steps that ran again, the longest pause between two turns, and
 whether every result and every bit of the final state is that of the undisturbed run.
@@ -41,6 +41,7 @@ from microbench.killed import TRIALS, Trial, plain
 START_S = 60.0
 STOP_S = 30.0
 SNAPSHOT_S = 0.4
+LAST = 20  # turns of each loop after the last blow
 QUICK = 0.25  # of the blows come within QUICK_S of the start, while jobs are being brought back
 QUICK_S = 0.3  # the others come this long after a random number of turns, at most
 _AGAIN = re.compile(r"job '([^']+)': .* It is back after ([0-9.]+) s, from (.*), and (\d+) steps run again")
@@ -134,14 +135,14 @@ class Blows:
     most: int  # turns of the loop between two blows
     others: float
     draw: random.Random
-    turns: int = 0  # of the loop, counted by it
+    turns: Callable[[], int]  # how many every loop has made
     done: dict[str, int] = field(default_factory=lambda: {"kills": 0, "executors": 0, "restarts": 0})
     error: BaseException | None = None
     _stopped: bool = False
 
     def stop(self) -> None:
         """Strike no more."""
-        self._stopped, self.turns = True, sys.maxsize
+        self._stopped = True
 
     def run(self) -> None:
         try:
@@ -153,8 +154,8 @@ class Blows:
     def _next(self) -> None:
         self.daemon.wait_until_ready()
         if self.draw.random() >= QUICK:
-            until = self.turns + self.draw.randint(1, self.most)
-            while self.turns < until:
+            until = self.turns() + self.draw.randint(1, self.most)
+            while self.turns() < until and not self._stopped:
                 time.sleep(0.005)
         time.sleep(self.draw.uniform(0.0, QUICK_S))
         kind = self.draw.random()
@@ -198,6 +199,7 @@ class Run:
     futures: list[client.StepFuture] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
     longest_s: float = 0.0
+    error: BaseException | None = None
 
     def turn(self) -> None:
         began = time.monotonic()
@@ -209,10 +211,28 @@ class Run:
             self.results.append(self.futures.pop(0).result())
         self.longest_s = max(self.longest_s, time.monotonic() - began)
 
+    def loop(self, over: threading.Event, pace_s: float) -> None:
+        """Turns until `over`, and some with the daemon that is left."""
+        try:
+            while not over.is_set():
+                self.turn()
+                time.sleep(pace_s)
+            for _ in range(LAST):
+                self.turn()
+            self.finish()
+        except BaseException as error:  # noqa: BLE001 - shown by who waits for us
+            self.error = error
+
     def finish(self) -> None:
         self.results += [future.result() for future in self.futures]
         self.futures.clear()
         self.job.sync()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
 
 
 def submit(trial: Trial, endpoint: str) -> Run:
@@ -260,27 +280,29 @@ def measure(
             run = submit(make(seed), daemon.endpoint)
             stack.callback(run.job.close)
             runs.append(run)
-        blows = Blows(daemon, kills, most, others, draw)
-        thread = threading.Thread(target=blows.run, name="blows")
-        started = time.monotonic()
-        thread.start()
-        stack.callback(thread.join)
+        blows = Blows(daemon, kills, most, others, draw, lambda: min(run.turns for run in runs))
+        over = threading.Event()
+        # Each job has a loop on a thread of its own, as if it were a program: they come back at the same time.
+        loops = [threading.Thread(target=run.loop, args=(over, pace_s), name=run.trial.name) for run in runs]
+        striker = threading.Thread(target=blows.run, name="blows")
+        stack.callback(_join, [*loops, striker])
+        stack.callback(over.set)
         stack.callback(blows.stop)
-        reported = -1
-        while thread.is_alive():
-            for run in runs:
-                run.turn()
-            blows.turns += 1
-            time.sleep(pace_s)
-            if blows.done["kills"] // 10 != reported:
-                reported = blows.done["kills"] // 10
+        started = time.monotonic()
+        for thread in (*loops, striker):
+            thread.start()
+        reported = 0
+        while striker.is_alive() and all(loop.is_alive() for loop in loops):
+            striker.join(0.5)
+            if blows.done["kills"] // 5 != reported:
+                reported = blows.done["kills"] // 5
                 say(f"{blows.done['kills']} kills, {runs[0].turns} turns, {time.monotonic() - started:.0f} s")
-        if blows.error is not None:
-            raise blows.error
-        for run in runs:  # with the daemon that is left
-            for _ in range(20):
-                run.turn()
-            run.finish()
+        over.set()
+        blows.stop()
+        _join([striker, *loops])
+        for error in (blows.error, *(run.error for run in runs)):
+            if error is not None:
+                raise error
         seconds = time.monotonic() - started
         ours = [(run.trial.state(), run.results) for run in runs]
     rows = []

@@ -32,6 +32,7 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
     findings = [Finding("gpumux", OK, f"{__version__}, Python {platform.python_version()}")]
     findings += [valid, checks.gpu(), checks.cpu(), checks.torch()]
     findings += [*checks.shared_memory(), checks.temp_dir(), *checks.limits(), *checks.cgroup(), checks.memory()]
+    findings.append(checks.state_dir(config.state_dir))
     try:
         found = endpoints.parse(address)
     except ConfigError as error:

@@ -66,6 +66,8 @@ class Metrics:
         self.tally = Tally(((int(p), name) for p, name in PRIORITIES.items()), message_types, BUCKETS)
         registry.register(self.tally)
         self.step_done, self.launched = self.tally.step_done, self.tally.launched
+        for reason in ("snapshot_failed", "admission_refused"):
+            self.snapshot_failures.labels(reason)  # from the start, so that an alert sees the first
         for direction in ("push", "pull"):
             self.transfers.labels(direction)
             self.transfer_bytes.labels(direction)
