@@ -302,6 +302,8 @@ def measure(
         _join([striker, *loops])
         for error in (blows.error, *(run.error for run in runs)):
             if error is not None:
+                for text in returns.other:
+                    say(f"a job said: {text}")
                 raise error
         seconds = time.monotonic() - started
         ours = [(run.trial.state(), run.results) for run in runs]

@@ -121,9 +121,9 @@ class Recovery:
             return True
         except GpumuxError as error:
             job._pending.fail(error)
-            if isinstance(error, JobFailed):
+            if isinstance(error, JobFailed) or job._session.dead is None:
                 self.off(job)
-                job._lost = error
+                job._lost = error  # half of it may be there: nothing may be built on that
             raise
         finally:
             job._lock.release()
