@@ -52,7 +52,7 @@ class Phoenix:
 
     def __init__(self, directory: Path, threads: int = 1, flags: Sequence[str] = ()) -> None:
         self.endpoint = f"ipc://{directory}/gpumux.sock"
-        self._directory = directory
+        self.directory = directory
         self._command = [*GPUMUX, "serve", "--device", "cpu", "--threads", str(threads), "--endpoint", self.endpoint]
         self._command += ["--metrics-port", "off", "--state-dir", str(directory / "state"), *flags]
         self._log = (directory / "daemon.log").open("ab")
@@ -116,7 +116,7 @@ class Phoenix:
         self._log.close()
 
     def said(self) -> str:
-        return (self._directory / "daemon.log").read_text(errors="replace")[-4000:]
+        return (self.directory / "daemon.log").read_text(errors="replace")[-4000:]
 
 
 def _children(pid: int) -> list[int]:
@@ -235,12 +235,12 @@ def _join(threads: Sequence[threading.Thread]) -> None:
             thread.join()
 
 
-def submit(trial: Trial, endpoint: str) -> Run:
+def submit(trial: Trial, endpoint: str, resume: str | None = None) -> Run:
     first, *others = trial.functions
     example = {name: batch for i in range(8) for name, batch in trial.turn(i)}
     job = client.submit(
         trial.functions[first], example=example[first], model=trial.models, optimizer=trial.optimizers, name=trial.name,
-        seed=trial.seed, endpoint=endpoint,
+        seed=trial.seed, endpoint=endpoint, resume=resume,
     )  # fmt: skip
     calls: dict[str, Callable[..., client.StepFuture]] = {first: job.step}
     for name in others:

@@ -39,7 +39,9 @@ log = logging.getLogger("gpumux.client")
 
 MAX_STEPS = 50_000  # that a job keeps for replay
 MAX_CRASHES = 2  # of the process that runs the job, at the same step
+MAX_ODD = 3  # refusals of what was accepted before
 CONNECT_S = 10.0  # one attempt
+LEAVING_S = 30.0  # from a refusal to the end of the session: a daemon may take so long to leave
 SAY_S = 5.0  # how long a wait lasts before it is mentioned
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 # Of a job that may come back: the daemon went, or what ran the job did.
@@ -93,16 +95,21 @@ class Recovery:
             if job._session is not session and job._session.dead is None and job._remote.ended is None:
                 return True  # another thread was here
             self._check(job, gone)
-            started, said, pause = time.monotonic(), False, FIRST_PAUSE_S
+            if not self._is_over(job, gone, until):
+                return False
+            started, said, pause, odd = time.monotonic(), False, FIRST_PAUSE_S, 0
             while True:
                 try:
                     how = self._attempt(job)
                     break
                 except GpumuxError as error:
-                    if not isinstance(error, _NOT_YET) and not ended_for_now(job):
-                        raise
+                    if isinstance(error, _NOT_YET) or ended_for_now(job):
+                        self._check(job, error)
+                    else:
+                        odd += 1  # a Program was accepted before; the process that checks it may have been killed
+                        if odd >= MAX_ODD or isinstance(error, JobFailed):
+                            raise
                     now = time.monotonic()
-                    self._check(job, error)
                     if now - started > self._reconnect_s:
                         raise DaemonGone(
                             f"{gone.message}, and could not be had back within {self._reconnect_s:g} s: {error.message}",
@@ -133,8 +140,7 @@ class Recovery:
         ended = job._remote.ended
         if ended is not None and ended.code not in ENDS:
             raise job._remote.end_error()
-        alive = job._session.dead is None and ended is None
-        if self.told is None or (alive and not isinstance(gone, _NOT_YET[2:])):
+        if self.told is None:
             raise gone
         if not self.told.log.recoverable:
             raise JobFailed(
@@ -148,6 +154,21 @@ class Recovery:
             self._crashed_at = newest
             if self._crashes > MAX_CRASHES:
                 raise gone  # it is the step
+
+    def _is_over(self, job: Job, gone: GpumuxError, until: float | None) -> bool:
+        """Wait for the end of a session that has been told it is coming (a daemon that leaves refuses first). False when
+        it is `until` first; raises `gone` when it lives on."""
+        if job._session.dead is not None or job._remote.ended is not None:
+            return True
+        wait_s = LEAVING_S if until is None else max(0.0, min(LEAVING_S, until - time.monotonic()))
+        try:
+            if job._session.wait(lambda: job._remote.ended is not None, wait_s):
+                return True
+        except DaemonGone:
+            return True
+        if until is not None and time.monotonic() >= until:
+            return False
+        raise gone
 
     # ---- one attempt
 

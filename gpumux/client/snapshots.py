@@ -98,15 +98,15 @@ class Snapshots:
             self._hear()
 
     def _make_room(self, session: Session) -> None:
-        if not self._busy and time.monotonic() >= self._not_before and self._log.has_news:
+        if not self._busy and self._log.has_news:
             self._asked = session.ask(PrepareSnapshot(0, self._job))
         while self._busy and self._log.full:
             self._advance(session)
         if self._log.full:
             self._log.give_up()
             log.warning(
-                "job %r holds all it may keep for replay, and its state can't be saved: it goes on, and if the daemon ends "
-                "before a snapshot succeeds, its training since the start of this run is lost",
+                "job %r holds all it may keep to run again, and its state can't be saved: it goes on, but can't come back "
+                "if the daemon ends before a snapshot succeeds",
                 self._name,
             )  # fmt: skip
 
@@ -146,6 +146,7 @@ class Snapshots:
                 self._failed(from_code(message.code, message.message, message.remedy))
                 continue
             self._log.saved(message.snapshot)
+            self._not_before = 0.0
             self._due = time.monotonic() + max(self._interval_s, (SHARE - 1) * message.seconds)
             if self._failing:
                 self._failing = False

@@ -266,6 +266,7 @@ def test_a_leaving_daemon_waits_not_long_for_who_says_nothing(daemon: Daemon, li
 def test_a_leaving_daemon_asks_nobody_who_has_nothing_new(daemon: Daemon, link: FakeLink):
     daemon.say("s", step(0))
     daemon.device.finish()
+    daemon.hear("s")
     saved(daemon, link)
     daemon.loop.stop("told to")
     assert kinds(daemon.hear("s"))[0] == "Leaving"
