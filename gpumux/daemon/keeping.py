@@ -31,6 +31,7 @@ from gpumux.wire import keeping as k
 from gpumux.wire import messages as msg
 
 EXPIRE_EVERY_S = 600.0
+MAX_NOTES_BYTES = 16 * k.MAX_NOTES  # of all snapshots that are not written yet
 REACT_S = 1.0  # for a client to answer SnapshotWanted, before a leaving daemon gives up on it
 _LOOK_S = 0.05
 
@@ -65,8 +66,10 @@ class Keeping:
         self._restoring = Restoring(desk, link, self._transfers)
         self._wanted: dict[JobId, int] = {}  # asked for before leaving: the last number there was
         self._wanted_at = inf
-        self._expire_at = -inf if link is not None else inf
+        # Not at once: after a kill, clients whose snapshots these are have still to come back.
+        self._expire_at = clock() + EXPIRE_EVERY_S if link is not None else inf
         self._look_at = inf
+        self._notes_bytes = 0
 
     def handlers(self, working: Callable[[SessionRecord, str], JobRecord]) -> dict[type, Handler]:
         """By class of message. `working` is the session's own job, if it takes transfers still."""
@@ -135,6 +138,9 @@ class Keeping:
             raise AdmissionRefused("there is no memory to copy the job's state to", "prepare a snapshot first")
         if m.snapshot <= state.last:
             raise ProtocolError(f"snapshot {m.snapshot} after {state.last}", "number snapshots upwards")
+        if self._notes_bytes + len(frames[0]) > MAX_NOTES_BYTES:
+            raise AdmissionRefused(f"{self._notes_bytes} bytes of notes wait for the disk", "try again later")
+        self._notes_bytes += len(frames[0])
         staging, notes, sizes = state.staging, bytes(frames[0]), tuple(job.buffers)
         state.staging, state.taking, state.last = None, True, m.snapshot
         behind = job.last_step
@@ -142,6 +148,7 @@ class Keeping:
         def ended(nbytes: int, error: GpumuxError | Fault | None) -> None:
             staging.close()
             state.taking = False
+            self._notes_bytes -= len(notes)
             seconds = self._clock() - started
             if error is None:
                 state.saved, state.nbytes, state.taken_at = self._now(), nbytes, behind

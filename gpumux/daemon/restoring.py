@@ -63,8 +63,8 @@ class Restoring:
         there(self._link)
         if not 0 < len(m.snapshots) <= k.MAX_ASKED:
             raise ProtocolError(f"{len(m.snapshots)} snapshots", f"name 1 to {k.MAX_ASKED}")
-        if len(self._reads) >= MAX_READS:
-            raise AdmissionRefused(f"{MAX_READS} snapshots wait to be read", "try again in a second")
+        if len(self._reads) >= MAX_READS or any(waits is session for waits, _ in self._reads):
+            raise AdmissionRefused("snapshots wait to be read, this session's or many others'", "try again in a second")
         self._reads.append((session, m))
         self._next_read()
 
