@@ -177,12 +177,16 @@ class Returns(logging.Handler):
         self.returns: dict[str, int] = {}
         self.replayed: dict[str, int] = {}
         self.other: list[str] = []
+        self.waits = 0  # of more than a few seconds, which are mentioned
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         found = _AGAIN.search(text)
         if found is None:
-            self.other.append(text)
+            if "waiting for it to come back" in text:
+                self.waits += 1
+            else:
+                self.other.append(text)
             return
         self.returns[found[1]] = self.returns.get(found[1], 0) + 1
         self.replayed[found[1]] = self.replayed.get(found[1], 0) + int(found[4])
@@ -208,7 +212,8 @@ class Run:
         self.trial.between(self.turns)
         self.turns += 1
         while len(self.futures) > 8:
-            self.results.append(self.futures.pop(0).result())
+            self.results.append(self.futures[0].result())
+            del self.futures[0]
         self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     def loop(self, over: threading.Event, pace_s: float) -> None:
@@ -325,7 +330,13 @@ def measure(
                 "state_tensors_that_differ": differences(state, alone.state()),
             }
         )
-    return {"blows": blows.done, "seconds": round(seconds, 1), "jobs": rows, "other_messages": returns.other}
+    return {
+        "blows": blows.done,
+        "seconds": round(seconds, 1),
+        "jobs": rows,
+        "waits_said": returns.waits,
+        "other_messages": returns.other,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -334,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the models, the batches and the moments")
     parser.add_argument("--turns", type=int, default=60, help="of the loop between two blows, at most")
     parser.add_argument("--others", type=float, default=0.15, metavar="PART", help="of the blows that are no kill")
-    parser.add_argument("--pace", type=float, default=0.004, metavar="SECONDS", help="pause between turns")
+    parser.add_argument("--pace", type=float, default=0.02, metavar="SECONDS", help="pause between turns")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the daemon must not be left behind

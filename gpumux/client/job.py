@@ -14,14 +14,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from gpumux.client import keepsake, patience
+from gpumux.client import patience
 from gpumux.client.capturing import Capturing
 from gpumux.client.future import StepFuture
 from gpumux.client.keepsake import Counts, Keepsake
 from gpumux.client.localstate import dictionaries, install, load_local
 from gpumux.client.microbatch.split import TOLERANCE, check_microbatches
 from gpumux.client.pending import Pending
-from gpumux.client.recovering import Recovery, ended_for_now
+from gpumux.client.recovering import Recovery, ended_for_now, notes_of
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session
 from gpumux.client.stale import StaleGuard
@@ -68,10 +68,11 @@ class Job(Capturing):
         session.register(job_id, self._pending.on_message)
         self._closed = False
         self._paused = False
+        self._away: GpumuxError | None = None  # what happened, until the job is back
         self._lost: GpumuxError | None = None  # why it could not come back
         self._counts = kept.counts if kept is not None else Counts(0, 0)
         self.resumed_steps = self._counts.main
-        self._notes = partial(_notes, weakref.ref(self))
+        self._notes = partial(notes_of, weakref.ref(self))
         self._recovery = Recovery(self, replay_bytes, reconnect_s, last_snapshot)
 
     def add(self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1) -> Callable[..., StepFuture]:
@@ -168,12 +169,14 @@ class Job(Capturing):
             session = self._session
             left = None if until is None else max(0.0, until - time.monotonic())
             try:
+                if self._away is not None:
+                    raise self._away
                 if not patience.wait(session, self.id, lambda: predicate() or remote.ended is not None, left):
                     return False
                 if predicate():
                     return True
                 gone = remote.end_error()
-            except DaemonGone as error:
+            except (DaemonGone, ExecutorCrashed) as error:
                 gone = error
             try:
                 if not self._recovery.come_back(self, session, gone, until):
@@ -200,6 +203,8 @@ class Job(Capturing):
             raise JobClosed(f"job {self.name!r} is closed", "submit it again")
         if self._lost is not None:
             raise self._lost
+        if self._away is not None:
+            raise self._away
         if self._remote.ended is not None:
             raise self._remote.end_error()
         if self._session.dead is not None:
@@ -340,10 +345,3 @@ class Job(Capturing):
 
 def _nothing() -> None:
     """For who only wants to know whether the job is there."""
-
-
-def _notes(ref: weakref.ref[Job]) -> tuple[bytes, int]:
-    """What goes with a snapshot taken now, and how many steps are behind it."""
-    job = ref()
-    assert job is not None, "a job that is gone takes no snapshots"
-    return keepsake.write(job._table, job._state, job._remote.resident(), job._counts), job._counts.all

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
+from gpumux.client import keepsake
 from gpumux.client.replay import BEGINNING
 from gpumux.client.session import Session
 from gpumux.client.snapshots import Snapshots
@@ -59,6 +61,7 @@ class Recovery:
         self._crashed_at = -2  # the newest answered step when the job's process died
         self._crashes = 0  # without any further step being answered
         self._device = _facts(job._session)
+        self._opened: Session | None = None  # where an attempt has opened the job, until all of it is back
         self.told: Told | None = None
         self.snapshots: Snapshots | None = None
         if self._interval_s and replay_bytes:
@@ -92,11 +95,13 @@ class Recovery:
         if not job._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
             return False
         try:
-            if job._session is not session and job._session.dead is None and job._remote.ended is None:
-                return True  # another thread was here
-            self._check(job, gone)
-            if not self._is_over(job, gone, until):
-                return False
+            if job._away is None:
+                if job._session is not session and job._session.dead is None and job._remote.ended is None:
+                    return True  # another thread was here
+                self._check(job, gone)
+                if not self._is_over(job, gone, until):
+                    return False
+                job._away = gone
             started, said, pause, odd = time.monotonic(), False, FIRST_PAUSE_S, 0
             while True:
                 try:
@@ -128,9 +133,9 @@ class Recovery:
             return True
         except GpumuxError as error:
             job._pending.fail(error)
-            if isinstance(error, JobFailed) or job._session.dead is None:
+            if isinstance(error, JobFailed) or (job._away is not None and job._session.dead is None):
                 self.off(job)
-                job._lost = error  # half of it may be there: nothing may be built on that
+                job._lost = error
             raise
         finally:
             job._lock.release()
@@ -178,7 +183,9 @@ class Recovery:
         assert self.snapshots is not None
         pending, remote = job._pending, job._remote
         pending.hold()
-        if job._session.dead is not None:
+        if (
+            job._session.dead is not None or self._opened is job._session
+        ):  # half of the job may be there: it goes with it
             fresh = Session.connect(job._session.endpoint, CONNECT_S)
             old, job._session = job._session, fresh
             old.close()
@@ -193,6 +200,7 @@ class Recovery:
         remote.reset(session)
         session.register(job.id, pending.on_message)
         session.call(open_message(job.id, job._spec), timeout=None)
+        self._opened = session
         point, lost = self._put_back(job, self.told)
         steps = 0
         for entry in self.told.log.since(point):
@@ -208,6 +216,7 @@ class Recovery:
         self.snapshots.started_over()
         if job._paused:
             remote.call(m.PauseJob)
+        self._opened, job._away = None, None
         begun = f"snapshot {point}" if point != BEGINNING else "its first state"
         return f"from {begun}, and {steps} steps run again"
 
@@ -277,6 +286,13 @@ def ended_for_now(job: Job) -> bool:
     """The job ended in a way it may come back from."""
     ended = job._remote.ended
     return ended is not None and ended.code in ENDS
+
+
+def notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
+    """What goes with a snapshot taken now, and how many steps are behind it."""
+    job = ref()
+    assert job is not None, "a job that is gone takes no snapshots"
+    return keepsake.write(job._table, job._state, job._remote.resident(), job._counts), job._counts.all
 
 
 def open_message(job: str, spec: JobSpec) -> m.OpenJob:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gpumux import client
+from gpumux.client.recovering import Recovery
 from gpumux.errors import ConfigError, JobFailed, SnapshotFailed, UnknownJob
 from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, gan, plain
 from microbench.kills import Phoenix, Run, _children, differences, submit
@@ -110,11 +111,22 @@ def kill_executors(daemon: Phoenix) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFixture):
+def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """And Ctrl-C while the job comes back: half of it is there, and none of that is used."""
+    rerun = Recovery._run_again
+
+    def interrupted(*given: Any) -> None:
+        monkeypatch.setattr(Recovery, "_run_again", rerun)
+        raise KeyboardInterrupt
+
     run = submit(dropout_adam(SEED), daemon.endpoint)
     with run.job:
         until_saved(run)
+        turns(run, 1)
         kill_executors(daemon)
+        monkeypatch.setattr(Recovery, "_run_again", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            turns(run, 10)
         turns(run, 10)
         as_undisturbed(run, dropout_adam)
     assert "SIGKILL" in said(caplog)[0]
