@@ -12,6 +12,11 @@ value came from and the nearest name that exists.
     max_jobs_per_user = 4
     [access]
     allow_ops = ["mylib.scale.default"]
+    [access.rules.students]
+    groups = ["students"]
+    max_priority = "low"
+
+Access rules (rules.py has their settings) are for the file alone.
 """
 
 from __future__ import annotations
@@ -25,12 +30,15 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gpumux import rules as access_rules
+from gpumux.access import Rule
 from gpumux.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda", "sim")
 GPU_MODELS = ("a100", "h200")  # that can be simulated
 POLICIES = ("fifo", "streams", "paced", "guarded")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 TABLES = ("daemon", "limits", "access")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
@@ -88,6 +96,7 @@ class Config:
         86400.0, "how long a job whose client left is kept, to be resumed", low=0.0, high=31_536_000
     )
     log_level: str = _setting("info", "least important line that is logged", choices=LOG_LEVELS)
+    log_format: str = _setting("text", "lines for people, or one JSON object a line", choices=LOG_FORMATS)
     heartbeat_s: float = _setting(2.0, "a side silent for this long sends a heartbeat", low=0.05, high=3600)
     lease_s: float = _setting(10.0, "a client unheard for this long is gone, and its jobs with it", low=0.1, high=86400)
     drain_s: float = _setting(5.0, "how long a leaving daemon waits for jobs to be unloaded", low=0.0, high=3600)
@@ -108,6 +117,7 @@ class Config:
         0, "shared memory for batches, results and transfers; 0 means half of the machine's",
         table="limits", low=0,
     )  # fmt: skip
+    max_shared_bytes_per_user: int = _setting(0, "of that, for one user; 0 means all of it", table="limits", low=0)
 
     max_snapshot_bytes_per_user: int = _setting(
         0, "bytes one user's snapshots may hold on the disk; 0 leaves it to the disk", table="limits", low=0
@@ -116,6 +126,14 @@ class Config:
     allow_ops: tuple[str, ...] = _setting((), "operators allowed beside the built-in list", table="access")
     curve_secret_key: str = _setting("", "file with the daemon's CURVE secret key, for tcp://", table="access")
     curve_client_keys: str = _setting("", "directory of CURVE public keys that may connect", table="access")
+    metrics_names: str = _setting(
+        "hidden", "whether /metrics and the status page, which ask for no password, name jobs", table="access",
+        choices=("hidden", "shown"),
+    )  # fmt: skip
+    rules: tuple[Rule, ...] = _setting((), "who may do what (rules.py)", table="access")
+
+
+FILE_ONLY = frozenset({"rules"})  # too much for a variable or a flag
 
 
 def _settings() -> dict[str, Field[Any]]:
@@ -202,13 +220,13 @@ def from_file(path: Path) -> dict[str, Any]:
                 raise ConfigError(f"{where} is not a setting", _nearest_in(table, key, known))
             if known[key].metadata["table"] != table:
                 raise ConfigError(f"{where} is in the wrong table", f"move it into [{known[key].metadata['table']}]")
-            found[key] = _check(known[key], value, where)
+            found[key] = access_rules.read(value, where) if key in FILE_ONLY else _check(known[key], value, where)
     return found
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """The settings GPUMUX_* variables give, checked. Raises ConfigError."""
-    known = {ENV_PREFIX + name.upper(): spec for name, spec in _settings().items()}
+    known = {ENV_PREFIX + name.upper(): spec for name, spec in _settings().items() if name not in FILE_ONLY}
     found: dict[str, Any] = {}
     for name, value in environ.items():
         if not name.startswith(ENV_PREFIX) or name in ENV_OTHERS:
@@ -227,7 +245,7 @@ def from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         flag = "--" + name.replace("_", "-")
-        if name not in known:
+        if name not in known or name in FILE_ONLY:
             raise ConfigError(f"{flag} is not a setting", _nearest(name, known))
         found[name] = _check(known[name], value, flag)
     return found

@@ -16,6 +16,7 @@
     |   +-- VersionMismatch     the two ends speak different protocol versions
     +-- Refused                 the daemon said no
     |   +-- AdmissionRefused    memory, job count or another limit
+    |   +-- AccessDenied        an access rule of the daemon's operator forbids it
     |   +-- NotOwner            a verb on somebody else's job
     |   +-- UnknownJob          no such job
     +-- JobFailed               the job's work failed; its state is lost
@@ -110,6 +111,10 @@ class Refused(GpumuxError):
 
 class AdmissionRefused(Refused):
     code = "admission_refused"
+
+
+class AccessDenied(Refused):
+    code = "access_denied"
 
 
 class NotOwner(Refused):

@@ -31,12 +31,14 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end of a connection, as the kernel says. Over tcp each client key has a
-    negative uid of its own; gid and pid are -1."""
+    """Who is at the other end of a connection, as the kernel says; `groups` are its supplementary ones. Over tcp each
+    client key has a negative uid of its own, `key` is the name of its file, and gid and pid are -1."""
 
     uid: int
     gid: int
     pid: int
+    groups: tuple[int, ...] = ()
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,16 @@ PACKAGE = ROOT / "gpumux"
 MAX_LINES = 350
 
 # Parts of gpumux, and the parts each may import. An arrow may skip layers, never turn back.
-BASE = frozenset({"errors", "model", "config", "hostmemory", "gpumux"})  # "gpumux": the package itself, for its version
+BASE = frozenset(
+    {"errors", "model", "access", "config", "hostmemory", "gpumux"}
+)  # "gpumux": the package itself, for its version
 SHARED = BASE | {"program"}
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "model": frozenset(),
-    "config": frozenset({"errors", "model", "gpumux"}),
+    "access": frozenset({"errors", "model"}),
+    "rules": frozenset({"errors", "model", "access"}),  # names to ids, for the configuration alone
+    "config": frozenset({"errors", "model", "access", "rules", "gpumux"}),
     "hostmemory": frozenset({"errors"}),  # what the kernel says, for whoever asks
     "program": BASE,
     "core": SHARED,

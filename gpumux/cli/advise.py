@@ -102,28 +102,58 @@ def _gpus(args: argparse.Namespace) -> int:
                 f"{args.speedup:g} times as fast with R_O {given:.1%}: {gpus} GPUs (they give {lemmas.speedup(gpus, given):.2f}, "
                 f"efficiency {lemmas.efficiency(gpus, given):.0%})"
             )
+            if args.efficiency is not None:
+                kept = lemmas.efficiency(gpus, given) >= args.efficiency
+                told["efficiency_kept"] = kept
+                lines.append(f"that {'keeps' if kept else 'does not keep'} the efficiency of {args.efficiency:.0%}")
     if args.gpus is not None and given is not None:
         told |= {"efficiency": lemmas.efficiency(args.gpus, given), "speedup_of_gpus": lemmas.speedup(args.gpus, given)}
         lines.append(
             f"{args.gpus} GPUs with R_O {given:.1%}: {lemmas.speedup(args.gpus, given):.2f} times as fast, efficiency "
             f"{lemmas.efficiency(args.gpus, given):.0%}"
         )
+    if args.speedup is not None and args.efficiency is not None and given is None:
+        fewest = lemmas.gpus_at(args.speedup, args.efficiency)
+        most = lemmas.tolerable_overhead(fewest, args.efficiency)
+        told |= {
+            "speedup": args.speedup,
+            "gpus": fewest,
+            "tolerable_overhead_of_speedup": None if isinf(most) else most,
+        }
+        lines.append(
+            f"{args.speedup:g} times as fast at efficiency {args.efficiency:.0%}: {fewest} GPUs; {_tolerable(most)}"
+        )
     if args.gpus is not None and args.efficiency is not None:
         most = lemmas.tolerable_overhead(args.gpus, args.efficiency)
         told["tolerable_overhead"] = None if isinf(most) else most
-        lines.append(
-            f"{args.gpus} GPUs at efficiency {args.efficiency:.0%}: "
-            + ("any R_O is tolerable" if isinf(most) else f"R_O may be {most:.1%} at most")
-        )
-    if not lines or (args.efficiency is not None and args.gpus is None):
+        lines.append(f"{args.gpus} GPUs at efficiency {args.efficiency:.0%}: {_tolerable(most)}")
+    idle = _unanswered(args, given)
+    if not lines or idle:
         raise ConfigError(
-            "not enough to go by", "give --speedup or --gpus with --overhead or --trace, or --gpus with --efficiency"
+            f"not enough to go by{idle and f' for {idle}'}",
+            "give --speedup or --gpus with --overhead or --trace, or either with --efficiency",
         )
     if args.json:
         emit_json(told)
     else:
         emit("\n".join(lines))
     return 0
+
+
+def _tolerable(most: float) -> str:
+    return "any R_O is tolerable" if isinf(most) else f"R_O may be {most:.1%} at most"
+
+
+def _unanswered(args: argparse.Namespace, given: float | None) -> str:
+    """The option that nothing was made of, if there is one."""
+    for name, needs in (
+        ("speedup", args.efficiency),
+        ("gpus", args.efficiency),
+        ("efficiency", args.speedup or args.gpus),
+    ):
+        if getattr(args, name) is not None and needs is None and (given is None or name == "efficiency"):
+            return f"--{name}"
+    return ""
 
 
 def _servers(args: argparse.Namespace) -> int:

@@ -99,7 +99,7 @@ def _name(group: int, track: int, kind: str, name: str) -> Event:
 
 
 def _label(job: JobSeen) -> str:
-    return f"{job.job} {job.name} ({job.priority})"
+    return " ".join(part for part in (job.job, job.name, f"({job.priority})") if part)
 
 
 def _number(short: str) -> int:

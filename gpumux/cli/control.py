@@ -98,6 +98,12 @@ class Control:
         self._send(requests[verb])
         self._receive(msg.Done, ref)
 
+    def regrade(self, job: str, priority: int | None = None, weight: float | None = None) -> None:
+        """Another priority (0 low, 1 high) or weight for a job; returns when it is in force."""
+        ref = next(self._refs)
+        self._send(msg.ChangeJob(ref, job, priority, weight))
+        self._receive(msg.Done, ref)
+
     def explain(self, job: str) -> dict[str, Any]:
         """Why the job is slow or held: {job, short, sentences, story (its newest lines)}."""
         ref = next(self._refs)

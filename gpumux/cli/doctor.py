@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 from dataclasses import asdict
 
 from gpumux import __version__
-from gpumux.cli import checks
+from gpumux.cli import checks, place
 from gpumux.cli.checks import FAIL, OK, WARN, Finding
 from gpumux.cli.control import Control
 from gpumux.cli.text import emit, emit_json
+from gpumux.config import ENV_CONFIG
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.probe import check_listening
@@ -30,7 +32,8 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
     valid, config = checks.configuration(path)
     address = endpoint or endpoints.preferred(config.endpoint) or endpoints.default_endpoint(config.gpu)
     findings = [Finding("gpumux", OK, f"{__version__}, Python {platform.python_version()}")]
-    findings += [valid, checks.gpu(), checks.cpu(), checks.torch()]
+    findings += [valid, *place.trusted_files(path or os.environ.get(ENV_CONFIG), config)]
+    findings += [checks.gpu(), checks.cpu(), checks.torch(), place.versions()]
     findings += [*checks.shared_memory(), checks.temp_dir(), *checks.limits(), *checks.cgroup(), checks.memory()]
     findings.append(checks.state_dir(config.state_dir))
     try:
@@ -39,6 +42,7 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
         return [*findings, Finding("endpoint", FAIL, error.message, error.remedy)]
     if found.path is not None:
         findings += checks.runtime_dir(found.path.parent)
+        findings += [place.lock(found.path), place.stale(found.path.parent), *place.sockets(found.path)]
     findings.append(daemon(address, timeout))
     return findings
 

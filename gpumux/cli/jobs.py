@@ -1,4 +1,4 @@
-"""`gpumux jobs`: list them, or pause, resume, stop, profile or explain one."""
+"""`gpumux jobs`: list them, or pause, resume, stop, profile, explain or regrade one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from gpumux.cli.control import Control
 from gpumux.cli.text import duration, emit, emit_json, printable, size, table
-from gpumux.errors import UnknownJob
+from gpumux.errors import NotOwner, UnknownJob
+from gpumux.model import Priority
 from gpumux.program.profile import loads, save
 
 _DONE = {"pause": "paused", "resume": "resumed", "stop": "stopping"}
@@ -25,15 +26,32 @@ def run(args: argparse.Namespace) -> int:
                 emit(job_table(jobs) if jobs else "no jobs")
             return 0
         job = find(jobs, args.job)
+        if not job["mine"]:
+            raise NotOwner(f"job {job['short']} belongs to user {job['uid']}", "ask its owner, or an operator")
         if args.verb == "profile":
             return _profile(control, job, args)
         if args.verb == "explain":
             return _explain(control, job, args)
+        if args.verb in ("priority", "weight"):
+            return _regrade(control, job, args)
         control.change(args.verb, job["job"], drain=args.drain)
     if args.json:
         emit_json({"job": job["job"], "short": job["short"], "verb": args.verb})
     else:
         emit(f"{job['short']} ({printable(job['name'])}) {_DONE[args.verb]}")
+    return 0
+
+
+def _regrade(control: Control, job: dict[str, Any], args: argparse.Namespace) -> int:
+    """Give the job another priority or weight."""
+    if args.verb == "priority":
+        control.regrade(job["job"], priority=int(Priority[args.value.upper()]))
+    else:
+        control.regrade(job["job"], weight=float(args.value))
+    if args.json:
+        emit_json({"job": job["job"], "short": job["short"], "verb": args.verb, "value": args.value})
+    else:
+        emit(f"{job['short']} ({printable(job['name'])}) has {args.verb} {args.value} from now on")
     return 0
 
 

@@ -14,12 +14,14 @@ from typing import Any, NoReturn
 
 from gpumux import __version__, config
 from gpumux.cli import planning
+from gpumux.cli.completion import SHELLS
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.wire.endpoint import parse
 
 EX_OK, EX_FAILED, EX_USAGE, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 64, 70, 75, 78
 
 MAX_WAIT_S = 86_400
+JOB_VERBS = ("list", "pause", "resume", "stop", "priority", "weight", "profile", "explain")
 
 _EXAMPLES = """\
 examples:
@@ -44,16 +46,20 @@ examples:
   gpumux serve --device sim --gpu-model h200       a simulated GPU: keeps time, computes nothing, warns its clients
   gpumux serve --endpoint ipc:///run/gpumux/0/gpu0.sock --metrics-port 0
 
+SIGHUP has the file read again: access rules, limits and the log change at once, and the log says what waits for a restart.
+
 exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 75 endpoint or device taken, 78 wrong configuration
 """
 _JOBS = """\
 JOB is a job's id, the beginning of one, its short id (j3) or its name, if only one job has it.
-A job can be changed by its owner and by root, and is seen by all.
+A job can be changed by its owner, by root and by operators ([access] in the configuration); others see that it is there, and not its name.
 
 examples:
   gpumux jobs                           list them
   gpumux jobs pause j3                  starts no further piece; what is on the device finishes
   gpumux jobs resume j3
+  gpumux jobs priority j3 high          from its next launch on; `low` as well
+  gpumux jobs weight j3 2.5             its share among jobs of its priority
   gpumux jobs stop j3 --drain           answer what was submitted (a paused job is resumed), then close
   gpumux jobs list --json
   gpumux jobs explain j3                why it is slow or held back, by which neighbour, and until when
@@ -94,6 +100,12 @@ examples:
   gpumux simulate --high bert.json:think=2ms --low sweep.json --low sweep.json --policy all
   gpumux simulate --high vgg16-b4-burst:think=1.6ms --low vgg16-b4 --max-slowdown 1.05 --plot timeline.png
   gpumux simulate --show-device --gpu-model h200                   every constant of the model, and where it is from
+"""
+_COMPLETION = """\
+examples:
+  eval "$(gpumux completion bash)"                                            now, or in ~/.bashrc
+  eval "$(gpumux completion zsh)"                                             in ~/.zshrc, after compinit
+  gpumux completion fish > ~/.config/fish/completions/gpumux.fish
 """
 _DOCTOR = """\
 Every line is ok, warn or fail; what isn't ok says how to mend it. Exits with 1 when something fails.
@@ -160,7 +172,12 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--metrics-host", metavar="ADDRESS", help="address of /metrics and the status page (default 127.0.0.1)")
     add("--metrics-port", metavar="N", help="port of both (default 9402); 0 picks one, off serves none")
     add("--state-dir", metavar="DIR", help="directory for crash.log, the stacks of a daemon that crashes")
-    add("--log-level", metavar="LEVEL", help="|".join(config.LOG_LEVELS))
+    add("--log-level", metavar="|".join(config.LOG_LEVELS), help="least important line that is logged (default info)")
+    add(
+        "--log-format",
+        metavar="|".join(config.LOG_FORMATS),
+        help="lines for people (default), or JSON, one object a line",
+    )
 
 
 def _count(text: str) -> int:
@@ -230,11 +247,10 @@ def build_parser() -> argparse.ArgumentParser:
     trace = _add(subparsers, "trace", "record what runs, for Perfetto", _TRACE)
     trace.add_argument("-o", "--out", metavar="FILE", required=True, help="where to write it")
     trace.add_argument("--seconds", metavar="N", type=_seconds, default=5.0, help="how long (default 5, at most 600)")
-    jobs = _add(subparsers, "jobs", "list jobs, or pause, resume, stop, profile or explain one", _JOBS)
-    jobs.add_argument(
-        "verb", nargs="?", choices=["list", "pause", "resume", "stop", "profile", "explain"], default="list"
-    )
+    jobs = _add(subparsers, "jobs", "list jobs, or change, profile or explain one", _JOBS)
+    jobs.add_argument("verb", nargs="?", choices=JOB_VERBS, default="list")
     jobs.add_argument("job", nargs="?", metavar="JOB", help="which job (all verbs but list)")
+    jobs.add_argument("value", nargs="?", metavar="VALUE", help="priority: low or high; weight: a number above 0")
     jobs.add_argument("--drain", action="store_true", help="stop: answer what was submitted first")
     jobs.add_argument("-o", "--out", metavar="FILE", help="profile: where to write it")
     jobs.add_argument("--story", action="store_true", help="explain: also what happened to it last, line by line")
@@ -244,6 +260,8 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
     _simulation(simulate)
     planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
+    completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
+    completion.add_argument("shell", choices=SHELLS, help="which shell")
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
     for sub in (status, top, trace, jobs, doctor):
         kind = str if sub is doctor else _endpoint  # the doctor makes a finding of it
@@ -254,6 +272,26 @@ def build_parser() -> argparse.ArgumentParser:
     for sub in (status, top, trace, jobs, doctor, simulate, version):
         sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser
+
+
+def _wrong_jobs(args: argparse.Namespace) -> str:
+    """What is wrong with the arguments of `gpumux jobs` together, "" if nothing is."""
+    if (args.verb == "list") != (args.job is None):
+        return "takes no JOB" if args.verb == "list" else "needs a JOB"
+    if (args.verb == "profile") != (args.out is not None):
+        return "needs -o FILE" if args.verb == "profile" else "takes no -o"
+    if args.verb == "priority":
+        return "" if args.value in ("low", "high") else "needs low or high"
+    if args.verb == "weight":
+        return "" if _is_weight(args.value) else "needs a number above 0"
+    return "" if args.value is None else f"takes no {args.value!r}"
+
+
+def _is_weight(text: str | None) -> bool:
+    try:
+        return 0 < float(text or "") < float("inf")
+    except ValueError:
+        return False
 
 
 def exit_code(error: GpumuxError) -> int:
@@ -270,13 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as stop:  # argparse has printed what it had to say
         return int(stop.code or 0)
-    if args.command == "jobs" and (args.verb == "list") != (args.job is None):
-        need = "takes no JOB" if args.verb == "list" else "needs a JOB"
-        sys.stderr.write(f"gpumux jobs: error: {args.verb} {need}\n")
-        return EX_USAGE
-    if args.command == "jobs" and (args.verb == "profile") != (args.out is not None):
-        need = "needs -o FILE" if args.verb == "profile" else "takes no -o"
-        sys.stderr.write(f"gpumux jobs: error: {args.verb} {need}\n")
+    if args.command == "jobs" and (wrong := _wrong_jobs(args)):
+        sys.stderr.write(f"gpumux jobs: error: {args.verb} {wrong}\n")
         return EX_USAGE
     try:
         return int(import_module(f"gpumux.cli.{args.command}").run(args))

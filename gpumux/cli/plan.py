@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isinf
 from pathlib import Path
@@ -34,24 +35,52 @@ def run(args: argparse.Namespace) -> int:
 # ---- whose layers
 
 
-def model_profile(args: argparse.Namespace) -> ModelProfile:
+def model_profile(args: argparse.Namespace, batches: Sequence[int] | None = None) -> ModelProfile:
     """The profile in a file, or modelled for --gpu-model. Raises ConfigError for a profile of another device than asked for."""
+    if args.profile:
+        return _of_steps(args)
     path = Path(args.model)
     if args.model not in BUILT_IN and (path.suffix == ".json" or path.is_file()):
         found = load(path)
-        if args.gpu_model is not None and found.device != args.gpu_model:
+        _same_device(args, str(path), found.device)
+        if args.whole or args.input:
+            flag = "--whole" if args.whole else "--input"
             raise ConfigError(
-                f"{path} holds times of {found.device!r}, not of {args.gpu_model!r}",
-                "profile the model there, or leave --gpu-model out",
+                f"{flag} with a file, whose layers are what they are", "give it when you profile the model"
             )
         return found
     from gpumux.plan import roofline
     from gpumux.plan.models import find
     from gpumux.plan.trace import trace
 
-    return roofline.profile(
-        trace(find(args.model, args.input), whole=args.whole), gpu_preset(args.gpu_model or DEFAULT_GPU)
-    )
+    traced = trace(find(args.model, args.input), whole=args.whole)
+    return roofline.profile(traced, gpu_preset(args.gpu_model or DEFAULT_GPU), batches or roofline.BATCHES)
+
+
+def _of_steps(args: argparse.Namespace) -> ModelProfile:
+    """The model's layers with the times of steps that jobs ran."""
+    from gpumux.plan import steps
+    from gpumux.plan.models import find
+    from gpumux.plan.trace import trace
+    from gpumux.program.profile import load as load_step
+
+    if args.model not in BUILT_IN and Path(args.model).is_file():
+        raise ConfigError(
+            f"--profile with {args.model}, which has times of its own", "name the model itself, or the file alone"
+        )
+    found = []
+    for name in args.profile:
+        found.append(load_step(Path(name)))
+        _same_device(args, name, found[-1].device)
+    return steps.profile(trace(find(args.model, args.input), whole=args.whole), found)
+
+
+def _same_device(args: argparse.Namespace, name: str, device: str) -> None:
+    if args.gpu_model is not None and device != args.gpu_model:
+        raise ConfigError(
+            f"{name} holds times of {device!r}, not of {args.gpu_model!r}",
+            "profile the model there, or leave --gpu-model out",
+        )
 
 
 def _network(args: argparse.Namespace) -> Network:
@@ -68,7 +97,9 @@ def _profile(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no directory", "name a file in one that exists")
-    found = model_profile(args) if args.gpu_model is not None else _measured(args)
+    if args.profile and args.batches:
+        raise ConfigError("--batches with --profile, whose batches are the steps'", "leave --batches out")
+    found = model_profile(args, args.batches) if args.gpu_model is not None or args.profile else _measured(args)
     save(found, out)
     sources = ", ".join(f"{count} {source}" for source, count in found.sources().items())
     batches = [timing.samples for timing in found.layers[0].times]
@@ -78,6 +109,8 @@ def _profile(args: argparse.Namespace) -> int:
     else:
         emit(f"{out}: {found.name}, {len(found.layers)} layers ({sources}) on {found.device}")
         emit(table(("BATCH", "ALL LAYERS"), [(str(batch), _ms(found.seconds(batch))) for batch in batches]))
+    if found.unsteady():
+        sys.stderr.write(f"gpumux: {found.unsteady()}\n")
     return 0
 
 
@@ -121,7 +154,9 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
 
 
 def _burst(args: argparse.Namespace) -> int:
-    graph = reduce(model_profile(args))
+    _check_pictures(args)
+    profile = model_profile(args)
+    graph = reduce(profile)
     counts = args.counts or powers_of_two(args.gpus)
     if counts[-1] > args.gpus:
         raise ConfigError(f"--counts has {counts[-1]}, and the cluster has {args.gpus} GPUs", "leave it out")
@@ -141,7 +176,8 @@ def _burst(args: argparse.Namespace) -> int:
     beside = [baselines.data_parallel(graph, args.global_batch, count, costs.network, args.overlap)
               for count in sorted({1, counts[-1]})]  # fmt: skip
     curve = curves.over_limits(plan, costs) if args.curve else []
-    notes = [*_notes(args, graph, costs), *graph.notes]
+    notes = [*_notes(args, graph, costs), *([profile.note] if args.profile else []), *graph.notes]
+    notes += [profile.unsteady()] if profile.unsteady() else []
     if args.json:
         body = plan.figures() | {
             "search_s": search_s,
@@ -179,9 +215,8 @@ def describe(plan: Plan) -> str:
                 "-" if amplification is None else f"{amplification:.2f}",
             )
         )
-    limit = "none" if isinf(plan.limit) else f"{plan.limit:g}"
     head = (
-        f"{plan.graph.name} on {plan.gpus} GPUs, global batch {plan.batch}, amplification limit {limit}, {plan.algorithm}\n"
+        f"{plan.graph.name} on {plan.gpus} GPUs, global batch {plan.batch}, amplification limit {_limit(plan.limit)}, {plan.algorithm}\n"
         f"iteration {_ms(plan.seconds)}, {plan.speedup:.2f} times as fast as one GPU; {plan.gpu_seconds * 1e3:.3f} GPU-ms used, "
         f"{plan.idle * 1e3:.3f} GPU-ms idle for other jobs ({_idle(plan):.0%})"
     )
@@ -207,7 +242,7 @@ def _curve(plans: list[Plan]) -> str:
     if not plans:
         return ""
     rows = [
-        ("none" if isinf(p.limit) else f"{p.limit:g}", _ms(p.seconds), f"{p.speedup:.2f}", f"{p.gpu_seconds * 1e3:.3f} ms",
+        (_limit(p.limit), _ms(p.seconds), f"{p.speedup:.2f}", f"{p.gpu_seconds * 1e3:.3f} ms",
          f"{_idle(p):.0%}")
         for p in plans
     ]  # fmt: skip
@@ -228,6 +263,28 @@ def _notes(args: argparse.Namespace, graph: Graph, costs: ProfiledCosts) -> list
     return notes
 
 
+def _check_pictures(args: argparse.Namespace) -> None:
+    """Before anything is traced or searched."""
+    if not (args.plot or args.figures):
+        return
+    from gpumux.plan import plot
+
+    plot.available()
+    if args.plot:
+        path = Path(args.plot)
+        if path.suffix.lower() != ".png":
+            raise ConfigError(f"{path} is no name of a PNG", "pictures are PNG: name a FILE.png")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path.parent} is no directory", "name a file in one that exists")
+    if args.figures:
+        try:
+            Path(args.figures).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"can't make {args.figures}: {error.strerror}", "name a directory you may write"
+            ) from None
+
+
 def _draw(args: argparse.Namespace, plan: Plan, costs: ProfiledCosts) -> None:
     if not (args.plot or args.figures):
         return
@@ -238,17 +295,14 @@ def _draw(args: argparse.Namespace, plan: Plan, costs: ProfiledCosts) -> None:
     if not args.figures:
         return
     directory = Path(args.figures)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"can't make {directory}: {error.strerror}", "name a directory you may write") from None
     graph, efficiency = costs.graph, baselines.SampleEfficiency(args.critical_batch)
     found = curves.over_sizes(graph, args.global_batch, costs.counts, costs.network, efficiency, args.amplification)
-    plot.scaling(found, graph.name, directory / "scaling.png")
+    limited = f"{graph.name}, amplification limit {_limit(args.amplification)}"
+    plot.scaling(found, limited, directory / "scaling.png")
     speeds = curves.over_networks(
         graph, args.global_batch, costs.counts[-1], costs.network, efficiency, args.amplification
     )
-    plot.networks(speeds, graph.name, directory / "networks.png")
+    plot.networks(speeds, limited, directory / "networks.png")
     speedups = curves.layer_speedups(graph, args.global_batch, costs.counts)
     plot.layers(graph, speedups, costs.counts, directory / "layers.png")
     points = curves.operating_points(curves.over_limits(plan, costs), costs)
@@ -257,6 +311,10 @@ def _draw(args: argparse.Namespace, plan: Plan, costs: ProfiledCosts) -> None:
 
 def _idle(plan: Plan) -> float:
     return plan.idle / (plan.gpus * plan.seconds) if plan.seconds else 0.0
+
+
+def _limit(limit: float) -> str:
+    return "none" if isinf(limit) else f"{limit:g}"
 
 
 def _ms(seconds: float) -> str:

@@ -32,6 +32,8 @@ examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --amplification 2 --plot timeline.png
   gpumux plan burst net.json --gpus 64 --global-batch 256 --network 200g --algorithm deeppool --json
   gpumux plan burst inception_v3 --gpus 8 --global-batch 32 --figures pictures/
+  gpumux plan burst my.models:net --input 3,224,224 --gpus 2 --global-batch 16 --profile b8.json --profile b16.json
+                                          with what the steps of a job that trains it took (gpumux jobs profile)
 """
 _PROFILE = """\
 Runs each layer of a torch model alone, forward and backward, and writes what it takes. Ctrl-C writes nothing.
@@ -40,6 +42,7 @@ examples:
   gpumux plan profile vgg16 --device cuda -o vgg16.json
   gpumux plan profile my.models:net --input 3,224,224 --batches 1,2,4,8 --threads 1 -o net.json
   gpumux plan profile vgg16 --gpu-model h200 -o vgg16.json            modelled for a GPU that is not there
+  gpumux plan profile vgg16 --profile b8.json -o vgg16.json           from a job's steps (gpumux jobs profile)
 """
 _BATCH = """\
 For each mini-batch, chooses every convolution's algorithm (implicit GEMM, FFT, Winograd) such that all are quickest together
@@ -57,6 +60,7 @@ not hidden behind computation, over computation, on one GPU: give it, or a trace
 examples:
   gpumux plan gpus --speedup 3 --overhead 0.1          how many GPUs
   gpumux plan gpus --gpus 4 --efficiency 0.8           what overhead is tolerable
+  gpumux plan gpus --speedup 3 --efficiency 0.8        how many GPUs, and what overhead is tolerable
   gpumux plan gpus --gpus 8 --trace loop.json          what they would give
 """
 _SERVERS = """\
@@ -205,8 +209,19 @@ def wholes_in_order(text: str) -> tuple[int, ...]:
     return tuple(whole(each) for each in text.split(","))
 
 
+def _steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="take MODEL's times from a step that `gpumux jobs profile` recorded; give one for each batch size",
+    )
+
+
 def _burst(parser: argparse.ArgumentParser) -> None:
     _model(parser)
+    _steps(parser)
     flag = parser.add_argument
     flag("--gpus", metavar="N", type=whole, required=True, help="GPUs of the cluster")
     flag("--global-batch", metavar="N", type=whole, required=True, help="samples of one iteration, all GPUs together")
@@ -231,6 +246,7 @@ def _burst(parser: argparse.ArgumentParser) -> None:
 
 def _profile(parser: argparse.ArgumentParser) -> None:
     _model(parser)
+    _steps(parser)
     flag = parser.add_argument
     flag("-o", "--out", metavar="FILE", required=True, help="where to write it")
     flag("--device", choices=("cpu", "cuda"), default="cpu", help="where to run the layers (default cpu)")
@@ -251,13 +267,14 @@ def _gpus(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
     flag("--speedup", metavar="X", type=above_zero, help="wanted over one GPU")
     flag("--gpus", metavar="N", type=whole, help="GPUs there are")
-    flag("--efficiency", metavar="SHARE", type=share, help="wanted of --gpus, 0 to 1")
+    flag("--efficiency", metavar="SHARE", type=share, help="wanted of --gpus or at --speedup, 0 to 1")
     flag("--overhead", metavar="R", type=ratio, help="R_O: overhead over computation")
     flag("--trace", metavar="FILE", help="measure R_O in a trace of torch.profiler")
 
 
 def _servers(parser: argparse.ArgumentParser) -> None:
     _model(parser, optional=True)
+    parser.set_defaults(profile=[])
     flag = parser.add_argument
     flag("--parameters", metavar="SIZE", type=size, help="of all parameters (or --model)")
     flag("--workers", metavar="N", type=whole, required=True)

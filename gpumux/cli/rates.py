@@ -20,8 +20,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
               memory_bytes}; rates of a job that was not there before are None
     """
     seconds = after["daemon"]["uptime_s"] - before["daemon"]["uptime_s"]
-    earlier = {job["job"]: job for job in before["jobs"]}
-    jobs = [_job(job, earlier.get(job["job"]), seconds) for job in after["jobs"]]
+    earlier = {job["short"]: job for job in before["jobs"]}
+    jobs = [_job(job, earlier.get(job["short"]), seconds) for job in after["jobs"]]
     jobs.sort(key=lambda job: (job["priority"] != "high", -(job["device"] or 0.0), job["short"]))
     shares = {name: sum(job["device"] or 0.0 for job in jobs if job["priority"] == name) for name in ("high", "low")}
     device, memory = after["device"], after["memory"]

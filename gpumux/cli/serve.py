@@ -12,7 +12,7 @@ from gpumux.wire import endpoint as endpoints
 
 EX_USAGE = 64
 FLAGS = (
-    "gpu", "device", "gpu_model", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
+    "log_format", "gpu", "device", "gpu_model", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
 )  # fmt: skip
 
 
@@ -24,4 +24,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:  # wrong on the command line is wrong usage; wrong in a file is not
         sys.stderr.write(f"gpumux serve: error: {error.message}\n  {error.remedy}\n")
         return EX_USAGE
-    return serve.run(config.load(flags, path=args.config), last=True)
+
+    def load() -> config.Config:
+        return config.load(flags, path=args.config)
+
+    return serve.run(load(), last=True, again=load)

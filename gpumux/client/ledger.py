@@ -19,6 +19,7 @@ from gpumux.client.patches import RngTape
 from gpumux.client.schema import Schema, bind, scalar_overload, schema_of
 from gpumux.errors import CaptureError, UnsupportedOperator
 from gpumux.program.ir import Arg, Complex, Out, ScalarRef, Tag, TensorRef, View
+from gpumux.program.layers import Label
 
 # Operators that turn a tensor into another view of its storage, in place: nothing runs on the device.
 _INPLACE_VIEWS = frozenset(
@@ -46,6 +47,7 @@ class RawOp:
     writes: frozenset[int]  # storages changed in place or born
     random: int | None
     where: str
+    label: Label | None = None  # whose layer it is
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Ledger:
         self._storage_ids: dict[int, int] = {}
         self._view_ids: dict[View, int] = {}
         self._scalar_ids: dict[int, int] = {}
+        self.label: Label | None = None  # of what is being recorded
         self._keep: list[Any] = []  # storages, so that their addresses are not used again
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -152,7 +155,7 @@ class Ledger:
         self.record.ops.append(
             RawOp(
                 schema.target, tuple(positional), tuple(sorted(keywords)), tuple(self._out(o) for o in outs),
-                frozenset(reads), frozenset(writes), slot, user_line(),
+                frozenset(reads), frozenset(writes), slot, user_line(), self.label,
             )
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, 
 from gpumux.client.trace import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
 from gpumux.program.builder import contiguous_strides
 from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, ScalarRef, Storage, Tag, TensorRef, View
+from gpumux.program.layers import spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +137,11 @@ def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = 
         places = build.spare(places, out_ops)
     out_ops += build.copies(end.copies)
     results, host_results = _results(raw)
+    layers, found = spans((op.label for op in ops), len(build.prelude))
     program = Program(
         storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
         results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
-        numerics=numerics_now(device), device=device,
+        numerics=numerics_now(device), device=device, layers=layers, spans=found,
     )  # fmt: skip
     groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
     wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]

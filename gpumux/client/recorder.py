@@ -26,6 +26,7 @@ from gpumux.client import hostops
 from gpumux.client.blame import inside_optimizer, user_line
 from gpumux.client.executed import Observer
 from gpumux.client.host import Expr, Scope, is_symbol
+from gpumux.client.layers import Layers
 from gpumux.client.ledger import Ledger, RawOp, leaves
 from gpumux.client.patches import RngTape
 from gpumux.client.schema import Schema, bind, functional_overload, schema_of
@@ -42,7 +43,7 @@ Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
 class Recorder(TorchDispatchMode):
     def __init__(
         self, scope: Scope, tape: RngTape, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
-        allowed: Callable[[str], bool], observer: Observer, device: str = "cpu",
+        allowed: Callable[[str], bool], observer: Observer, device: str = "cpu", layers: Layers | None = None,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
@@ -52,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
         self._lookup = lookup
         self._observer = observer
+        self._layers = layers or Layers(())
         self._mkldnn = torch.backends.mkldnn.enabled
         self._unknown = unknown
         self._device = torch.device(device)
@@ -91,7 +93,7 @@ class Recorder(TorchDispatchMode):
         sid = self.ledger.add_storage(fake.untyped_storage(), "temp", None, name)
         op = RawOp(
             "aten.full.default", ((), self.ledger.scalar(expr)), (("dtype", Tag("dtype", name)),), (self.view_of(fake),),
-            frozenset(), frozenset((sid,)), None, user_line(),
+            frozenset(), frozenset((sid,)), None, user_line(), self.ledger.label,
         )  # fmt: skip
         self.record.ops.append(op)
         return fake
@@ -146,6 +148,7 @@ class Recorder(TorchDispatchMode):
             self._observer.resume()
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.ledger.label = self._layers.here()
         if func is torch.ops.prim.device.default:
             return self._device
         if func.namespace != "aten":

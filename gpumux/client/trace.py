@@ -18,6 +18,7 @@ from gpumux.client.executed import Executed, Observer
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Expr, Guard, Number, Scope, is_symbol
 from gpumux.client.hyper import hyper_name, hyperparameters
+from gpumux.client.layers import Layers
 from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
 from gpumux.client.patches import RngTape, patched
@@ -104,7 +105,8 @@ class Tracer:
             )
 
         observer = Observer()
-        rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device)
+        layers = Layers(self.table.models)
+        rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device, layers)
         if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
             raise CaptureError(
                 "autocast is active around the step, where its cache of casted weights would outlive the step",

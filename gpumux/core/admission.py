@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from gpumux.access import Rule, refuse_submit
 from gpumux.core import faults
 from gpumux.core.config import CoreConfig
 from gpumux.core.queue import Job
@@ -52,6 +53,7 @@ class Ledger:
     used: int = 0
     charges: dict[JobId, Charge] = field(default_factory=dict)
     jobs_by_uid: dict[int, int] = field(default_factory=dict)
+    bytes_by_uid: dict[int, int] = field(default_factory=dict)  # of those with jobs
 
     def open_device(self, memory_bytes: int) -> None:
         cap = self.config.memory_bytes
@@ -67,23 +69,31 @@ class Ledger:
                 f"{total} jobs are open, the most this daemon takes is {config.max_jobs}",
                 "wait for one to close, or raise max_jobs",
             )
-        if mine >= config.max_jobs_per_uid:
+        rule = config.access.rule_for(peer)
+        fault = refuse_spec(spec, config) or refuse_submit(rule, spec.priority, spec.weight)
+        if fault is not None:
+            return fault
+        most = rule.max_jobs or config.max_jobs_per_uid
+        if mine >= most:
+            who, setting = _limited(rule, rule.max_jobs, "max_jobs", "max_jobs_per_user")
             return faults.admission(
-                f"user {peer.uid} has {mine} jobs open, the most one user may have is {config.max_jobs_per_uid}",
-                "close one of them, or raise max_jobs_per_user",
+                f"you have {mine} jobs open, the most {who} may have is {most}",
+                f"close one of them, or raise {setting}",
             )
-        return refuse_spec(spec, config)
+        return None
 
     def add_job(self, job: Job) -> None:
         self.charges[job.id] = Charge()
         self.jobs_by_uid[job.peer.uid] = self.jobs_by_uid.get(job.peer.uid, 0) + 1
+        self.bytes_by_uid.setdefault(job.peer.uid, 0)
 
     def remove_job(self, job: Job) -> None:
-        self.used -= self.charges.pop(job.id).total
-        uid = job.peer.uid
+        uid, total = job.peer.uid, self.charges.pop(job.id).total
+        self.used -= total
+        self.bytes_by_uid[uid] -= total
         self.jobs_by_uid[uid] -= 1
         if not self.jobs_by_uid[uid]:
-            del self.jobs_by_uid[uid]
+            del self.jobs_by_uid[uid], self.bytes_by_uid[uid]
 
     # ---- programs
 
@@ -106,6 +116,15 @@ class Ledger:
                 f"{faults.size(job.spec.memory_limit)}",
                 f"raise memory_limit to at least {after.total}, or use a smaller batch or model",
             )
+        rule = self.config.access.rule_for(job.peer)
+        most, mine = rule.max_bytes or self.config.max_bytes_per_uid, self.bytes_by_uid[job.peer.uid]
+        if most is not None and mine - before + after.total > most:
+            who, setting = _limited(rule, rule.max_bytes, "max_bytes", "max_bytes_per_user")
+            return faults.admission(
+                f"job {job.id} would hold {describe(after)}; with your other jobs that is "
+                f"{faults.size(mine - before + after.total)}, and the most {who} may have is {faults.size(most)}",
+                f"close a job, use a smaller batch or model, or raise {setting}",
+            )
         if self.used - before + after.total > self.capacity:
             free, need = self.capacity - self.used, after.total - before
             return faults.admission(
@@ -118,29 +137,39 @@ class Ledger:
     def recharge(self, job: Job) -> None:
         """Charge the job for the programs it has now."""
         charge = charge_for(p.footprint for p in job.programs.values())
-        self.used += charge.total - self.charges[job.id].total
+        more = charge.total - self.charges[job.id].total
+        self.used += more
+        self.bytes_by_uid[job.peer.uid] += more
         self.charges[job.id] = charge
 
     def check(self, jobs: Mapping[JobId, Job]) -> None:
         """Raise AssertionError unless the sums are the sums of the parts."""
         assert self.charges.keys() == jobs.keys(), f"charged jobs {set(self.charges)} are not {set(jobs)}"
         by_uid: dict[int, int] = {}
+        bytes_of: dict[int, int] = {}
         for job in jobs.values():
             expected = charge_for(p.footprint for p in job.programs.values())
             assert self.charges[job.id] == expected, f"job {job.id} charged {self.charges[job.id]}, owes {expected}"
             by_uid[job.peer.uid] = by_uid.get(job.peer.uid, 0) + 1
+            bytes_of[job.peer.uid] = bytes_of.get(job.peer.uid, 0) + expected.total
+        assert bytes_of == self.bytes_by_uid, f"bytes by uid {self.bytes_by_uid}, should be {bytes_of}"
         assert by_uid == self.jobs_by_uid, f"jobs by uid {self.jobs_by_uid}, should be {by_uid}"
         assert self.used == sum(c.total for c in self.charges.values()), f"used {self.used} is not the charges' sum"
         assert self.capacity is None or self.used <= self.capacity, f"{self.used} bytes used of {self.capacity}"
 
 
+def _limited(rule: Rule, own: int, setting: str, general: str) -> tuple[str, str]:
+    """Whom a limit is for, and what sets it: the rule, if it has one of its `own`, or the [limits]."""
+    return (f"a user under rule {rule.name!r}", f"{setting} in {rule.where}") if own else ("one user", general)
+
+
 def refuse_spec(spec: JobSpec, config: CoreConfig) -> Fault | None:
     """Why these settings make no sense, or None. Written so that a NaN is refused too."""
-    low, high = WEIGHTS
     if not isinstance(spec.priority, Priority):
         return faults.refused(f"priority is {spec.priority!r}", "choose low (0) or high (1)")
-    if not low <= spec.weight <= high:
-        return faults.refused(f"weight is {spec.weight}", f"choose a weight between {low} and {high}")
+    fault = refuse_weight(spec.weight)
+    if fault is not None:
+        return fault
     if not 1 <= spec.max_inflight <= config.max_inflight:
         return faults.refused(f"max_inflight is {spec.max_inflight}", f"choose it between 1 and {config.max_inflight}")
     if not 1.0 <= spec.max_slowdown < inf:
@@ -150,6 +179,14 @@ def refuse_spec(spec: JobSpec, config: CoreConfig) -> Fault | None:
     if len(spec.name) > MAX_NAME:
         return faults.refused(f"the job's name has {len(spec.name)} characters", f"use at most {MAX_NAME}")
     return None
+
+
+def refuse_weight(weight: float) -> Fault | None:
+    """Why no job may have this weight, or None."""
+    low, high = WEIGHTS
+    if low <= weight <= high:
+        return None
+    return faults.refused(f"weight is {weight}", f"choose a weight between {low} and {high}")
 
 
 def describe(charge: Charge) -> str:

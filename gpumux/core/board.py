@@ -146,6 +146,22 @@ class Board:
                 return launch
         return None
 
+    def reweigh(self, job: Job, weight: float) -> None:
+        """Give the job another weight: what it had keeps the old one, what is out has the new."""
+        self.ready[job.priority].leave(job)
+        job.pending *= job.weight / weight
+        job.weight = weight
+        self.update(job)
+
+    def move(self, job: Job, priority: Priority) -> None:
+        """Put the job into another class, level with those that are there. Nothing of it may be out."""
+        assert not job.outstanding, f"job {job.id} changes class with {job.outstanding} pieces out"
+        self.ready[job.priority].forget(job)
+        if job.active:
+            self.active_jobs[job.priority] -= 1
+            self.active_jobs[priority] += 1
+        job.priority, job.served, job.pending = priority, 0.0, 0.0
+
     def clear(self, job: Job) -> None:
         """The device holds nothing of the job any more: give back its room in the window."""
         if job.outstanding:

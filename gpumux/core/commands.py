@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpumux.model import Fault, JobId, LaunchId, ProgramId, SessionId, StepId, StepTimes, TransferId
+from gpumux.model import Fault, JobId, LaunchId, Priority, ProgramId, SessionId, StepId, StepTimes, TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,15 @@ class CloseJob:
 
 
 @dataclass(frozen=True, slots=True)
+class JobChanged:
+    """Every change that was asked for is in force; these are the job's from now on."""
+
+    job: JobId
+    priority: Priority
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetJob:
     """Nothing of the job is left anywhere: drop its metrics, segments and owner."""
 
@@ -124,5 +133,5 @@ class WakeAt:
 
 Command = (
     AcceptJob | RefuseJob | AcceptProgram | RefuseProgram | AnnounceProgram | LaunchPiece | StartTransfer
-    | FinishTransfer | FinishStep | FailStep | UnloadJob | CloseJob | ForgetJob | WakeAt
+    | FinishTransfer | FinishStep | FailStep | UnloadJob | CloseJob | JobChanged | ForgetJob | WakeAt
 )  # fmt: skip

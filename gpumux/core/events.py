@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpumux.core.config import CoreConfig
 from gpumux.model import (
     DeviceInfo,
     Fault,
@@ -18,6 +19,7 @@ from gpumux.model import (
     JobSpec,
     LaunchId,
     Peer,
+    Priority,
     ProgramId,
     SessionId,
     StepId,
@@ -145,6 +147,15 @@ class ResumeRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeRequested:
+    """By the owner or an operator, within what either may: another priority, another weight; None leaves it."""
+
+    job: JobId
+    priority: Priority | None
+    weight: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class CloseRequested:
     """`drain` answers every submitted step first; otherwise they are answered with a fault."""
 
@@ -161,6 +172,13 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """Limits and access rules are others from now on; what was let in stays. The rest of `config` is as it was."""
+
+    config: CoreConfig
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceOpened:
     info: DeviceInfo
 
@@ -173,5 +191,5 @@ class Tick:
 Event = (
     SessionOpened | SessionClosed | JobRequested | ProgramOffered | ProgramReady | ProgramDropped | StepSubmitted
     | TransferRequested | PieceDone | PieceFailed | TransferEnded | JobDied | JobReleased | PauseRequested
-    | ResumeRequested | CloseRequested | DrainRequested | DeviceOpened | Tick
+    | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | Reconfigured | DeviceOpened | Tick
 )  # fmt: skip

@@ -67,6 +67,8 @@ def _state(core: CoreState, job: Job) -> str:
         doing = "waits for its program to be ready"
     elif blocked == "transfer":
         doing = "waits for a transfer of its state"
+    elif blocked == "changing":
+        doing = "is about to change its priority"
     elif blocked:
         doing = f"is {blocked}"
     else:
@@ -309,7 +311,7 @@ def _range(core: CoreState, high: JobId, model: HighModel, piece: int) -> str:
 def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: str) -> str:
     """[start, end) of the job's program with that key."""
     start, end = operators
-    job = core.jobs.get(job_id)
+    job = core.jobs.get(job_id) if core.hidden(job_id) is None else None
     names: list[str] = []
     for program in job.programs.values() if job is not None else ():
         if program.key == key:
@@ -322,5 +324,7 @@ def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: 
 
 
 def _name(core: CoreState, job_id: JobId) -> str:
-    job = core.jobs.get(job_id)
+    job, other = core.jobs.get(job_id), core.hidden(job_id)
+    if other is not None:
+        return other
     return f"{job.spec.name!r}" if job is not None and job.spec.name else str(job_id)

@@ -22,7 +22,7 @@ from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import bearable, outlasted, wait
 from gpumux.core.moments import appointment, exposed, where
 from gpumux.core.places import MOMENTS, WORTH_S, Plan
-from gpumux.core.queue import Job, PairKey, Program
+from gpumux.core.queue import Job, PairKey, Program, Step
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
@@ -139,6 +139,18 @@ class Guard(Record):
             if worth > most:
                 best, most = other, worth
         return best
+
+    def promoted(self, job: Job, begun: Step | None, now: float) -> None:
+        """A low job, of which nothing is out, is a high one from now on. `begun`: its step of which pieces ran already; the
+        whole of it tells nothing, since its beginning had nobody's care."""
+        self.version += 1
+        track = self.tracks[job.id] = Track(job)
+        track.ended = now  # it has waited for the guard, and not for the host
+        if begun is not None:
+            begun.model = self._model(begun.program, begun.bounds, begun.pieces)
+            track.adopt(begun.model)
+            track.began, track.shared, track.beside = now, True, True
+            track.account.begin(track.solo_step())
 
     def holds_all(self, job: Job) -> bool:
         """Whether what holds this job, just asked about, holds every low job."""

@@ -26,6 +26,10 @@ def device_opened(core: CoreState, event: ev.DeviceOpened) -> None:
     return core.ledger.open_device(event.info.memory_bytes)
 
 
+def reconfigured(core: CoreState, event: ev.Reconfigured) -> None:
+    core.config = core.ledger.config = event.config
+
+
 def session_opened(core: CoreState, event: ev.SessionOpened) -> None:
     if event.session in core.sessions:
         return core.ignore()

@@ -13,22 +13,24 @@ from math import inf
 from typing import Any
 
 from gpumux.core import events as ev
-from gpumux.core import explain, invariants, lifecycle, snapshot, standing, view, work
+from gpumux.core import explain, invariants, lifecycle, regrade, snapshot, standing, view, work
 from gpumux.core.commands import Command, LaunchPiece, WakeAt
 from gpumux.core.config import CoreConfig as CoreConfig
 from gpumux.core.interference import Guard
 from gpumux.core.policy import Policy
 from gpumux.core.queue import Job, Step
-from gpumux.core.state import CoreState
+from gpumux.core.state import CoreState, Hidden, nothing_hidden
 from gpumux.model import JobId, LaunchId, ProgramId, StepId
 
 _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
     ev.DeviceOpened: lifecycle.device_opened,
+    ev.Reconfigured: lifecycle.reconfigured,
     ev.SessionOpened: lifecycle.session_opened,
     ev.SessionClosed: lifecycle.session_closed,
     ev.JobRequested: lifecycle.job_requested,
     ev.PauseRequested: lifecycle.pause_requested,
     ev.ResumeRequested: lifecycle.resume_requested,
+    ev.ChangeRequested: regrade.change_requested,
     ev.CloseRequested: lifecycle.close_requested,
     ev.DrainRequested: lifecycle.drain_requested,
     ev.JobDied: lifecycle.job_died,
@@ -51,7 +53,6 @@ class Core:
     """One device's jobs. Raises ConfigError when the configuration names no policy."""
 
     def __init__(self, config: CoreConfig) -> None:
-        self.config = config
         self._state = CoreState(config)
 
     def handle(self, event: ev.Event, now: float) -> list[Command]:
@@ -85,16 +86,35 @@ class Core:
         return state.out
 
     @property
+    def config(self) -> CoreConfig:
+        """What is in force now."""
+        return self._state.config
+
+    @property
     def drained(self) -> bool:
         """The daemon asked to leave, and nothing is left on the device."""
         return self._state.leaving is not None and not self._state.jobs
 
-    def story(self, job: JobId, step: StepId | None = None) -> list[str]:
-        """Readable lines: when the step was queued, why it waited, when its pieces ran."""
-        return self._state.log.tell(job, step)
+    def story(
+        self, job: JobId, step: StepId | None = None, newest: int | None = None, hidden: Hidden = nothing_hidden
+    ) -> list[str]:
+        """Readable lines, `newest` of them at most: when the step was queued, why it waited, when its pieces ran."""
+        self._state.hidden = hidden
+        try:
+            return self._state.log.tell(job, step, newest)
+        finally:
+            self._state.hidden = nothing_hidden
 
-    def explain(self, job: JobId) -> list[str]:
-        """Sentences: why this job is slow or held now. Of a job that is gone, or never was, what the story knows."""
+    def explain(self, job: JobId, hidden: Hidden = nothing_hidden) -> list[str]:
+        """Sentences: why this job is slow or held now. Of a job that is gone, or never was, what the story knows.
+        `hidden` names the jobs of which neither name nor operators are to be told."""
+        self._state.hidden = hidden
+        try:
+            return self._explained(job)
+        finally:
+            self._state.hidden = nothing_hidden
+
+    def _explained(self, job: JobId) -> list[str]:
         known = self._state.jobs.get(job)
         if known is not None:
             return explain.explain(self._state, known)

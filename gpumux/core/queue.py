@@ -108,6 +108,7 @@ class Job:
     state: JobState = JobState.OPEN
     paused: bool = False
     told: bool = False  # CloseJob was sent
+    wanted: Priority | None = None  # the class it is to change to, once nothing of it is out
     programs: dict[ProgramId, Program] = field(default_factory=dict)
     queue: deque[Step | Transfer] = field(default_factory=deque)
     running: dict[StepId, Step] = field(default_factory=dict)
@@ -134,6 +135,8 @@ class Job:
             return "closing"
         if self.paused:
             return "paused"
+        if self.wanted is not None:
+            return "changing"
         if self.transfer is not None:
             return "transfer"
         if not self.queue:

@@ -7,9 +7,10 @@ they want done is appended to `out`, what happened to `log`, both under the even
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 
-from gpumux.core import faults
+from gpumux.core import faults, regrade
 from gpumux.core.admission import Ledger
 from gpumux.core.board import Board
 from gpumux.core.commands import (
@@ -29,6 +30,12 @@ from gpumux.core.policy import Policy, policy_named
 from gpumux.core.queue import Job, JobState, Session, Transfer
 from gpumux.core.story import Story
 from gpumux.model import DeviceInfo, Fault, JobId, SessionId, StepId
+
+Hidden = Callable[[JobId], str | None]  # what to call a job whose name the listener may not know; None: it may
+
+
+def nothing_hidden(job: JobId) -> str | None:
+    """The listener may know everything."""
 
 
 class CoreState:
@@ -51,6 +58,7 @@ class CoreState:
         self.refusals: Counter[str] = Counter()  # by fault code
         self.arrivals = count()
         self.launch_ids = count(1)
+        self.hidden: Hidden = nothing_hidden  # while something is put into words
         # Of the event being handled:
         self.wake = 0.0  # the newest time a Tick was asked for that has not come
         self.now = 0.0
@@ -91,6 +99,8 @@ class CoreState:
 
     def refresh(self, job: Job) -> None:
         """After a change to the job: start what needs no window, and put it where it belongs."""
+        if job.wanted is not None:
+            regrade.finish(self, job)
         self.touched.append(job)
         head = job.queue[0] if job.queue else None
         if isinstance(head, Transfer):

@@ -22,6 +22,7 @@ TEMPLATES: dict[str, str] = {
     "refused": "refused: {0}",
     "queued": "queued behind {0} unanswered steps, program {1}",
     "waits:paused": "waits: the job is paused",
+    "waits:changing": "waits: the job is about to change its priority",
     "waits:program": "waits: program {0} is not ready",
     "waits:transfer": "waits: a transfer of state comes first",
     "waits:window": "waits: the {0} window is full ({1} of {2} launches, {3:.3f} of {4:.3f} ms); its oldest launch is "
@@ -37,6 +38,8 @@ TEMPLATES: dict[str, str] = {
     "transferred": "transfer {0} ended: {1}",
     "paused": "job paused",
     "resumed": "job resumed",
+    "weighs": "weight is {0:g} from now on",
+    "changes": "priority is {0} from now on",
     "draining": "job takes no more work and closes when all is answered: {0}",
     "closing": "job closing: {0}",
     "forgotten": "job gone from the device",
@@ -51,14 +54,16 @@ class Story:
     def __len__(self) -> int:
         return len(self._ring)
 
-    def tell(self, job: JobId, step: StepId | None = None) -> list[str]:
-        """What is still known of the job, oldest first; with `step`, of that step and of what
+    def tell(self, job: JobId, step: StepId | None = None, newest: int | None = None) -> list[str]:
+        """What is still known of the job, oldest first, the `newest` so many lines at most; with `step`, of that step and of what
         happened to its job while it was unanswered. Times are seconds on the core's clock."""
         records = [r for r in self._ring if r[1] == job]
         if step is not None:
             own = [i for i, r in enumerate(records) if r[2] == step]
             between = range(own[0], own[-1] + 1) if own else range(0)
             records = [records[i] for i in between if records[i][2] in (step, None)]
+        if newest is not None:
+            records = records[-newest:]
         return [self._line(r, step is None) for r in records]
 
     def _line(self, record: Record, name_step: bool) -> str:

@@ -82,6 +82,7 @@ class JobRecord:
     steps: dict[StepId, StepRecord] = field(default_factory=dict)
     transfers: dict[TransferId, TransferRecord] = field(default_factory=dict)
     profiles: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # who waits for one, oldest first
+    changes: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # whose ChangeJob is not in force yet
     stopped_by: str = ""  # who closed it, if somebody else than its client
     finished: bool = False  # its client closed it when its work was done
     last_step: int = -1

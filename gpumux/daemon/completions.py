@@ -11,7 +11,7 @@ from gpumux.daemon.desk import Desk, as_fault, log
 from gpumux.daemon.loans import Loans
 from gpumux.daemon.requests import start_load
 from gpumux.device import contract as dev
-from gpumux.errors import AdmissionRefused, GpumuxError, ProgramError
+from gpumux.errors import GpumuxError, ProgramError
 from gpumux.model import Fault, Footprint
 from gpumux.program.outline import outline
 from gpumux.wire import messages as msg
@@ -75,7 +75,6 @@ class Completions:
         footprint = Footprint(state_bytes, event.footprint.transient_bytes, slot_bytes)
         try:
             _check_scalars(len(event.scalars))
-            self._check_user(job, footprint)
             if job.session.inline:
                 program.outline = outline(program.encoded)
         except GpumuxError as error:
@@ -90,18 +89,6 @@ class Completions:
             event.content_hash,
         )
         self._desk.feed(ev.ProgramOffered(job.id, program.id, footprint, event.content_hash, event.operators))
-
-    def _check_user(self, job: JobRecord, footprint: Footprint) -> None:
-        limit = self._desk.config.max_bytes_per_user
-        if not limit:
-            return
-        held = self._desk.user_bytes(job.session.peer.uid)
-        asked = footprint.state_bytes + footprint.transient_bytes + footprint.slot_bytes
-        if held + asked > limit:
-            raise AdmissionRefused(
-                f"{asked} bytes more than the {held} you hold would pass the {limit} one user may have",
-                "close a job, use a smaller batch, or ask for a larger max_bytes_per_user",
-            )
 
     def _loaded(self, event: dev.ProgramLoaded) -> None:
         if self._program(event) is not None:
@@ -144,3 +131,12 @@ def _check_scalars(count: int) -> None:
             f"the program takes {count} host scalars with every step, and {MAX_SCALARS} fit",
             "give parameters one learning rate and one step count between them, as optimizers with foreach do",
         )
+
+
+def lanes_first(events: list[dev.DeviceEvent]) -> list[dev.DeviceEvent]:
+    """What ran with a lane that is back, the core is told before anything else."""
+    return events if len(events) < 2 else sorted(events, key=_is_no_lane)
+
+
+def _is_no_lane(event: dev.DeviceEvent) -> bool:
+    return type(event) is not dev.LaneReturned

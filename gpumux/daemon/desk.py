@@ -10,13 +10,15 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from gpumux.access import Access
 from gpumux.config import Config
-from gpumux.core.config import CoreConfig
 from gpumux.core.events import Event
 from gpumux.core.machine import Core
 from gpumux.daemon.books import Books, JobRecord, SessionRecord
 from gpumux.daemon.checking import CheckQueue
 from gpumux.daemon.segments import Segments, SharedSegment
+from gpumux.daemon.sight import Sight
+from gpumux.daemon.turns import Turns
 from gpumux.device.contract import Device
 from gpumux.errors import GpumuxError
 from gpumux.metrics.registry import Metrics
@@ -47,6 +49,8 @@ class Desk:
         self.metrics = metrics
         self.core = core
         self.books = Books()
+        self.sight = Sight(self.books, lambda: Access(self.config.rules))
+        self.turns = Turns()
         self.checks = CheckQueue(device, device_checks)
         self.unexpected = 0  # well-formed messages that made no sense and could not be answered
         self.events: deque[Event] = deque()
@@ -63,10 +67,6 @@ class Desk:
         """Pass a segment's descriptor to the client; the number the message about it names."""
         self.router.send_segment(session.id, segment.number, segment.fd, segment.nbytes)
         return segment.number
-
-    def user_bytes(self, uid: int) -> int:
-        """Device bytes charged to all jobs of one user."""
-        return sum(job["memory"]["total"] for job in self.core.snapshot()["jobs"] if job["uid"] == uid)
 
     def refuse(self, session: SessionRecord, ref: int, error: GpumuxError | Fault) -> None:
         """Answer request `ref` with a typed error, and count it."""
@@ -85,14 +85,3 @@ def _nothing_new(job: JobRecord) -> None:
 
 def _nothing_lent() -> None:
     """To a device that reads no lanes."""
-
-
-def core_config(config: Config) -> CoreConfig:
-    """The core's part of the daemon's configuration."""
-    return CoreConfig(
-        policy=config.policy,
-        max_jobs=config.max_jobs,
-        max_jobs_per_uid=config.max_jobs_per_user,
-        max_inflight=config.max_inflight,
-        max_programs_per_job=config.max_programs_per_job,
-    )

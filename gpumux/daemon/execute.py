@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from gpumux.core import commands as cmd
 from gpumux.core import events as ev
-from gpumux.daemon.books import JobRecord, ProgramRecord, StepRecord
+from gpumux.daemon.books import JobRecord, ProgramRecord, SessionRecord, StepRecord
 from gpumux.daemon.desk import Desk, as_fault, log
 from gpumux.daemon.loans import Loans
 from gpumux.daemon.requests import move, start_load
 from gpumux.daemon.segments import SharedSegment
-from gpumux.device.contract import AnswerForm, Answering, Launch, Segment
+from gpumux.device.contract import AnswerForm, Answering, Launch, Regrading, Segment
 from gpumux.errors import DaemonGone, GpumuxError, JobClosed
 from gpumux.model import Fault
 from gpumux.wire import messages as msg
@@ -54,6 +56,7 @@ class Executor:
             cmd.FinishTransfer: self._finish_transfer,
             cmd.UnloadJob: self._unload_job,
             cmd.CloseJob: self._close_job,
+            cmd.JobChanged: self._job_changed,
             cmd.ForgetJob: self._forget_job,
         }
 
@@ -104,6 +107,7 @@ class Executor:
             return
         self._take_step(job, c.step)
         fault = c.fault
+        log.info("job %s: step %d failed (%s): %s", job.short, c.step, fault.code, fault.message)
         self._desk.reply(job.session, msg.StepFailed(c.job, c.step, fault.code, fault.message, fault.remedy))
         self._desk.metrics.step_failed(fault.code)
 
@@ -161,19 +165,33 @@ class Executor:
         self._refuse_waiting(job, fault)
         self._desk.reply(job.session, msg.JobEnded(c.job, fault.code, fault.message, fault.remedy))
 
+    def _job_changed(self, c: cmd.JobChanged) -> None:
+        job = self._books.jobs[c.job]
+        if isinstance(self._device, Regrading) and job.spec.priority is not c.priority:
+            self._device.regrade(c.job, c.priority)
+        job.spec = replace(job.spec, priority=c.priority, weight=c.weight)
+        log.info("job %s: priority %s, weight %g from now on", job.short, c.priority.name, c.weight)
+        while job.changes:
+            session, ref = job.changes.popleft()
+            self._desk.reply(session, msg.Done(ref))
+
     def _refuse_waiting(self, job: JobRecord, fault: Fault) -> None:
         """Requests of an ended job that nobody else will answer."""
         ended = fault if fault.code else _CLOSED
         job.waiting.clear()
         job.loading = None
-        while job.profiles:
-            session, ref = job.profiles.popleft()
-            self._desk.refuse(session, ref, ended)
+        for waiting in (job.profiles, job.changes):
+            self._refuse_all(waiting, ended)
         for program in [program for program in job.programs.values() if not program.announced]:
             self._drop_program(job, program)
             self._desk.refuse(job.session, program.ref, ended)
         for number in [number for number, transfer in job.transfers.items() if not transfer.asked]:
             self._finish_transfer(cmd.FinishTransfer(job.id, number, ended))
+
+    def _refuse_all(self, waiting: deque[tuple[SessionRecord, int]], fault: Fault) -> None:
+        while waiting:
+            session, ref = waiting.popleft()
+            self._desk.refuse(session, ref, fault)
 
     def _forget_job(self, c: cmd.ForgetJob) -> None:
         job = self._books.jobs.get(c.job)
@@ -195,6 +213,7 @@ class Executor:
         program = job.programs[c.program]
         try:
             self._desk.segments.create(
+                job.session.peer.uid,
                 program.slots * program.slot_bytes,
                 f"data-{job.short}-{program.id}",
                 lambda made: self._load(job, program, made),

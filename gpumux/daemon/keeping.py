@@ -122,7 +122,7 @@ class Keeping:
 
         state.preparing = True
         try:
-            self._desk.segments.create(nbytes, f"snapshot-{job.short}", made)
+            self._desk.segments.create(session.peer.uid, nbytes, f"snapshot-{job.short}", made)
         except GpumuxError as error:
             state.preparing = False
             self._failed(error.code)
@@ -220,6 +220,12 @@ class Keeping:
             state.staging.close()
         if job.finished and self._link is not None:
             self._link.ask("forget", {"uid": job.session.peer.uid, "job": job.id}, [], _expected)
+
+    def close(self) -> None:
+        """Let go of memory that no snapshot was taken to."""
+        for state in self._jobs.values():
+            if state.staging is not None:
+                state.staging.close()
 
     def hear(self) -> None:
         """The writer said something."""

@@ -15,28 +15,31 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
 from typing import Any
 
+from gpumux.config import Config
 from gpumux.core import events as ev
 from gpumux.core.machine import Core
-from gpumux.daemon import desk as desks
 from gpumux.daemon import report
 from gpumux.daemon.books import JobRecord, SessionRecord
-from gpumux.daemon.completions import Completions
+from gpumux.daemon.completions import Completions, lanes_first
 from gpumux.daemon.desk import Desk, log
 from gpumux.daemon.execute import Executor
 from gpumux.daemon.keeping import Keeping
 from gpumux.daemon.loans import Loans
 from gpumux.daemon.offload import Offload
+from gpumux.daemon.reload import Reloading
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
+from gpumux.daemon.settings import core_config
 from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.daemon.waiter import Waiter
 from gpumux.daemon.wakeup import Wakeup
-from gpumux.device.contract import Answering, Device, DeviceEvent, LaneReturned, Lending
+from gpumux.device.contract import Answering, Device, Lending
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
 from gpumux.recovery.link import Link
@@ -71,8 +74,8 @@ class Loop:
         self._identity = identity
         self._wakeup = Wakeup()
         self._offload = Offload(self._wakeup.set)
-        self.core = Core(desks.core_config(config))
-        self.segments = Segments(shared_limit, self._offload)
+        self.core = Core(core_config(config))
+        self.segments = Segments(shared_limit, self._offload, config.max_shared_bytes_per_user or None)
         self.desk = Desk(config, router, device, self.segments, metrics, self.core, identity.device.checks)
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._handle: Handle = self.core.handle  # or what looks on while somebody records
@@ -94,6 +97,7 @@ class Loop:
         if link is not None:
             link.follow(partial(self._waiter.follow, "snapshots"))
         self._device_fds: tuple[int, ...] = ()
+        self._calls: deque[Callable[[], None]] = deque()
         self._stop_reason: str | None = None
         self._leave_by = inf
         self._next_gc = inf
@@ -119,9 +123,18 @@ class Loop:
         self._stop_reason = self._stop_reason or reason
         self._wakeup.set()
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Have the loop's thread make a call."""
+        self._calls.append(call)
+        self._wakeup.set()
+
     def call_every(self, seconds: float, on_time: Callable[[], None]) -> None:
         """Have the loop call `on_time` about every `seconds`, as long as it turns (a watchdog)."""
         self.every_s, self.on_time, self._next_call = seconds, on_time, self._clock()
+
+    def reloading(self, read: Callable[[], Config]) -> Reloading:
+        """What reloads the configuration that `read` gives."""
+        return Reloading(self.desk, read, self.call_soon)
 
     # ---- the loop
 
@@ -137,7 +150,7 @@ class Loop:
         if self._loans is not None and self._loans.out is not None:
             self._loans.hear()
         if "device" in ready:
-            for event in _lanes_first(self._device.poll()):
+            for event in lanes_first(self._device.poll()):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
         if lanes:
@@ -154,6 +167,9 @@ class Loop:
         if "snapshots" in ready:
             self._keeping.hear()
             self._settle(now)
+        if self.desk.turns:
+            self.desk.turns.next()
+            self._settle(now)
         if "wakeup" in ready or now >= self._alarm:
             self._seldom(now)
             self._settle(now)
@@ -168,6 +184,8 @@ class Loop:
     def _seldom(self, now: float) -> None:
         """What most turns have nothing of."""
         self._offload.collect()
+        while self._calls:
+            self._calls.popleft()()
         if self._executor.wake_at is not None and now >= self._executor.wake_at:
             self._executor.wake_at = None
             self.desk.feed(ev.Tick())
@@ -194,7 +212,7 @@ class Loop:
         )
         due = self._device.due()
         until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
-        unread = self._sockets.unread()
+        unread = self._sockets.unread() or bool(self.desk.turns)
         ready, lanes = self._waiter.wait(0.0 if unread else max(0.0, until - now))
         if unread:
             ready.add("clients")
@@ -255,7 +273,7 @@ class Loop:
         """Handle what the device has done before the client's message that is being handled."""
         if job.device_answers:
             now = self._clock()
-            for event in _lanes_first(device.catch_up(job.id)):
+            for event in lanes_first(device.catch_up(job.id)):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
 
@@ -289,6 +307,7 @@ class Loop:
             self._metrics.sessions_lost.inc()
         log.info("session %s: over, %s", arrival.session, arrival.reason)
         self._tracing.left(arrival.session)
+        self.desk.turns.forget(record)
         self.desk.feed(ev.SessionClosed(arrival.session, arrival.reason))
 
     # ---- leaving
@@ -306,6 +325,7 @@ class Loop:
         """Let go of everything the loop made; the router and the device are its owner's."""
         self.snapshots.close()
         self._offload.close()
+        self._keeping.close()
         for job in list(self.desk.books.jobs):
             self.desk.books.forget_job(job)
         self._wakeup.close()
@@ -319,15 +339,6 @@ class Loop:
     def figures(self) -> Figures:
         """What the gauges show."""
         return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes, self._keeping.of)
-
-
-def _lanes_first(events: list[DeviceEvent]) -> list[DeviceEvent]:
-    """What ran with a lane that is back, the core is told before anything else."""
-    return events if len(events) < 2 else sorted(events, key=_is_no_lane)
-
-
-def _is_no_lane(event: DeviceEvent) -> bool:
-    return type(event) is not LaneReturned
 
 
 def _nothing() -> None:

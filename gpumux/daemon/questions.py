@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpumux.daemon.books import JobRecord, SessionRecord
+from gpumux.daemon.books import SessionRecord
 from gpumux.daemon.desk import Desk
 from gpumux.daemon.report import job_stats
 from gpumux.daemon.tracing import Tracing
-from gpumux.errors import AdmissionRefused, JobClosed, NotOwner, ProgramError, UnknownJob
+from gpumux.errors import AdmissionRefused, JobClosed, ProgramError, UnknownJob
 from gpumux.model import JobId, ProgramId
 from gpumux.wire import messages as msg
 
@@ -18,20 +18,14 @@ STORY_LINES = 60  # the newest, of a job that is explained
 
 
 class Questions:
-    """`governed(session, job)` is the job if the peer may change it, and raises NotOwner or UnknownJob otherwise."""
+    """`report` is the body of GetStatus, with everything in it; what a session sees of it `desk.sight` decides."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        report: Callable[[], dict[str, Any]],
-        tracing: Tracing,
-        governed: Callable[[SessionRecord, str], JobRecord],
-    ) -> None:
+    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
         self._desk = desk
         self._books = desk.books
         self._report = report
         self._tracing = tracing
-        self._governed = governed
+        self._governed = desk.sight.governed
         self.handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
             msg.JobStats: self._stats,
             msg.GetStatus: self._status,
@@ -41,19 +35,24 @@ class Questions:
         }
 
     def _stats(self, session: SessionRecord, m: msg.JobStats, frames: Sequence[bytes]) -> None:
-        if JobId(m.job) not in self._books.jobs:  # anybody may look
+        job = self._books.jobs.get(JobId(m.job))
+        if job is None:  # anybody may look
             raise UnknownJob(f"there is no job {m.job[:40]!r}", "`gpumux jobs` lists them")
-        self._desk.reply(session, msg.Report(m.ref, job_stats(self._report(), JobId(m.job))))
+        body = self._desk.sight.shown(session, self._report())
+        self._desk.reply(session, msg.Report(m.ref, job_stats(body, job.short)))
 
     def _status(self, session: SessionRecord, m: msg.GetStatus, frames: Sequence[bytes]) -> None:
-        self._desk.reply(session, msg.Report(m.ref, self._report()))
+        self._desk.reply(session, msg.Report(m.ref, self._desk.sight.shown(session, self._report())))
 
     def _explain(self, session: SessionRecord, m: msg.ExplainJob, frames: Sequence[bytes]) -> None:
         """What a job runs, and beside whom, is for those who may change it."""
         job = self._governed(session, m.job)
-        core = self._desk.core
-        body = {"job": job.id, "short": job.short, "sentences": core.explain(job.id)}
-        self._desk.reply(session, msg.Report(m.ref, {**body, "story": core.story(job.id)[-STORY_LINES:]}))
+        core, sight = self._desk.core, self._desk.sight
+        hidden = sight.hidden(session)
+        sentences = [sight.redact(session, line) for line in core.explain(job.id, hidden)]
+        story = [sight.redact(session, line) for line in core.story(job.id, newest=STORY_LINES, hidden=hidden)]
+        body = {"job": job.id, "short": job.short, "sentences": sentences, "story": story}
+        self._desk.reply(session, msg.Report(m.ref, body))
 
     def _profile(self, session: SessionRecord, m: msg.ProfileJob, frames: Sequence[bytes]) -> None:
         """Shapes and operators tell what a job is, so only those who may change it may ask."""
@@ -73,11 +72,4 @@ class Questions:
 
     def _trace(self, session: SessionRecord, m: msg.RecordTrace, frames: Sequence[bytes]) -> None:
         """Anybody may see when the device runs whose work; which operators these are, only those who may change the job."""
-        self._tracing.ask(session, m.ref, m.seconds, lambda job: self._may_change(session, job))
-
-    def _may_change(self, session: SessionRecord, job: JobRecord) -> bool:
-        try:
-            self._governed(session, job.id)
-        except (NotOwner, UnknownJob):
-            return False
-        return True
+        self._tracing.ask(session, m.ref, m.seconds, lambda job: self._desk.sight.governs(session, job))

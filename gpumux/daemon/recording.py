@@ -90,7 +90,9 @@ class Recording:
             if job is None:
                 return "", False
             known = self._shorts[job_id] = job.short, self._own(job)
-            self.records.append(rec.JobSeen(job.short, job.spec.name, job.spec.priority.name.lower(), known[1]))
+            self.records.append(
+                rec.JobSeen(job.short, job.spec.name if known[1] else "", job.spec.priority.name.lower(), known[1])
+            )
         return known
 
     def _at(self, when: float) -> float:

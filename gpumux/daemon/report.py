@@ -10,7 +10,8 @@ sessions  how many clients are connected
 windows   by priority, as core/snapshot.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
           memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
-          max_slowdown, promise}]; promise is None where nothing is known, and otherwise
+          max_slowdown, promise, mine (whether the asker may change it; where not, job and name are "" and pid is
+          0: daemon/sight.py)}]; promise is None where nothing is known, and otherwise
           {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
           high job, {held (why: docs/metrics.md; "": it is not), held_by (short id of the high job, or ""),
           held_for_s, too_long (None, or {piece_seconds, fits_seconds}: its pieces don't fit beside high
@@ -156,12 +157,12 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[st
     }
 
 
-def job_stats(body: dict[str, Any], job: JobId) -> dict[str, Any]:
+def job_stats(body: dict[str, Any], short: str) -> dict[str, Any]:
     """One job's part of a status body. Raises UnknownJob when it has just ended."""
     for entry in body["jobs"]:
-        if entry["job"] == job:
+        if entry["short"] == short:
             return dict(entry)
-    raise UnknownJob(f"job {job} has ended", "")
+    raise UnknownJob(f"job {short} has ended", "")
 
 
 def figures(
@@ -170,10 +171,13 @@ def figures(
     """The snapshot the metric gauges are made of. `saved`: Unix time and bytes of a job's newest state snapshot."""
     snapshot = core.snapshot()
     memory, books = snapshot["memory"], desk.books
+    named = desk.config.metrics_names == "shown"
     return Figures(
         when=time.time(),
         device=identity.device,
-        jobs=tuple(_figures(job, books, saved(job["job"])) for job in snapshot["jobs"] if job["job"] in books.jobs),
+        jobs=tuple(
+            _figures(job, books, named, saved(job["job"])) for job in snapshot["jobs"] if job["job"] in books.jobs
+        ),
         sessions=snapshot["sessions"],
         shared_bytes=shared_bytes,
         device_total_bytes=memory["capacity"] or 0,
@@ -235,10 +239,10 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
     )
 
 
-def _figures(job: dict[str, Any], books: Books, saved: tuple[float, int]) -> JobFigures:
+def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int]) -> JobFigures:
     return JobFigures(
         short=books.jobs[job["job"]].short,
-        name=job["name"],
+        name=job["name"] if named else "",
         uid=job["uid"],
         priority=job["priority"],
         state=state_of(job),

@@ -7,10 +7,12 @@ back under the request's `ref`. Nothing a client sends reaches the core or the d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gpumux.core import events as ev
 from gpumux.daemon.books import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
+from gpumux.daemon.changes import Changes
 from gpumux.daemon.desk import Desk, as_fault, log
 from gpumux.daemon.keeping import Keeping
 from gpumux.daemon.questions import Questions
@@ -21,13 +23,15 @@ from gpumux.errors import AdmissionRefused, GpumuxError, JobClosed, NotOwner, Pr
 from gpumux.model import JobId, JobSpec, Priority, ProgramId, StepId, TransferId
 from gpumux.program.ir import ALIGN
 from gpumux.wire import messages as msg
+from gpumux.wire.connections import check_descriptors
 
+Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
+SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob})  # answered one a turn of the loop (daemon/turns.py)
 MAX_TRANSFERS = 16  # of one job, asked for and not ended
 MAX_UNLOADED = 128  # of one user's Programs; twice the jobs it may have
 MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet
 MAX_BUFFERS = 1_000_000  # state buffers of one job
 MAX_BUFFER_BYTES = 1 << 46
-UNKNOWN_UID = -1
 
 
 class Requests:
@@ -36,7 +40,8 @@ class Requests:
     def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing, keeping: Keeping) -> None:
         self._desk = desk
         self._books = desk.books
-        self._handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
+        self._governed = desk.sight.governed
+        self._handlers: dict[type, Handler] = {
             msg.Step: self._step,
             msg.OpenJob: self._open_job,
             msg.LoadProgram: self._load_program,
@@ -45,16 +50,28 @@ class Requests:
             msg.PauseJob: self._pause,
             msg.ResumeJob: self._resume,
             msg.CloseJob: self._close,
-            **Questions(desk, report, tracing, self._governed).handlers,
+            **Changes(desk).handlers,
+            **Questions(desk, report, tracing).handlers,
             **keeping.handlers(self._working),
         }
 
     def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
         """Act on one message. Whatever is wrong with it is answered or counted, never raised."""
-        handler = self._handlers.get(type(message))
+        kind = type(message)
+        handler = self._handlers.get(kind)
         if handler is None:
-            self._unexpected(session, f"a {type(message).__name__} is not for a daemon")
+            self._unexpected(session, f"a {kind.__name__} is not for a daemon")
             return
+        try:
+            if kind in SLOW:
+                self._desk.turns.add(session, partial(self._handle, handler, session, message, frames))
+                return
+        except AdmissionRefused as error:
+            self._desk.refuse(session, message.ref, error)
+            return
+        self._handle(handler, session, message, frames)
+
+    def _handle(self, handler: Handler, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
         try:
             handler(session, message, frames)
         except GpumuxError as error:
@@ -85,19 +102,10 @@ class Requests:
             raise JobClosed(f"job {record.short} is closing", "open a new one")
         return record
 
-    def _governed(self, session: SessionRecord, job: str) -> JobRecord:
-        """A job this peer may pause, resume or close: its own session's, its user's, or any for root."""
-        record = self._books.jobs.get(JobId(job))
-        if record is None:
-            raise UnknownJob(f"there is no job {job[:40]!r}", "`gpumux jobs` lists them")
-        uid = session.peer.uid
-        if record.session is session or uid == 0 or (uid != UNKNOWN_UID and uid == record.session.peer.uid):
-            return record
-        raise NotOwner(f"job {record.short} belongs to user {record.session.peer.uid}", "ask its owner, or root")
-
     # ---- jobs
 
     def _open_job(self, session: SessionRecord, m: msg.OpenJob, frames: Sequence[bytes]) -> None:
+        check_descriptors()
         job = JobId(m.job)
         record = self._books.jobs.get(job)
         if record is not None and record.session is not session:
@@ -133,6 +141,7 @@ class Requests:
 
     def _load_program(self, session: SessionRecord, m: msg.LoadProgram, frames: Sequence[bytes]) -> None:
         job = self._working(session, m.job)
+        check_descriptors()
         if len(frames) != 1:
             raise ProtocolError(f"LoadProgram with {len(frames)} payload frames", "send exactly one")
         if m.program in job.programs:
@@ -218,6 +227,7 @@ class Requests:
 
     def _open_transfer(self, session: SessionRecord, m: msg.OpenTransfer, frames: Sequence[bytes]) -> None:
         job = self._working(session, m.job)
+        check_descriptors()
         if m.transfer in job.transfers or m.transfer <= job.last_transfer:
             raise ProtocolError(f"transfer {m.transfer} after {job.last_transfer}", "number transfers upwards")
         if len(job.transfers) >= MAX_TRANSFERS:
@@ -235,7 +245,10 @@ class Requests:
         job.transfers[transfer] = record
         try:
             self._desk.segments.create(
-                nbytes, f"transfer-{job.short}", lambda made: self._staged(job, transfer, record, made)
+                session.peer.uid,
+                nbytes,
+                f"transfer-{job.short}",
+                lambda made: self._staged(job, transfer, record, made),
             )
         except GpumuxError:
             del job.transfers[transfer]

@@ -105,7 +105,7 @@ class Restoring:
                     f"{nbytes} bytes of state don't fit one message ({self._desk.config.max_message_bytes})",
                     "raise max_message_bytes, or resume over the ipc endpoint",
                 )
-            self._desk.segments.create(nbytes, "restore", made)
+            self._desk.segments.create(session.peer.uid, nbytes, "restore", made)
         except GpumuxError as error:
             self._give_up(session, m, error)
 
@@ -163,4 +163,4 @@ class Restoring:
             segment.write(0, data)
             self._transfers.start(job, segment, (GENERATOR,), True, lambda fault: ended(segment, fault))
 
-        self._desk.segments.create(GENERATOR_BYTES, f"generator-{job.short}", made)
+        self._desk.segments.create(session.peer.uid, GENERATOR_BYTES, f"generator-{job.short}", made)

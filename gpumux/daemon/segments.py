@@ -54,44 +54,57 @@ class SharedSegment:
 
 
 class Segments:
-    """Makes segments within a limit in bytes."""
+    """Makes segments within a limit in bytes for all, and one for each user."""
 
-    def __init__(self, limit_bytes: int, offload: Offload) -> None:
-        self._limit = limit_bytes
+    def __init__(self, limit_bytes: int, offload: Offload, user_limit_bytes: int | None = None) -> None:
+        self.limit = limit_bytes
+        self.user_limit = user_limit_bytes
         self._offload = offload
         self._numbers = count(1)
         self.used_bytes = 0
+        self.used_by: dict[int, int] = {}  # bytes, by uid
 
-    def create(self, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None]) -> None:
-        """Make a segment of `nbytes` and call `then` with it, or with why there is none; at once
-        when it is small, else on a later pass of the loop. Raises AdmissionRefused over the limit."""
-        if self.used_bytes + nbytes > self._limit:
+    def create(self, uid: int, nbytes: int, name: str, then: Callable[[SharedSegment | GpumuxError], None]) -> None:
+        """Make a segment of `nbytes` for a user and call `then` with it, or with why there is none; at once
+        when it is small, else on a later pass of the loop. Raises AdmissionRefused over a limit."""
+        mine = self.used_by.get(uid, 0)
+        if self.user_limit is not None and mine + nbytes > self.user_limit:
             raise AdmissionRefused(
-                f"{nbytes} bytes of shared memory on top of {self.used_bytes} would pass the daemon's {self._limit}",
+                f"{nbytes} bytes of shared memory on top of your {mine} would pass the {self.user_limit} one user may have",
+                "use smaller batches or fewer in flight, or raise max_shared_bytes_per_user",
+            )
+        if self.used_bytes + nbytes > self.limit:
+            raise AdmissionRefused(
+                f"{nbytes} bytes of shared memory on top of {self.used_bytes} would pass the daemon's {self.limit}",
                 "use smaller batches or fewer in flight, or raise max_shared_bytes",
             )
         self.used_bytes += nbytes
+        self.used_by[uid] = mine + nbytes
         if nbytes <= AT_ONCE_BYTES:
-            self._made(nbytes, then, *_attempt(nbytes, name))
+            self._made(uid, nbytes, then, *_attempt(nbytes, name))
         else:
-            self._offload.submit(lambda: _attempt(nbytes, name), lambda made: self._made(nbytes, then, *made))
+            self._offload.submit(lambda: _attempt(nbytes, name), lambda made: self._made(uid, nbytes, then, *made))
 
     def _made(
         self,
+        uid: int,
         nbytes: int,
         then: Callable[[SharedSegment | GpumuxError], None],
         segment: Segment | None,
         error: GpumuxError | None,
     ) -> None:
         if segment is None:
-            self._released(nbytes)
+            self._released(uid, nbytes)
             assert error is not None  # _attempt returns one of the two
             then(error)
         else:
-            then(SharedSegment(next(self._numbers), segment, self._released))
+            then(SharedSegment(next(self._numbers), segment, lambda size: self._released(uid, size)))
 
-    def _released(self, nbytes: int) -> None:
+    def _released(self, uid: int, nbytes: int) -> None:
         self.used_bytes -= nbytes
+        self.used_by[uid] -= nbytes
+        if not self.used_by[uid]:
+            del self.used_by[uid]
 
 
 def _attempt(nbytes: int, name: str) -> tuple[Segment | None, GpumuxError | None]:

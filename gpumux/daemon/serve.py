@@ -1,8 +1,8 @@
 """Start-up and shut-down of a daemon: open everything in order, serve, close it in reverse.
 
 Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 75 the endpoint is
-taken, 78 the configuration is wrong or the device can't be had. SIGTERM and SIGINT ask for a clean
-stop, at any time from the first line of `run` on; more of them change nothing, since stopping is bounded
+taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the configuration read again (daemon/reload.py).
+SIGTERM and SIGINT ask for a clean stop, at any time from the first line of `run` on; more of them change nothing, since stopping is bounded
 (drain_s, and 10 s for the device), and who can't wait has SIGKILL.
 """
 
@@ -24,9 +24,11 @@ from types import FrameType
 
 from gpumux import __version__
 from gpumux.config import Config
+from gpumux.daemon import logs
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.manager import Manager
 from gpumux.daemon.report import Identity
+from gpumux.daemon.settings import shared_limit, wire_limits
 from gpumux.device import registry
 from gpumux.device.contract import Device
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
@@ -37,12 +39,12 @@ from gpumux.program.profile import load as load_profile
 from gpumux.recovery.link import DirectoryLock, Link
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.curve import ServerCurve
-from gpumux.wire.limits import Limits
 from gpumux.wire.messages import FROM_CLIENT
 from gpumux.wire.router import Router
 
 EX_OK, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 70, 75, 78
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
+LEAST_FILES = 1024
 DRIVER = Path("/proc/driver/nvidia/version")
 
 log = logging.getLogger("gpumux.daemon")
@@ -77,21 +79,20 @@ class StopRequest:
             raise Stopped
 
 
-def run(config: Config, *, last: bool = False) -> int:
+def run(config: Config, *, last: bool = False, again: Callable[[], Config] | None = None) -> int:
     """Serve until told to stop. Returns the exit code; errors are logged, one line each. `last`: the
-    process ends next, so signals to stop it are ignored from the return on."""
-    stop = StopRequest()
-    with stop_signals(stop.ask, signal.SIG_IGN if last else None):
-        return _run(config, stop)
+    process ends next, so signals to stop it are ignored from the return on. `again` reads the configuration anew
+    (SIGHUP); None: there is nothing to read, and the same one is used."""
+    stop, reload = StopRequest(), Hangup()
+    with stop_signals(stop.ask, signal.SIG_IGN if last else None), hangups(stop.ask, reload.ask):
+        return _run(config, stop, reload, again or (lambda: config))
 
 
-def _run(config: Config, stop: StopRequest) -> int:
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+def _run(config: Config, stop: StopRequest, reload: Hangup, again: Callable[[], Config]) -> int:
+    logs.set_up(config.log_level, config.log_format)
     try:
         with ExitStack() as stack:
-            serve(config, stack, stop)
+            serve(config, stack, stop, reload, again)
     except Stopped:
         return EX_OK
     except EndpointBusy as error:
@@ -110,7 +111,7 @@ def _run(config: Config, stop: StopRequest) -> int:
     return EX_OK
 
 
-def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
+def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, again: Callable[[], Config]) -> None:
     """Open, serve, and leave the closing to `stack`, which also runs when something goes wrong."""
     started = time.time()
     raise_file_limit()
@@ -143,6 +144,8 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
         log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
 
     stop.tell(loop.stop)
+    reloading = loop.reloading(again)
+    reload.tell(lambda: loop.call_soon(reloading.begin))
     stack.enter_context(quick_interpreter())
     manager = Manager()
     manager.watch(loop)
@@ -151,6 +154,25 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest) -> None:
     manager.ready(f"serves {device.info.name} at {where}")
     loop.run()
     log.info("stopped: %s", stop.reason)
+
+
+class Hangup:
+    """SIGHUPs, which ask for the configuration to be read again. One that comes while starting counts afterwards."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._listener: Callable[[], None] | None = None
+
+    def ask(self) -> None:
+        self._asked = True
+        if self._listener is not None:
+            self._listener()
+
+    def tell(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when one comes, at once if one has."""
+        self._listener = listener
+        if self._asked:
+            listener()
 
 
 class OpenDevice:
@@ -211,28 +233,17 @@ def raise_file_limit() -> None:
     """Descriptors are what a daemon has most of; the usual soft limit of 1024 is about 80 jobs."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def wire_limits(config: Config) -> Limits:
-    """The wire's part of the configuration."""
-    return Limits(
-        max_message_bytes=config.max_message_bytes,
-        max_sessions=config.max_sessions,
-        max_sessions_per_user=config.max_sessions_per_user,
-        heartbeat_s=config.heartbeat_s,
-        lease_s=config.lease_s,
-    )
+    if hard < LEAST_FILES:
+        log.warning(
+            "this process may open %d descriptors only: few jobs, and a flood of connections could end it; raise the limit "
+            "(LimitNOFILE, `ulimit -Hn`) to %d or more", hard, LEAST_FILES,
+        )  # fmt: skip
 
 
 def curve_keys(config: Config) -> ServerCurve | None:
     if not config.curve_secret_key:
         return None
     return ServerCurve(Path(config.curve_secret_key), Path(config.curve_client_keys))
-
-
-def shared_limit(config: Config) -> int:
-    """Bytes of shared memory the daemon may hold: as set, or half of the machine's memory."""
-    return config.max_shared_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def serve_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> MetricsServer | None:
@@ -285,6 +296,24 @@ def stop_signals(stop: Callable[[str], None], afterwards: signal.Handlers | None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if afterwards is None else afterwards)
+
+
+@contextmanager
+def hangups(stop: Callable[[str], None], reload: Callable[[], None]) -> Iterator[None]:
+    """SIGHUP calls `reload`; the one that says that the terminal this process was started on is gone, `stop`."""
+    terminal = os.isatty(2)
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        if terminal and not os.isatty(2):
+            stop("the terminal it was started on is gone")
+        else:
+            reload()
+
+    before = signal.signal(signal.SIGHUP, heard)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager

@@ -42,13 +42,17 @@ class Tracing:
         self._left = 0  # records that may still come
 
     def ask(self, session: SessionRecord, ref: int, seconds: float, may_know: Callable[[JobRecord], bool]) -> None:
-        """Begin a recording; with 0 seconds, end the session's own. Raises ProtocolError or AdmissionRefused."""
+        """Begin a recording; with 0 seconds, end the session's own. An operator takes over from somebody who is none.
+        Raises ProtocolError or AdmissionRefused."""
         if seconds == 0.0:
             if self._session is session:
                 self.finish("it was ended early")
             return
         if not 0.0 < seconds <= MAX_SECONDS:
             raise ProtocolError(f"a recording of {seconds:g} s", f"record up to {MAX_SECONDS:g} s")
+        operates = self._desk.sight.operates
+        if self._session is not None and operates(session) and not operates(self._session):
+            self.finish("an operator records now")
         if self._recording is not None:
             raise AdmissionRefused("somebody is recording already", "wait for the end of that recording and ask again")
         begin = self._clock()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
+from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, TransferId
 
 GENERATOR = -1  # in a transfer's list of buffers, last: the job's random generator, GENERATOR_BYTES of the segment
 
@@ -287,6 +287,18 @@ class Answering(Protocol):
     def catch_up(self, job: JobId) -> list[DeviceEvent]:
         """Like poll, but LaunchDone of every step of the job that was answered is among the events of this
         call or an earlier one, even if nothing has said so yet: a client may be quicker than poll."""
+
+
+@runtime_checkable
+class Regrading(Protocol):
+    """What a device may have to do when a job's priority changes while it runs, beside what launches say. A device
+    without these methods has nothing to do."""
+
+    def may_regrade(self, priority: Priority) -> Fault | None:
+        """Why no job can be given this priority, or None."""
+
+    def regrade(self, job: JobId, priority: Priority) -> None:
+        """The job has this priority from its next launch on."""
 
 
 @runtime_checkable

@@ -62,6 +62,9 @@ class Metrics:
         self.restores = counter("gpumux_restores", "Jobs whose clients came back and put their state back.")
         self.replayed_steps = counter("gpumux_replayed_steps", "Steps that ran again after it.")
         self.start_time = Gauge("gpumux_daemon_start_time_seconds", "Unix time of the start.", registry=registry)
+        meaning = "Whether the newest configuration that was read is in force."
+        self.config_in_force = Gauge("gpumux_config_last_reload_successful", meaning, registry=registry)
+        self.config_in_force.set(1)
         self._codes = codes()
         self.tally = Tally(((int(p), name) for p, name in PRIORITIES.items()), message_types, BUCKETS)
         registry.register(self.tally)

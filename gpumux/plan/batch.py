@@ -96,8 +96,16 @@ def suggest(
                 Choice(batch, {name: option.algorithm for name, option in chosen.items()}, seconds, workspace, bound)
             )
     if not found:
+        least = min(batches, default=1)
         raise ConfigError(
-            f"no mini-batch of {', '.join(map(str, batches))} fits into {memory / 2**30:.1f} GiB",
-            "try smaller ones, or a GPU with more memory",
+            f"no mini-batch of {', '.join(map(str, batches))} fits into {_bytes(memory)}",
+            f"{least} samples take {_bytes(memory - cnn.bound(least, memory))} before any convolution's workspace: "
+            "try fewer, or a GPU with more memory",
         )
     return sorted(found, key=lambda choice: choice.seconds_a_sample)
+
+
+def _bytes(nbytes: float) -> str:
+    """As --memory takes it."""
+    scale, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")) if nbytes >= s), (1.0, "B"))
+    return f"{nbytes / scale:.3g} {unit}"

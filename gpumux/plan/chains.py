@@ -4,44 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
 
 from gpumux.plan.costs import Array
-from gpumux.plan.sharing import Rules
+from gpumux.plan.rules import Rules
 
 FEW = 6  # counts: with so few, calls into numpy would take longer than what they do
 CHUNK = 1 << 18  # elements of the edges held at once: memory stays linear in layers, whatever the counts
 
 
 def shortest(rules: Rules) -> tuple[float, list[int]]:
-    """Seconds, and each layer's count (an index), of the shortest path through all layers. For few counts, and costs that
-    follow the network model: most counts are reached best from the same count, which costs nothing, and where that
-    is no slower than the quickest other way could be, nothing else is looked at."""
+    """Seconds, and each layer's count (an index), of the shortest path through all layers. For 2 to FEW counts, and costs
+    that follow the network model. A count is reached best from itself, which takes no transfer, or from the count that is done
+    soonest; where the smallest transfer from any other would come too late, nothing else is looked at."""
     tables = rules.tables
-    work, room, output = tables.work.tolist(), rules.room.tolist(), tables.output.tolist()
-    shares, delay = tables.share.T.tolist(), tables.delay
-    now = [seconds if left >= 0 else inf for seconds, left in zip(work[0], room[0], strict=True)]
-    ways, counts = [], range(len(shares))
-    for nbytes, own, left in zip(output, work[1:], room[1:], strict=False):
+    work, room = np.where(rules.room < 0, inf, tables.work).tolist(), rules.room.tolist()
+    shares, delay = tables.share.tolist(), tables.delay
+    least = 1 / tables.counts[-1]  # no transfer moves a smaller part of the samples
+    stay = list(range(len(shares)))
+    now, ways = work[0], []
+    for nbytes, own, most in zip(tables.output.tolist(), work[1:], room[1:], strict=False):
+        then, way = list(map(add, now, own)), stay.copy()
         wait = delay if nbytes else 0.0
-        soonest = sorted(zip(now, counts, strict=True))
-        least = soonest[0][0] + wait
-        then, way = [], []
-        for h, seconds, most, best, share in zip(counts, own, left, now, shares, strict=True):
-            came_from = h
-            if most < 0:
-                best = inf
-            elif best > least:
-                for other, g in soonest:
-                    if other + wait >= best:
-                        break
-                    comm = nbytes * share[g] + wait
-                    if comm <= most and other + comm < best and g != h:
-                        best, came_from = other + comm, g
-            then.append(best + seconds)
-            way.append(came_from)
+        floor = nbytes * least + wait  # rounded as each transfer, and so above none
+        soonest, second = sorted(now)[:2]
+        reached, others = soonest + floor, second + floor
+        quickest = now.index(soonest)
+        share = shares[quickest]
+        for h in stay:
+            if now[h] > reached and own[h] < inf:
+                comm = nbytes * share[h] + wait
+                arrival = soonest + comm
+                if arrival <= others and comm <= most[h]:
+                    if arrival < now[h]:
+                        then[h], way[h] = arrival + own[h], quickest
+                else:
+                    best = now[h]
+                    for g, other in enumerate(now):
+                        comm = nbytes * shares[g][h] + wait
+                        if other + comm < best and comm <= most[h] and g != h:
+                            best, way[h] = other + comm, g
+                    then[h] = best + own[h]
         now = then
         ways.append(way)
     seconds = min(now)

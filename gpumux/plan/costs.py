@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -100,7 +101,7 @@ class ProfiledCosts:
         if wrong:
             raise ConfigError(
                 f"a global batch of {self.batch} does not divide among {wrong[0]} GPUs",
-                _divisors_remedy(self.batch, self.counts[-1]),
+                _divisors_remedy(self.batch, self.counts),
             )
 
     def comp(self, layer: int, g: int) -> float:
@@ -123,43 +124,38 @@ class ProfiledCosts:
 
     def tables(self) -> Tables:
         pattern = _pattern(self.counts)
-        samples = [self.batch // count for count in self.counts]
-        nbytes = self.graph.parameter_bytes[:, None] * pattern.others
-        sync = nbytes * (2 / self.network.bandwidth)
-        if self.network.latency:
-            sync += (nbytes > 0) * (2 * self.network.latency)
-        if self.overlap:
-            sync = np.maximum(0.0, sync - self.overlap * self._times(samples, backward=True))
-        comp = self._times((*samples, self.batch), backward=False)
+        both = self._both()
         return Tables(
-            counts=self.counts,
-            work=comp[:, :-1] + sync,
-            single=comp[:, -1],
-            output=self.graph.output_bytes * (2 * self.batch / self.network.bandwidth),
-            share=pattern.share,
-            away=pattern.away,
-            delay=2 * self.network.latency,
+            self.counts,
+            both[:, :-1],
+            both[:, -1],
+            self.graph.output_bytes * (2 * self.batch / self.network.bandwidth),
+            pattern.share,
+            pattern.away,
+            2 * self.network.latency,
         )
 
-    def _times(self, samples: Sequence[int], *, backward: bool) -> Array:
-        """Seconds [layers, samples] of the backward pass, or of both, as LayerProfile.at has them."""
+    def _both(self) -> Array:
+        """[layers, counts + 1]: comp + sync on each count, then comp on one GPU."""
         timed = self.graph.timed
         if timed is None:
-            timings = [[layer.at(each) for each in samples] for layer in self.graph.layers]
-            return np.array([[t.backward if backward else t.seconds for t in row] for row in timings])
-        weights = _weights(timed.batches, tuple(samples))
+            layers = range(len(self.graph.layers))
+            rows = [[*(self.comp(i, g) + self.sync(i, g) for g in self.counts), self.comp(i, 1)] for i in layers]
+            return np.array(rows)
+        weights = _weights(timed.batches, self.batch, self.counts, self.network, self.overlap)
         if weights is None:
-            self.graph.layers[0].at(min(samples))  # says what is wrong
+            self.comp(0, self.counts[-1])  # says what is wrong
         assert weights is not None
-        found: Array = (timed.backward if backward else timed.both) @ weights
-        return found
+        always, exposed = weights
+        both: Array = timed.linear @ always
+        if exposed is not None:
+            both += np.maximum(0.0, timed.linear @ exposed)
+        return both
 
 
 class _Pattern(NamedTuple):
-    """What of a network's costs depends on the counts alone: `others` [counts], the part of the gradients that an
-    all-reduce moves through a GPU, twice; `share` and `away` of Tables."""
+    """`share` and `away` of Tables."""
 
-    others: Array
     share: Array
     away: Array
 
@@ -170,26 +166,34 @@ def _pattern(counts: tuple[int, ...]) -> _Pattern:
     few, many = np.minimum.outer(each, each), np.maximum.outer(each, each)
     share = np.maximum(1 / few - 1 / many, 1 / many)
     share[few == many] = 0.0
-    return _Pattern((each - 1) / each, share, 1 / few)
+    return _Pattern(share, 1 / few)
 
 
 @lru_cache(maxsize=64)
-def _weights(batches: tuple[int, ...], samples: tuple[int, ...]) -> Array | None:
-    """[batches, samples]: how much of each timed batch makes up one of `samples` (see LayerProfile.at). None where one is
-    below all batches."""
-    found = np.zeros((len(batches), len(samples)))
-    for column, each in enumerate(samples):
-        place = bisect_left(batches, each)
-        if place == len(batches):
-            found[-1, column] = each / batches[-1]
-        elif batches[place] == each:
-            found[place, column] = 1.0
+def _weights(
+    batches: tuple[int, ...], batch: int, counts: tuple[int, ...], network: Network, overlap: float
+) -> tuple[Array, Array | None] | None:
+    """What makes up comp + sync on each count, and comp on one GPU, of what Timed.linear has of a layer: a sum; and where
+    syncs overlap, a second one that counts where it is above 0. None where a count's part of `batch` is below all
+    batches that were timed."""
+    k = len(batches)
+    both, sync = np.zeros((2, 2 * k + 2, len(counts) + 1))
+    for column, count in enumerate((*counts, 1)):
+        samples = batch // count
+        place = bisect_left(batches, samples)
+        if place == k:
+            both[place - 1, column] = samples / batches[-1]
+        elif batches[place] == samples:
+            both[place, column] = 1.0
         elif place == 0:
             return None
         else:
-            share = (each - batches[place - 1]) / (batches[place] - batches[place - 1])
-            found[place - 1 : place + 1, column] = 1.0 - share, share
-    return found
+            share = (samples - batches[place - 1]) / (batches[place] - batches[place - 1])
+            both[place - 1 : place + 1, column] = 1.0 - share, share
+        if count > 1:
+            sync[-2:, column] = 2 * (count - 1) / count / network.bandwidth, 2 * network.latency
+            sync[k : 2 * k, column] = -overlap * both[:k, column]
+    return (both, sync) if overlap else (both + sync, None)
 
 
 def powers_of_two(gpus: int) -> tuple[int, ...]:
@@ -204,9 +208,9 @@ def divisors(batch: int, gpus: int) -> tuple[int, ...]:
     return tuple(count for count in range(1, min(batch, gpus) + 1) if batch % count == 0)
 
 
-def _divisors_remedy(batch: int, gpus: int) -> str:
-    fitting = ",".join(map(str, divisors(batch, gpus)))
-    return f"give a batch that is a multiple of {gpus}, or --counts {fitting}"
+def _divisors_remedy(batch: int, counts: Sequence[int]) -> str:
+    fitting = ",".join(map(str, divisors(batch, counts[-1])))
+    return f"give a batch that is a multiple of {lcm(*counts)}, or --counts {fitting}"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -50,15 +49,11 @@ class Graph:
         return sum(1 for _ in blocks(self.chain))
 
     @cached_property
-    def pairs(self) -> Pairs:
-        """What the search asks for of its blocks."""
-        return Pairs(
-            tuple(neighbours(self.chain)), tuple(doors(self.chain, entry=True)), tuple(doors(self.chain, entry=False))
-        )
-
-    @cached_property
-    def parameter_bytes(self) -> npt.NDArray[np.float64]:
-        return np.array([float(layer.parameter_bytes) for layer in self.layers])
+    def levels(self) -> tuple[Level, ...]:
+        """The blocks, those first that have no others inside."""
+        found: list[list[Site]] = []
+        _sites(self.chain, False, found)
+        return tuple([_level(sites) for sites in found])
 
     @cached_property
     def output_bytes(self) -> npt.NDArray[np.float64]:
@@ -70,26 +65,71 @@ class Graph:
         batches = tuple(timing.samples for timing in self.layers[0].times)
         if any(tuple(timing.samples for timing in layer.times) != batches for layer in self.layers):
             return None
-        forward = np.array([[timing.forward for timing in layer.times] for layer in self.layers])
-        backward = np.array([[timing.backward for timing in layer.times] for layer in self.layers])
-        return Timed(batches, forward + backward, backward)
+        times = [[timing.seconds for timing in layer.times] for layer in self.layers]
+        backward = [[timing.backward for timing in layer.times] for layer in self.layers]
+        parameters = [[float(layer.parameter_bytes), float(layer.parameter_bytes > 0)] for layer in self.layers]
+        return Timed(batches, np.hstack((times, backward, parameters)))
 
 
-class Pairs(NamedTuple):
-    """Pairs of layers inside of blocks: one behind the other; a block's branching layer and a branch's first; a branch's last
-    and the joining layer."""
+class Site(NamedTuple):
+    """A block, the layers that branch and join, and whether it lies inside of another one."""
 
-    neighbours: tuple[tuple[int, int], ...]
-    entries: tuple[tuple[int, int], ...]
-    exits: tuple[tuple[int, int], ...]
+    block: Block
+    fork: int
+    join: int
+    inner: bool
+
+
+class Way(NamedTuple):
+    """A branch that has layers: which one of which site, its layers, and the number of the block before each (None: none)."""
+
+    site: int
+    branch: int
+    layers: tuple[int, ...]
+    blocks: tuple[int | None, ...]
+
+
+class Level(NamedTuple):
+    """Blocks that can be looked at together, with all their branches, the longest first."""
+
+    sites: tuple[Site, ...]
+    ways: tuple[Way, ...]
+
+
+def _sites(chain: Chain, inner: bool, found: list[list[Site]]) -> int:
+    """Sort the chain's blocks by how deep others lie in them; returns the number of levels that takes."""
+    levels = 0
+    for place, each in enumerate(chain):
+        if isinstance(each, Block):
+            level = max(_sites(branch, True, found) for branch in each.branches)
+            while len(found) <= level:
+                found.append([])
+            fork, join = chain[place - 1], chain[place + 1]
+            assert isinstance(fork, int)
+            assert isinstance(join, int)
+            found[level].append(Site(each, fork, join, inner))
+            levels = max(levels, level + 1)
+    return levels
+
+
+def _level(sites: Sequence[Site]) -> Level:
+    ways = []
+    for at, site in enumerate(sites):
+        for i, branch in enumerate(site.block.branches):
+            if branch:
+                before = (None, *branch)
+                steps = [(each, last) for last, each in zip(before, branch, strict=False) if isinstance(each, int)]
+                blocks = tuple(last.number if isinstance(last, Block) else None for _, last in steps)
+                ways.append(Way(at, i, tuple(layer for layer, _ in steps), blocks))
+    return Level(tuple(sites), tuple(sorted(ways, key=lambda way: -len(way.layers))))
 
 
 class Timed(NamedTuple):
-    """Seconds [layers, batches]: forward and backward together, and backward alone."""
+    """What layers' times on any number of GPUs are linear in, [layers, 2 batches + 2]: seconds of both passes at each batch,
+    those of the backward pass alone, the bytes of the layer's parameters, and 1 where it has any."""
 
     batches: tuple[int, ...]
-    both: npt.NDArray[np.float64]
-    backward: npt.NDArray[np.float64]
+    linear: npt.NDArray[np.float64]
 
 
 def blocks(chain: Chain) -> Iterator[Block]:
@@ -99,29 +139,6 @@ def blocks(chain: Chain) -> Iterator[Block]:
             yield each
             for branch in each.branches:
                 yield from blocks(branch)
-
-
-def neighbours(chain: Chain) -> Iterator[tuple[int, int]]:
-    """Every pair of layers inside of blocks of which the second stands right behind the first."""
-    for block in blocks(chain):
-        for branch in block.branches:
-            for first, second in pairwise(branch):
-                if isinstance(first, int) and isinstance(second, int):
-                    yield first, second
-
-
-def doors(chain: Chain, *, entry: bool) -> Iterator[tuple[int, int]]:
-    """Every pair of a layer that branches and the first of a branch; or of a branch's last and the layer that joins, where an
-    empty branch's last is the layer that branches."""
-    for place, block in enumerate(chain):
-        if not isinstance(block, Block):
-            continue
-        fork, join = chain[place - 1], chain[place + 1]
-        for branch in block.branches:
-            pair = (fork, branch[0]) if entry and branch else (branch[-1] if branch else fork, join)
-            if (branch or not entry) and isinstance(pair[0], int) and isinstance(pair[1], int):
-                yield pair[0], pair[1]
-            yield from doors(branch, entry=entry)
 
 
 def members(chain: Chain) -> Iterator[int]:

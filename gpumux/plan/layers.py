@@ -23,10 +23,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from gpumux.errors import ConfigError
 from gpumux.program import reading
+from gpumux.program.profile import FORMAT as STEP_FORMAT
 
 FORMAT = "gpumux-layers"
 VERSION = 1
 UNITS = {"forward": "s", "backward": "s", "output_bytes": "B a sample", "parameter_bytes": "B", "flops": "a sample"}
+UNSTEADY = 1.5
 RERECORD = "record it again with `gpumux plan profile MODEL -o FILE`, or mend the file"
 
 Source: TypeAlias = Literal["measured", "model"]
@@ -132,6 +134,20 @@ class ModelProfile:
     def parameter_bytes(self) -> int:
         return sum(layer.parameter_bytes for layer in self.layers)
 
+    def unsteady(self) -> str:
+        """A sentence where a smaller batch took much longer than a larger one, which no device does by itself; else ""."""
+        smallest = max(layer.times[0].samples for layer in self.layers)
+        batches = [timing.samples for timing in self.layers[0].times if timing.samples >= smallest]
+        times = [self.seconds(batch) for batch in batches]
+        for i, batch in enumerate(batches):
+            if times[i] > UNSTEADY * min(times[i:]):
+                shortest = times[i:].index(min(times[i:])) + i
+                return (
+                    f"batches of {batch} took {times[i] / times[shortest]:.1f} times as long as batches of {batches[shortest]}: "
+                    "something else ran there; record it again before you rely on a plan"
+                )
+        return ""
+
     def seconds(self, samples: int) -> float:
         """All layers one after the other, forward and backward, on one device."""
         return sum(layer.at(samples).seconds for layer in self.layers)
@@ -179,6 +195,10 @@ def load(path: Path) -> ModelProfile:
 
 def loads(text: str) -> ModelProfile:
     """The profile a file's text says. Raises ConfigError."""
+    if f'"format": "{STEP_FORMAT}"' in text[:200]:
+        raise ConfigError(
+            "this is the profile of a step", "name the model that it trains, and this file with --profile"
+        )
     body = reading.header(text, FORMAT, VERSION, UNITS, RERECORD)
     names = {f.name for f in fields(ModelProfile)}
     reading.same_keys("the profile", body, names | {"format", "version", "units"}, RERECORD)

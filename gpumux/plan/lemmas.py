@@ -41,6 +41,17 @@ def gpus_for(wanted: float, overhead: float) -> int | None:
     return max(1, ceil(wanted / gained - SLACK)) if gained > 0 else None
 
 
+def gpus_at(wanted: float, least: float) -> int:
+    """The fewest GPUs that are `wanted` times as fast as one at the efficiency `least` (0 to 1). Raises ConfigError
+    outside."""
+    _check(1, 0.0)
+    if not (isfinite(wanted) and wanted >= 1):
+        raise ConfigError(f"a speed-up of {wanted}", "give 1 or more")
+    if not 0 < least <= 1:
+        raise ConfigError(f"an efficiency of {least}", "give more than 0 and at most 1")
+    return max(1, ceil(wanted / least - SLACK))
+
+
 def most_speedup(overhead: float) -> float:
     """What no number of GPUs exceeds."""
     _check(1, overhead)

@@ -8,17 +8,18 @@ docs/planning.md has the proof. On chains of L layers and n counts this takes O(
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, isinf, isnan
 
 import numpy as np
 
 from gpumux.errors import ConfigError
-from gpumux.plan import chains
-from gpumux.plan.costs import TOLERANCE, Array, Costs, Tables
+from gpumux.plan import chains, sharing
+from gpumux.plan.costs import Array, Costs, Tables
 from gpumux.plan.graph import Block, Chain, Graph
 from gpumux.plan.plan import Placement
-from gpumux.plan.sharing import BlockTable, Rules
+from gpumux.plan.rules import Rules, rules
+from gpumux.plan.sharing import BlockTable
 
 
 def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
@@ -30,21 +31,13 @@ def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
     return _Search(tables, limit, gpus).run(graph)
 
 
-def rules(tables: Tables, limit: float) -> Rules:
-    """What the limit leaves of each layer's time on each count for the transfers into it, [layers, counts]."""
-    if isinf(limit):
-        return Rules(tables, np.full(tables.work.shape, inf))
-    budget = tables.single * (limit * (1 + TOLERANCE))
-    return Rules(tables, budget[:, None] / np.array(tables.counts) - tables.work)
-
-
 class _Search:
     def __init__(self, tables: Tables, limit: float, gpus: int) -> None:
         self.tables, self.gpus = tables, gpus
         self.rules = rules(tables, limit)
 
     def run(self, graph: Graph) -> Placement:
-        if len(self.tables.counts) <= chains.FEW and self.tables.given is None and not graph.blocks:
+        if 2 <= len(self.tables.counts) <= chains.FEW and self.tables.given is None and not graph.blocks:
             seconds, found = chains.shortest(self.rules)
             self._possible(seconds)
             counts = self.tables.counts
@@ -55,11 +48,11 @@ class _Search:
         """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them, until
         it leads through none that are not: then it is the shortest, since no bound is above the truth."""
         chain = graph.chain
-        self.rules.prepare(graph.pairs)
+        tables = sharing.tables(graph, self.rules, self.gpus)
         first = chain[0]
         assert isinstance(first, int)
         start = self.tables.work[first] + np.where(self.rules.room[first] >= 0, 0.0, inf)
-        steps = self._steps(chain)
+        steps = self._steps(chain, tables)
         changed = 0
         while True:
             reached = start if changed == 0 else steps[changed - 1].reached
@@ -86,7 +79,7 @@ class _Search:
             last = step.collect(last, placed, away)
         return Placement(tuple([counts[placed[i]] for i in range(len(graph.layers))]), frozenset(away))
 
-    def _steps(self, chain: Chain) -> list[chains.Run | _Joined]:
+    def _steps(self, chain: Chain, tables: Mapping[int, BlockTable]) -> list[chains.Run | _Joined]:
         found: list[chains.Run | _Joined] = []
         place = 0
         while place + 1 < len(chain):
@@ -102,7 +95,7 @@ class _Search:
                 assert isinstance(fork, int)
                 assert isinstance(block, Block)
                 assert isinstance(join, int)
-                found.append(_Joined(block, fork, join, self.rules, self.gpus))
+                found.append(_Joined(tables[block.number], self.rules))
                 place += 2
         return found
 
@@ -117,9 +110,9 @@ class _Search:
 class _Joined:
     """A block between two layers of the model's own chain."""
 
-    def __init__(self, block: Block, fork: int, join: int, rules: Rules, gpus: int) -> None:
-        self.table = BlockTable(block, fork, join, rules, (gpus,))
-        self.fork, self.join, self.rules = fork, join, rules
+    def __init__(self, table: BlockTable, rules: Rules) -> None:
+        self.table, self.rules = table, rules
+        _, self.fork, self.join, _ = table.site
         self.reached: Array
         self.ways: list[int]
 

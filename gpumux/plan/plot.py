@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 
 COLORS = {"comp": HIGH_COLOR, "comm": "#dd8452", "sync": "#8172b3"}
 LINES = dict(zip(STRATEGIES, (LOW_COLOR, "#55a868", "#ccb974", HIGH_COLOR), strict=True))
+WIDTHS = dict(zip(STRATEGIES, (4.0, 1.5, 1.5, 1.5), strict=True))  # what lies under another line shows at its sides
 SMALL = 8
 LABELLED = 40  # layers; more names would hide each other
+
+
+def available() -> None:
+    """Raises ConfigError where matplotlib is not installed."""
+    figure(1.0, 1.0)
 
 
 def timeline(plan: Plan, path: Path) -> None:
@@ -36,7 +42,9 @@ def timeline(plan: Plan, path: Path) -> None:
     axes.set_xlim(0, plan.seconds * 1e3)
     axes.set_ylabel("GPU", fontsize=SMALL)
     idle = plan.idle / (plan.gpus * plan.seconds) if plan.seconds else 0.0
-    _finish(axes, "ms", f"{plan.graph.name}, {plan.algorithm}: {plan.gpus} GPUs, batch {plan.batch}, {idle:.0%} idle")
+    title = f"{plan.graph.name}, {plan.algorithm}: {plan.gpus} GPUs, batch {plan.batch}, {idle:.0%} idle"
+    _finish(axes, "ms", title, legend=False)
+    drawn.legend(loc="outside upper right", ncols=len(COLORS), fontsize=7, frameon=False)  # bars may be anywhere inside
     save(drawn, path)
 
 
@@ -53,14 +61,14 @@ def scaling(found: Sequence[Scaled], name: str, path: Path) -> None:
     speedups.plot(sizes, sizes, color=LINE_COLOR, ls=":", lw=1, label="linear")
     for strategy in STRATEGIES:
         some = [each for each in found if each.strategy == strategy]
-        speedups.plot(
-            [s.gpus for s in some], [s.speedup for s in some], marker=".", color=LINES[strategy], label=strategy
-        )
+        _line(speedups, strategy, [(float(s.gpus), s.speedup) for s in some])
     chosen = [each for each in found if each.strategy == "batch-optimal"]
     samples.plot([s.gpus for s in chosen], [s.samples_a_gpu for s in chosen], marker=".", color=LINES["batch-optimal"])
     for axes in (speedups, samples):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        axes.set_xticks(sizes, list(map(str, sizes)))
+        axes.yaxis.set_major_formatter("{x:g}")
     speedups.set_ylabel("speed-up to accuracy", fontsize=SMALL)
     samples.set_ylabel("samples a GPU", fontsize=SMALL)
     _finish(speedups, "GPUs", f"{name}: ways to scale")
@@ -73,12 +81,16 @@ def networks(found: Sequence[tuple[float, Scaled]], name: str, path: Path) -> No
     drawn = figure(6.5, 4.0)
     axes = drawn.subplots()
     for strategy in STRATEGIES:
-        some = [(bandwidth * 8e-9, each.speedup) for bandwidth, each in found if each.strategy == strategy]
-        axes.plot([x for x, _ in some], [y for _, y in some], marker=".", color=LINES[strategy], label=strategy)
+        _line(axes, strategy, [(rate * 8e-9, each.speedup) for rate, each in found if each.strategy == strategy])
+    rates = sorted({bandwidth * 8e-9 for bandwidth, _ in found})
     axes.set_xscale("log")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0)
+    axes.axhline(1, color=LINE_COLOR, ls=":", lw=1)
     axes.set_ylabel("speed-up to accuracy", fontsize=SMALL)
     gpus = found[0][1].gpus if found else 0
-    _finish(axes, "Gb/s a GPU", f"{name}: {gpus} GPUs")
+    _finish(axes, "network, Gb/s a GPU", f"{name}: {gpus} GPUs over one")
     save(drawn, path)
 
 
@@ -93,7 +105,12 @@ def layers(graph: Graph, speedups: Sequence[Sequence[float]], counts: Sequence[i
     if len(names) <= LABELLED:
         axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=6)
     axes.set_ylabel(f"speed-up on {counts[-1]} GPUs", fontsize=SMALL)
-    _finish(axes, "layer", f"{graph.name}: computation alone", legend=False)
+    _finish(
+        axes,
+        "layer" if len(names) <= LABELLED else "layer, by its place in the model",
+        f"{graph.name}: computation alone",
+        legend=False,
+    )
     save(drawn, path)
 
 
@@ -101,17 +118,34 @@ def trade_off(points: Sequence[OperatingPoint], name: str, path: Path) -> None:
     """Figure 10: what the cluster gets done in all over how quick the foreground job is."""
     drawn = figure(6.5, 4.0)
     axes = drawn.subplots()
-    for prefix, label, color in (
-        ("limit", "burst, idle time shared", HIGH_COLOR),
-        ("partition", "partition", LOW_COLOR),
-    ):
-        some = sorted((p.speedup, p.throughput, p.name) for p in points if p.name.startswith(prefix))
-        axes.plot([x for x, _, _ in some], [y for _, y, _ in some], marker="o", color=color, label=label)
-        for x, y, text in some:
-            axes.annotate(text.split()[1], (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+    kinds = (("limit", "burst, idle time shared", HIGH_COLOR), ("partition", "partition", LOW_COLOR))
+    for prefix, label, color in kinds:
+        line = sorted((p.speedup, p.throughput) for p in points if p.name.startswith(prefix))
+        axes.plot([x for x, _ in line], [y for _, y in line], marker="o", color=color, label=label)
+    axes.margins(x=0.15)
+    near = [0.03 * (high - low) for low, high in (axes.get_xlim(), axes.get_ylim())]
+    for prefix, _, color in kinds:
+        some = [(p.speedup, p.throughput, p.name.split()[1]) for p in points if p.name.startswith(prefix)]
+        for (x, y), text in _together(some, *near).items():
+            axes.annotate(text, (x, y), fontsize=6, xytext=(3, 4), textcoords="offset points", color=color)
     axes.set_ylabel("samples a second, all jobs", fontsize=SMALL)
     _finish(axes, "foreground speed-up", f"{name}: amplification limits, and GPUs given to the foreground")
     save(drawn, path)
+
+
+def _line(axes: Axes, strategy: str, points: Sequence[tuple[float, float]]) -> None:
+    axes.plot(
+        [x for x, _ in points], [y for _, y in points], marker=".", color=LINES[strategy], lw=WIDTHS[strategy], label=strategy
+    )  # fmt: skip
+
+
+def _together(points: Sequence[tuple[float, float, str]], wide: float, high: float) -> dict[tuple[float, float], str]:
+    """One text for each place: "1.75 to none" where several limits make the same plan, or nearly."""
+    found: dict[tuple[float, float], list[str]] = {}
+    for x, y, text in points:
+        near = next((at for at in found if abs(at[0] - x) <= wide and abs(at[1] - y) <= high), (x, y))
+        found.setdefault(near, []).append("none" if text == "inf" else text)
+    return {at: texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}" for at, texts in found.items()}
 
 
 def _finish(axes: Axes, xlabel: str, title: str, *, legend: bool = True) -> None:

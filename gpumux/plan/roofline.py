@@ -27,7 +27,7 @@ def modelled(traced: TracedModel, layer: Traced, spec: GpuSpec, batches: Sequenc
     """One layer by the roofline."""
     times = []
     for batch in batches:
-        costs = [_node(traced, node, spec, batch) for node in layer.nodes]
+        costs = [node_seconds(traced, node, spec, batch) for node in layer.nodes]
         times.append(Timing(batch, sum(forward for forward, _ in costs), sum(backward for _, backward in costs)))
     return LayerProfile(
         layer.name,
@@ -41,7 +41,7 @@ def modelled(traced: TracedModel, layer: Traced, spec: GpuSpec, batches: Sequenc
     )
 
 
-def _node(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) -> tuple[float, float]:
+def node_seconds(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) -> tuple[float, float]:
     """Seconds of one node forward and backward. Backward passes of products are two products, those of the rest read what
     came in and what comes back, and write as much as went in. Modules with parameters inside move those, too."""
     made = tensors(node.meta["val"])

@@ -3,87 +3,26 @@ of the joining one, over the ways to run its branches one after the other or sid
 
 Who runs where: some branches stay at home, on the same first GPUs one after the other; each of the others gets GPUs of
 its own. A way to share the GPUs (`Split`) says how many each may use. More never hurts, so only splits count in which nobody
-could have more. For each of them a branch is a shortest path that stays within its GPUs.
+could have more. For each of them a branch is a shortest path that stays within its GPUs (gpumux/plan/branches.py). Blocks
+with as many branches are worked out together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, product
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from gpumux.plan.costs import Array, Tables
-from gpumux.plan.graph import Block, Chain, Pairs
-from gpumux.plan.splits import AWAY, HOME, Split, tabled
+from gpumux.plan.branches import Paths
+from gpumux.plan.costs import Array
+from gpumux.plan.graph import Graph, Level
+from gpumux.plan.rules import Rules
+from gpumux.plan.splits import AWAY, HOME, Indices, Split, Table, tabled
 
-MAX_PREPARED = 1 << 22  # elements
-PAIRWISE = 1 << 18  # elements at once
-
-
-@dataclass(frozen=True)
-class Rules:
-    """`room` [layers, counts]: seconds that transfers into a layer may take, by the amplification limit; below 0 where the
-    layer alone is above it."""
-
-    tables: Tables
-    room: Array
-    prepared: dict[tuple[int, int], Array] = field(default_factory=dict)
-    entered: dict[tuple[int, int], Array] = field(default_factory=dict)
-    left: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
-
-    def prepare(self, found: Pairs) -> None:
-        """Work out what blocks need of their layers together: that is quicker than one at a time."""
-        pairs, entries, exits = found
-        if (len(pairs) + 2 * len(entries) + 2 * len(exits)) * self.room.shape[1] ** 2 > MAX_PREPARED:
-            return
-        if pairs:
-            before, behind = (list(each) for each in zip(*pairs, strict=True))
-            self.prepared.update(zip(pairs, self.edges(before, behind), strict=True))
-        if entries:
-            self.entered.update(zip(entries, self._enter(entries), strict=True))
-        if exits:
-            self.left.update(zip(exits, zip(*self._leave(exits), strict=True), strict=True))
-
-    def enter(self, fork: int, first: int) -> Array:
-        """Seconds from the branching layer to the end of a branch's first one, [modes, counts, counts]."""
-        found = self.entered.get((fork, first))
-        return self._enter([(fork, first)])[0] if found is None else found
-
-    def leave(self, last: int, join: int) -> tuple[Array, Array]:
-        """Transfers into a joining layer, [modes, counts, counts]: inf where the limit forbids it; and as they are."""
-        found = self.left.get((last, join))
-        if found is None:
-            allowed, transfers = self._leave([(last, join)])
-            found = allowed[0], transfers[0]
-        return found
-
-    def _enter(self, pairs: Sequence[tuple[int, int]]) -> Array:
-        allowed, _ = self._leave(pairs)
-        return allowed + self.tables.work[[first for _, first in pairs]][:, None, None]
-
-    def _leave(self, pairs: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
-        transfers = self.tables.transfers([before for before, _ in pairs])
-        room = self.room[[behind for _, behind in pairs]][:, None, None]
-        return np.where(transfers > room, inf, transfers), transfers
-
-    def edge(self, before: int, behind: int) -> Array:
-        """The edges between two layers, [counts behind, counts before]."""
-        found = self.prepared.get((before, behind))
-        return self.edges([before], [behind])[0] if found is None else found
-
-    def edges(self, before: slice | Sequence[int], behind: slice | Sequence[int]) -> Array:
-        """Seconds from each layer to the one behind it, [pairs, counts behind, counts before]: the transfer and the layer
-        behind itself, inf where the limit forbids it."""
-        comm = self.tables.comm(before).transpose(0, 2, 1)
-        edges: Array = comm + self.tables.work[behind][:, :, None]
-        edges[comm > self.room[behind][:, :, None]] = inf
-        return edges
+CHUNK = 1 << 17  # elements at once
 
 
 class _Found(NamedTuple):
@@ -94,156 +33,178 @@ class _Found(NamedTuple):
     ends: tuple[int, ...]
 
 
-@lru_cache(maxsize=64)
-def _places(k: int, n: int) -> tuple[npt.NDArray[np.intp], ...]:
-    """Indices that broadcast over [branches, caps, modes, fork's counts, join's counts]: of branches, modes and both counts."""
-    counts = np.arange(n)
-    return np.arange(k), np.arange(2)[:, None, None], counts[:, None], counts
+def tables(graph: Graph, rules: Rules, gpus: int) -> dict[int, BlockTable]:
+    """Every block's table, by number: of those inside of others within each count of GPUs, of the rest within `gpus`.
+    Raises ConfigError for a block that can run in too many ways."""
+    found: dict[int, BlockTable] = {}
+    for level in graph.levels:
+        for table in _Level(level, rules, found, gpus).tables():
+            found[table.site.block.number] = table
+    return found
 
 
-@dataclass
-class _Branch:
-    """One branch's shortest paths from each count of the branching layer. `states`: after each step, seconds
-    [caps, modes, fork's counts, own counts]. `steps`: a layer, or a block and the layer that joins it."""
+class _Level:
+    """Blocks that can be worked out together."""
 
-    chain: Chain
-    steps: list[int]
-    tables: list[BlockTable | None]
-    states: list[Array]
-    ways: Array  # [caps, modes, fork's counts, own counts, join's], the transfer into the joining layer included
-    transfers: Array  # from the last layer: [modes, fork's counts or 1, own counts or 1, join's]
+    def __init__(self, level: Level, rules: Rules, known: Mapping[int, BlockTable], gpus: int) -> None:
+        self.level, self.rules, self.known, self.gpus = level, rules, known, gpus
+        inside = [number for way in level.ways for number in way.blocks if number is not None]
+        exact = {number: known[number].resolved() for number in inside}
+        rows = any(len(site.block.branches) != 2 for site in level.sites)
+        self.paths = Paths(level, rules, exact, rows=rows) if level.ways else None
+        self.ways = {(way.site, way.branch): i for i, way in enumerate(level.ways)}
+
+    def tables(self) -> list[BlockTable]:
+        counts = self.rules.tables.counts
+        kinds: dict[tuple[int, tuple[int, ...], bool], list[int]] = {}
+        for at, site in enumerate(self.level.sites):
+            branches = site.block.branches
+            empty = tuple([i for i, branch in enumerate(branches) if not branch])
+            kinds.setdefault((len(branches), empty, site.inner), []).append(at)
+        found = []
+        for (k, empty, inner), places in kinds.items():
+            table = tabled(k, empty, counts if inner else (self.gpus,), counts)
+            work = k * len(counts) ** 2 * max(len(some) for some in table.splits)
+            size = max(1, CHUNK // max(1, work))
+            for at in range(0, len(places), size):
+                group = _Group(self, places[at : at + size], empty, table)
+                if k == 2:
+                    group.pairs()
+                else:
+                    group.relaxed()
+                found += [BlockTable(group, i) for i in range(len(group.sites))]
+        return found
+
+
+class _Group:
+    """Blocks with as many branches. `times` [splits, blocks, fork's counts, join's] for each number of GPUs: no way under a
+    split is quicker; `lower` [numbers, blocks, fork's counts, join's] the least of them, inf where there is none; `sure`
+    where that is exact."""
+
+    def __init__(self, level: _Level, places: Sequence[int], empty: tuple[int, ...], table: Table) -> None:
+        self.rules, self.paths, self.known = level.rules, level.paths, level.known
+        self.empty, self.table = empty, table
+        self.sites = [level.level.sites[at] for at in places]
+        self.k = len(self.sites[0].block.branches)
+        self.ways = [[level.ways.get((at, i), -1) for at in places] for i in range(self.k)]
+        n = len(self.rules.tables.counts)
+        self.room = self.rules.room[[site.join for site in self.sites]]  # [blocks, join's counts]
+        self.lower = np.full((len(table.splits), len(places), n, n), inf)
+        self.sure = np.ones(self.lower.shape, dtype=bool)
+        self.times: list[Array] = []
+        # transfers of empty branches, as Rules has them, [blocks, modes, fork's counts, join's]
+        self.skips: tuple[Array, Array] | None = None
+        if empty:
+            self.skips = self.rules.transfers([site.fork for site in self.sites], [site.join for site in self.sites])
+
+    def relaxed(self) -> None:
+        """As if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
+        n, b = self.lower.shape[2], len(self.sites)
+        rows, first = self._rows()  # first [branches, blocks]: where each branch's rows begin
+        cells = np.arange(b)[:, None], np.arange(n * n)
+        room = np.repeat(self.room[:, None], n, 1).reshape(b, n * n)
+        for at, (modes, caps) in enumerate(zip(self.table.modes, self.table.caps, strict=True)):
+            if not modes.size:  # no count is as small as this
+                self.times.append(np.zeros((0, b, n, n)))
+                continue
+            here = (modes * n + caps)[:, :, None] + first[:, None]
+            times = rows[0].take(here * (modes == HOME)[:, :, None], 0).sum(0)
+            np.maximum(times, rows[0].take(here * (modes == AWAY)[:, :, None], 0).max(0), out=times)
+            times[rows[2].take(here, 0).sum(0) > room] = inf  # not even with the smallest transfer of each branch
+            self.times.append(times.reshape(-1, b, n, n))
+            best = times.argmin(0)  # [blocks, fork's counts * join's]
+            self.lower[at] = times[best, *cells].reshape(b, n, n)
+            moved = rows[1][here[:, best, cells[0]], cells[1]].sum(0)
+            self.sure[at] = (moved <= room).reshape(b, n, n)
+
+    def _rows(self) -> tuple[Array, Indices]:
+        """Rows as Paths has them, with some for empty branches behind, and the first one of each block's branches."""
+        n, b = self.lower.shape[2], len(self.sites)
+        first = np.array(self.ways) * (2 * n) + 1
+        if not self.empty or self.skips is None:
+            assert self.paths is not None
+            return self.paths.rows, first
+        rows = np.zeros((3, 1, n * n)) if self.paths is None else self.paths.rows
+        skips = np.full((3, b, 2 * n, n * n), inf)
+        allowed, moved = (each[:, HOME].reshape(b, 1, n * n) for each in self.skips)
+        skips[0, :, :n], skips[1, :, :n], skips[2, :, :n] = allowed, moved, moved
+        for i in self.empty:
+            first[i] = rows.shape[1] + 2 * n * np.arange(b)
+        return np.concatenate((rows, skips.reshape(3, -1, n * n)), 1), first
+
+    def pairs(self) -> None:
+        """Blocks of two branches, exact: over all pairs of their last counts that keep the joining layer's limit together."""
+        modes, caps = (np.concatenate(each, 1) for each in (self.table.modes, self.table.caps))
+        n, b, count = self.lower.shape[2], len(self.sites), modes.shape[1]
+        # own counts (x of one branch, y of the other), join's counts, blocks, fork's counts, splits
+        (first, into), (second, in_too) = (self._ends(i, modes[i], caps[i]) for i in range(2))
+        together = np.flatnonzero((modes == HOME).all(0))
+        times = np.empty((n, b, n, count))  # join's counts, blocks, fork's counts, splits
+        room = self.room.T[:, :, None, None]
+        size = first.shape[0] * second.shape[0] * b * n
+        step = max(1, min(count, CHUNK // size))
+        wide = max(1, min(n, CHUNK // (size * step)))
+        for at, h in product(range(0, count, step), range(0, n, wide)):
+            some, joins = slice(at, at + step), slice(h, h + wide)
+            x, y = first[:, None, joins, ..., some], second[None, :, joins, ..., some]
+            both = np.maximum(x, y)
+            home = together[(together >= at) & (together < at + step)] - at
+            both[..., home] = x[..., home] + y[..., home]
+            moved = into[:, None, joins, ..., some] + in_too[None, :, joins, ..., some]
+            both += np.where(moved > room[joins], inf, 0.0)
+            both.min((0, 1), out=times[joins, ..., some])
+        place = 0
+        for at, found in enumerate(self.table.splits):
+            self.times.append(times[..., place : place + len(found)].transpose(3, 1, 2, 0))
+            if found:
+                self.times[at].min(0, out=self.lower[at])
+            place += len(found)
+
+    def _ends(self, branch: int, modes: Indices, caps: Indices) -> tuple[Array, Array]:
+        """Of each block's branch, seconds and the transfer at its end, [own counts, join's counts, blocks, fork's counts or 1,
+        splits]; an empty one has one own count."""
+        if branch in self.empty:
+            assert self.skips is not None
+            allowed, moved = (each[:, HOME].transpose(2, 0, 1)[None, ..., None] for each in self.skips)
+            shape = (*allowed.shape[:4], len(modes))
+            return np.broadcast_to(allowed, shape), np.broadcast_to(moved, shape)
+        assert self.paths is not None
+        ways = self.ways[branch]
+        last = self.paths.last[:, ways].transpose(0, 1, 4, 2, 3)[..., modes, caps][:, None]
+        return (
+            last + self.paths.allowed[:, :, ways][:, :, :, None, modes],
+            self.paths.moved[:, :, ways][:, :, :, None, modes],
+        )
+
+
+def _rising(values: Array) -> Iterator[int]:
+    """Indices, of the smallest value first; mostly nobody asks for a second one."""
+    if values.size:
+        yield int(values.argmin())
+        yield from values.argsort(kind="stable").tolist()[1:]
 
 
 class BlockTable:
-    """A block between `fork` and `join`, within each of `limits` GPUs. `lower` [limits, counts, counts]: no way is quicker;
+    """A block within each of several numbers of GPUs. `lower` [numbers, fork's counts, join's counts]: no way is quicker;
     inf where there is none."""
 
-    def __init__(self, block: Block, fork: int, join: int, rules: Rules, limits: tuple[int, ...]) -> None:
-        self.block, self.fork, self.join, self.rules = block, fork, join, rules
-        counts = rules.tables.counts
-        empty = tuple(i for i, branch in enumerate(block.branches) if not branch)
-        self.table = tabled(len(block.branches), empty, limits, counts)
-        self.splits, self.caps, self.blocked = self.table[:3]
-        self.branches = [self._branch(chain) for chain in block.branches]
+    def __init__(self, group: _Group, at: int) -> None:
+        self.group, self.at, self.site = group, at, group.sites[at]
+        self.lower, self._sure = group.lower[:, at], group.sure[:, at]
         self._found: dict[tuple[int, int, int], _Found] = {}
         self._options: dict[tuple[int, int, int, int, int], list[tuple[float, float, int]]] = {}
-        n, k = len(counts), len(self.branches)
-        self.lower = np.full((len(limits), n, n), inf)
-        self._times: list[Array] = []
-        self._quickest: npt.NDArray[np.intp] | None = None  # last counts [branches, caps, modes, counts, counts]
-        self.sure = np.ones(self.lower.shape, dtype=bool)  # where `lower` is exact
-        if k == 2:
-            self._pairs()
-        else:
-            self._relaxed()
-
-    def _relaxed(self) -> None:
-        """`lower`, as if the joining layer's limit held for each transfer alone; `sure` where it holds for all together."""
-        n, k, caps = len(self.rules.tables.counts), len(self.branches), len(self.caps)
-        ways = np.full((k, caps, 2, n, n, n), inf)
-        transfers = np.empty((k, 2, n, n, n))
-        for i, branch in enumerate(self.branches):
-            ways[i, :, :, :, : branch.ways.shape[3]] = branch.ways  # an empty branch has but one last count
-            transfers[i] = branch.transfers
-        every, modes, g, h = _places(k, n)
-        self._quickest = quickest = ways.argmin(4)
-        possible = np.where(ways < inf, transfers[:, None], inf)
-        figures = np.zeros((3, k, 2, 1 + caps, n, n))  # seconds, the transfer then, the smallest transfer
-        now = figures[:, :, :, 1:].swapaxes(2, 3)
-        ways.min(4, out=now[0])
-        now[1] = transfers[every[:, None, None, None, None], modes, g, quickest, h]
-        possible.min(4, out=now[2])
-        flat: Array = figures.reshape(3, -1, n * n)
-        room = np.tile(self.rules.room[self.join], n)
-        columns = np.arange(n * n)
-        for at, found in enumerate(self.splits):
-            if not found:  # no count is as small as this
-                self._times.append(np.zeros((0, n, n)))
-                continue
-            there, elsewhere = flat[0].take(self.table.home[at], 0), flat[0].take(self.table.away[at], 0)
-            times = np.maximum(there.sum(0), elsewhere.max(0))
-            moved, least = flat[1:].take(self.table.both[at], 1).sum(1)
-            times[least > room] = inf  # not even with the smallest transfer of each branch
-            self._times.append(times.reshape(-1, n, n))
-            best = times.argmin(0)
-            self.lower[at] = times[best, columns].reshape(n, n)
-            self.sure[at] = (moved[best, columns] <= room).reshape(n, n)
-
-    def _pairs(self) -> None:
-        """`lower` of a block of two branches, exact: over all pairs of their last counts that keep the joining layer's limit
-        together."""
-        every = [split for found in self.splits for split in found]
-        n, count = len(self.rules.tables.counts), len(every)
-        times = np.empty((count, n, n))
-        sides = []
-        for i, branch in enumerate(self.branches):
-            caps = [self.caps.index(split.caps[i]) for split in every]
-            modes = [split.modes[i] for split in every]
-            sides.append((branch.ways[caps, modes], branch.transfers[modes]))
-        (first, into), (second, in_too) = sides
-        together = np.array([split.modes == (HOME, HOME) for split in every])[:, None, None, None, None]
-        room = self.rules.room[self.join]
-        rows = max(1, PAIRWISE // n**3)
-        step = max(1, rows // n)
-        for at, g in product(range(0, count, step), range(0, n, min(rows, n))):
-            some = slice(at, at + step), slice(g, g + min(rows, n))
-            a, b = first[some][:, :, :, None], second[some][:, :, None]
-            x, y = (each[some[0], some[1] if each.shape[1] > 1 else slice(None)] for each in (into, in_too))
-            both = np.where(together[some[0]], a + b, np.maximum(a, b))
-            both[np.broadcast_to(x[:, :, :, None] + y[:, :, None] > room, both.shape)] = inf
-            times[some] = both.min((2, 3))
-        place = 0
-        for at, found in enumerate(self.splits):
-            self._times.append(times[place : place + len(found)])
-            if found:
-                self._times[at].min(0, out=self.lower[at])
-            place += len(found)
-
-    def _branch(self, chain: Chain) -> _Branch:
-        """Shortest paths through one branch, for all caps and both modes at once."""
-        rules, tables = self.rules, self.rules.tables
-        if not chain:
-            n = len(tables.counts)
-            allowed, transfers = rules.leave(self.fork, self.join)
-            ways = np.full((len(self.caps), 2, n, 1, n), inf)
-            ways[:, HOME, :, 0] = allowed[HOME]
-            return _Branch(chain, [], [], [], ways, transfers[:, :, None])
-        first = chain[0]
-        assert isinstance(first, int)
-        state = rules.enter(self.fork, first) + self.blocked
-        steps, inner, states = [first], [None], [state]  # type: list[int], list[BlockTable | None], list[Array]
-        block = None
-        for each in chain[1:]:
-            if isinstance(each, Block):
-                block = each
-                continue
-            if block is None:
-                state = np.minimum.reduce(state[..., None, :] + rules.edge(steps[-1], each), -1) + self.blocked
-                inner.append(None)
-            else:
-                table = BlockTable(block, steps[-1], each, rules, self.caps)
-                edges = table.resolved() + tables.work[each]
-                state = (state[..., :, None] + edges[:, None, None]).min(-2) + self.blocked
-                inner.append(table)
-                block = None
-            steps.append(each)
-            states.append(state)
-        allowed, transfers = rules.leave(steps[-1], self.join)
-        return _Branch(chain, steps, inner, states, state[..., None] + allowed[:, None], transfers[:, None])
-
-    # ---- exact, for one pair of counts
 
     def exact(self, limit: int, g: int, h: int) -> float:
         """The least seconds from count g to count h (indices) within the `limit`-th number of GPUs; inf: no way. `lower`
         has it from now on."""
-        if not self.sure[limit, g, h]:
+        if not self._sure[limit, g, h]:
             self.lower[limit, g, h] = self._at(limit, g, h).seconds
-            self.sure[limit, g, h] = True
+            self._sure[limit, g, h] = True
         return float(self.lower[limit, g, h])
 
     def resolved(self) -> Array:
         """`lower`, made exact everywhere."""
-        for limit, g, h in np.argwhere(np.isfinite(self.lower) & ~self.sure).tolist():
+        for limit, g, h in np.argwhere(np.isfinite(self.lower) & ~self._sure).tolist():
             self.exact(limit, g, h)
         return self.lower
 
@@ -256,33 +217,26 @@ class BlockTable:
     def _solve(self, limit: int, g: int, h: int) -> _Found:
         """Tries splits by rising lower bound, until no other could be quicker."""
         found = _Found(inf, Split((), ()), ())
-        times = self._times[limit][:, g, h]
-        if self._quickest is not None and self.sure[limit, g, h] and len(times):
-            split = self.splits[limit][int(times.argmin())]
-            caps = [self.caps.index(cap) for cap in split.caps]
-            ends = self._quickest[range(len(caps)), caps, split.modes, g, h].tolist()
-            return _Found(float(self.lower[limit, g, h]), split, tuple(ends))
-        for index in times.argsort(kind="stable").tolist():
+        times = self.group.times[limit][:, self.at, g, h]
+        splits = self.group.table.splits[limit]
+        for index in _rising(times):
             if times[index] >= found.seconds:
                 break
-            split = self.splits[limit][index]
-            seconds, ends = self._within(split, g, h, found.seconds)
+            seconds, ends = self._within(splits[index], g, h, found.seconds)
             if seconds < found.seconds:
-                found = _Found(seconds, split, ends)
+                found = _Found(seconds, splits[index], ends)
         return found
 
     def _within(self, split: Split, g: int, h: int, below: float) -> tuple[float, tuple[int, ...]]:
         """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its limit
         together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
-        room = float(self.rules.room[self.join, h])
-        options = [
-            self._choices(i, mode, cap, g, h) for i, (mode, cap) in enumerate(zip(split.modes, split.caps, strict=True))
-        ]
+        room = float(self.group.room[self.at, h])
+        options = [self._choices(i, mode, cap, g, h) for i, mode, cap in zip(count(), split.modes, split.caps)]
         quickest = [each[0] if each else (inf, inf, 0) for each in options]
-        if sum(each[1] for each in quickest) <= room:  # mostly so
-            at_home = sum(each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == HOME)
-            away = max((each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == AWAY), default=0.0)
-            return max(at_home, away), tuple(each[2] for each in quickest)
+        if sum([each[1] for each in quickest]) <= room:  # mostly so
+            at_home = sum([each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == HOME])
+            away = max([each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == AWAY], default=0.0)
+            return max(at_home, away), tuple([each[2] for each in quickest])
         least = [0.0]  # transfers of all branches from here on, at the least
         for each in reversed(options):
             least.append(least[-1] + min((pair[1] for pair in each), default=inf))
@@ -309,12 +263,14 @@ class BlockTable:
         """(seconds, transfer, last count) of branch `i`, the quickest first, each with a smaller transfer than those before."""
         key = (i, mode, cap, g, h)
         if key not in self._options:
-            branch = self.branches[i]
-            ways = branch.ways[self.caps.index(cap), mode, g, :, h].tolist()
-            transfers = branch.transfers[mode]
-            moved = transfers[g if len(transfers) > 1 else 0, :, h].tolist()
+            way, paths = self.group.ways[i][self.at], self.group.paths
+            if way < 0 or paths is None:
+                assert self.group.skips is not None
+                ways, moved = ([float(each[self.at, mode, g, h])] for each in self.group.skips)
+            else:
+                ways, moved = paths.options(way, mode, cap, g, h)
             found: list[tuple[float, float, int]] = []
-            for pair in sorted(zip(ways, moved, range(len(ways)), strict=True)):
+            for pair in sorted(zip(ways, moved, count())):
                 if pair[0] < inf and (not found or pair[1] < found[-1][1]):
                     found.append(pair)
             self._options[key] = found
@@ -325,20 +281,17 @@ class BlockTable:
     def collect(self, limit: int, g: int, h: int, placed: dict[int, int], away: set[tuple[int, int]]) -> None:
         """Note the counts (indices) of the block's layers, and the branches that are away, between counts g and h."""
         _, split, ends = self._at(limit, g, h)
-        for i, (branch, mode, cap, end) in enumerate(zip(self.branches, split.modes, split.caps, ends, strict=True)):
-            if not branch.steps:
+        for i, (mode, cap, end) in enumerate(zip(split.modes, split.caps, ends, strict=True)):
+            at, paths = self.group.ways[i][self.at], self.group.paths
+            if at < 0 or paths is None:
                 continue
             if mode == AWAY:
-                away.add((self.block.number, i))
-            at = self.caps.index(cap)
-            placed[branch.steps[-1]] = end
-            for k in range(len(branch.steps) - 1, 0, -1):
-                before = branch.states[k - 1][at, mode, g]
-                table, layer = branch.tables[k], branch.steps[k]
-                if table is None:
-                    x = int((before + self.rules.edge(branch.steps[k - 1], layer)[end]).argmin())
-                else:
-                    x = int((before + table.lower[at, :, end]).argmin())
-                    table.collect(at, x, end, placed, away)
-                end = x
-                placed[branch.steps[k - 1]] = end
+                away.add((self.site.block.number, i))
+            way = paths.ways[at]
+            placed[way.layers[-1]] = end
+            for step in range(len(way.layers) - 1, 0, -1):
+                before = paths.back(at, step, mode, cap, g, end)
+                number = way.blocks[step]
+                if number is not None:
+                    self.group.known[number].collect(cap, before, end, placed, away)
+                end = placed[way.layers[step - 1]] = before

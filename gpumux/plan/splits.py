@@ -6,7 +6,7 @@ from bisect import bisect_right
 from functools import lru_cache
 from itertools import combinations
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,12 @@ from gpumux.errors import ConfigError
 MAX_SPLITS = 20_000
 HOME, AWAY = 0, 1
 
+Indices: TypeAlias = npt.NDArray[np.intp]
+
 
 class Split(NamedTuple):
-    """One way to share GPUs: for each branch whether it is HOME or AWAY, and how many it may use at most."""
+    """One way to share GPUs: for each branch whether it is HOME or AWAY, and how many it may use at most, as an index into
+    the counts (0 for an empty branch, which uses none)."""
 
     modes: tuple[int, ...]
     caps: tuple[int, ...]
@@ -29,6 +32,7 @@ def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, 
     """Every split of `gpus` in which nobody could have more. At least one branch is at home, since moving one back there
     costs nothing; those in `empty` always are, and use no GPU. Raises ConfigError where there are too many."""
     found: list[Split] = []
+    index = {0: 0, **{count: i for i, count in enumerate(counts)}}
     movable = [i for i in range(branches) if i not in empty]
     for away_count in range(branches):
         for away in combinations(movable, away_count):
@@ -43,7 +47,7 @@ def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, 
                 )
             for part in parts:
                 sizes = (0, *part) if nobody else part
-                found.append(Split(modes, tuple([sizes[place] for place in places])))
+                found.append(Split(modes, tuple([index[sizes[place]] for place in places])))
     return tuple(found)
 
 
@@ -72,31 +76,17 @@ def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 class Table(NamedTuple):
-    """Splits of several numbers of GPUs. `caps` that occur; `blocked` [caps, 1, 1, counts], inf where a count is above the
-    cap; for each number of GPUs `home`, `away` and `both` [branches, splits], rows of an array [branches, modes, 1 + caps]: the
-    branch's, under its cap, where it is there (in `both`: wherever it is), else its row 0."""
+    """Splits of several numbers of GPUs, and for each number `modes` and `caps` [branches, splits] of them."""
 
     splits: tuple[tuple[Split, ...], ...]
-    caps: tuple[int, ...]
-    blocked: npt.NDArray[np.float64]
-    home: tuple[npt.NDArray[np.intp], ...]
-    away: tuple[npt.NDArray[np.intp], ...]
-    both: tuple[npt.NDArray[np.intp], ...]
+    modes: tuple[Indices, ...]
+    caps: tuple[Indices, ...]
 
 
 @lru_cache(maxsize=256)
 def tabled(branches: int, empty: tuple[int, ...], limits: tuple[int, ...], counts: tuple[int, ...]) -> Table:
     """The splits of each of `limits` GPUs (see `splits`)."""
     found = tuple([splits(branches, empty, gpus, counts) for gpus in limits])
-    caps = tuple(sorted({cap for some in found for split in some for cap in split.caps}))
-    place = {cap: i + 1 for i, cap in enumerate(caps)}
-    home, away, both = [], [], []
-    rows = np.arange(branches)[:, None] * 2 * (1 + len(caps))
-    for some in found:
-        at = np.array([[place[cap] for cap in split.caps] for split in some], dtype=np.intp).reshape(-1, branches).T
-        moved = np.array([split.modes for split in some], dtype=np.intp).reshape(-1, branches).T
-        home.append(rows + at * (moved == HOME))
-        away.append(rows + 1 + len(caps) + at * (moved == AWAY))
-        both.append(rows + moved * (1 + len(caps)) + at)
-    blocked = np.where(np.array(counts) > np.array(caps, dtype=np.int64)[:, None], inf, 0.0)[:, None, None, :]
-    return Table(found, caps, blocked, tuple(home), tuple(away), tuple(both))
+    modes = [np.array([split.modes for split in some], dtype=np.intp).reshape(-1, branches).T for some in found]
+    caps = [np.array([split.caps for split in some], dtype=np.intp).reshape(-1, branches).T for some in found]
+    return Table(found, tuple(modes), tuple(caps))

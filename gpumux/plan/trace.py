@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpumux.errors import CaptureError
+from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan.models import Loaded
 
 CHEAP_MODULES = (
@@ -74,7 +74,9 @@ class _Tracer(fx.Tracer):
 
 
 def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> TracedModel:
-    """`whole`: class names of modules that are one layer each. Raises CaptureError for a model that can't be traced."""
+    """`whole`: class names of modules that are one layer each. Raises CaptureError for a model that can't be traced,
+    ConfigError for a class that it has no module of."""
+    _check_classes(loaded, whole)
     tracer, defaults = _Tracer(whole), _defaults(loaded)
     try:
         graph = tracer.trace(loaded.module, defaults)
@@ -89,6 +91,15 @@ def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> Trace
     if not layers:
         raise CaptureError(f"{loaded.name} computes nothing", "give a model that does more than rearrange its input")
     return TracedModel(loaded.name, module, layers, batch)
+
+
+def _check_classes(loaded: Loaded, whole: Sequence[str]) -> None:
+    classes = sorted({type(module).__name__ for module in loaded.module.modules()})
+    unknown = [each for each in whole if each not in classes]
+    if unknown:
+        raise ConfigError(
+            f"{loaded.name} has no module of class {unknown[0]!r}", f"its classes are {', '.join(classes)}"
+        )
 
 
 def _defaults(loaded: Loaded) -> dict[str, Any]:
@@ -141,6 +152,14 @@ def function_name(node: fx.Node) -> str:
     """The name of what a node calls."""
     target = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def module_path(node: fx.Node) -> str:
+    """The module that a node calls, or runs in: as named_modules has it, "" for the model itself."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""
 
 
 def tensors(value: object) -> list[torch.Tensor]:
@@ -283,8 +302,7 @@ class _Grouping:
         if node.op == "call_module":
             name = str(node.target)
         else:
-            stack = list(node.meta.get("nn_module_stack", {}).values())
-            path = stack[-1][0] if stack else ""
+            path = module_path(node)
             name = f"{path}.{function_name(node)}" if path else function_name(node)
         unique, number = name, 1
         while unique in self.names:

@@ -3,7 +3,8 @@
     "gpux"  u16 version  u32 body length  body (msgpack)  constants, back to back
 
 The body is one array: kind, device, numerics, storages, names, views, ops, inputs, results,
-scalars, constant lengths, gates. Names (operator targets, keyword names) are listed once, in order
+scalars, constant lengths, gates; in version 2 also layers and spans, of which a Program of version 1 has
+none. Names (operator targets, keyword names) are listed once, in order
 of first use; operators name them by index. Arguments are msgpack's own nil, bool, int, float and
 string, or a small array that starts with a tag (`TUPLE` ...).
 

@@ -14,7 +14,9 @@ from gpumux.program.encoder import (
     GATE_KINDS,
     HEADER,
     INT64,
+    LAYERED,
     MAGIC,
+    PLAIN,
     SCALAR,
     SCALAR_KINDS,
     STORAGE_KINDS,
@@ -26,7 +28,6 @@ from gpumux.program.encoder import (
     malformed,
 )
 from gpumux.program.ir import (
-    IR_VERSION,
     Arg,
     Complex,
     Gate,
@@ -35,6 +36,7 @@ from gpumux.program.ir import (
     Out,
     Program,
     ScalarRef,
+    Span,
     Storage,
     Tag,
     TensorRef,
@@ -53,9 +55,9 @@ def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
     magic, version, length = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise malformed("not an encoded Program")
-    if version != IR_VERSION:
+    if version not in (PLAIN, LAYERED):
         raise ProgramError(
-            f"a Program of encoding version {version}; this gpumux reads version {IR_VERSION}",
+            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} and {LAYERED}",
             "run the same gpumux version at both ends",
         )
     end = HEADER.size + length
@@ -65,7 +67,7 @@ def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
         )
     body = bytes(data[HEADER.size : end])
     try:
-        program = _Decoder(limits).program(_unpack(body, limits), data, end)
+        program = _Decoder(limits).program(_unpack(body, limits), data, end, version)
     except (IndexError, ValueError) as e:
         raise ProgramError("malformed Program: an array of the wrong length, or a number past its table") from e
     return program
@@ -108,11 +110,13 @@ class _Decoder:
         self._refs: dict[int, TensorRef] = {}
         self._named = 0  # how many names have been used so far
 
-    def program(self, body: Any, data: bytes, at: int) -> Program:
+    def program(self, body: Any, data: bytes, at: int, version: int) -> Program:
         limits = self._limits
-        kind, device, numerics, storages, names, views, ops, inputs, results, scalars, lengths, gates = self._list(
-            body, 12, exact=True
-        )
+        body = self._list(body, 14 if version == LAYERED else 12, exact=True)
+        kind, device, numerics, storages, names, views, ops, inputs, results, scalars, lengths, gates, *rest = body
+        layers, spans = rest or ([], [])
+        if rest and not layers:
+            raise malformed("a version for layers, and no layer")
         if kind != "aten":
             raise malformed(f"the kind {kind!r}")
         self._names = [self._text(name) for name in self._list(names, limits.names)]
@@ -127,6 +131,8 @@ class _Decoder:
             gates=tuple([self._gate(g) for g in self._list(gates, limits.tensors)]),
             numerics=self._numerics(numerics),
             device=self._text(device),
+            layers=tuple([self._text(name) for name in self._list(layers, limits.layers)]),
+            spans=self._spans(spans),
         )
         if self._named != len(self._names) or len(set(self._names)) != len(self._names):
             raise malformed("the table of names has unused or repeated entries")
@@ -196,6 +202,10 @@ class _Decoder:
             if len(row) % 2 == 0 or len(row) > 3 + 2 * self._limits.dims:
                 raise malformed("a view whose sizes and strides differ in number, or of too many dimensions")
         return tuple(views)
+
+    def _spans(self, value: Any) -> tuple[Span, ...]:
+        rows = self._table(value, self._limits.ops, lowest=0)
+        return tuple([Span(first, count, layer, (False, True)[code]) for first, count, layer, code in rows])
 
     def _table(self, value: Any, limit: int, lowest: int) -> list[list[int]]:
         """Rows of integers, checked in bulk: these tables are the longest parts of a Program."""

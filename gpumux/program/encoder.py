@@ -24,6 +24,7 @@ from gpumux.program.ir import (
 )
 
 HEADER = struct.Struct(">4sHI")
+PLAIN, LAYERED = 1, 2  # versions of the encoding: without and with layers
 MAGIC = b"gpux"
 
 # Wire numbers. Append only: a number once given never changes its meaning.
@@ -71,7 +72,8 @@ def _parts(program: Program) -> list[bytes]:
     if program.version != IR_VERSION:
         raise malformed(f"version {program.version!r}, this gpumux writes {IR_VERSION}")
     body = _body(program)
-    return [HEADER.pack(MAGIC, IR_VERSION, len(body)), body, *program.consts]
+    version = LAYERED if program.layers or program.spans else PLAIN
+    return [HEADER.pack(MAGIC, version, len(body)), body, *program.consts]
 
 
 def _body(program: Program) -> bytes:
@@ -94,6 +96,8 @@ def _body(program: Program) -> bytes:
             [len(data) for data in program.consts],
             [(g.op, _GATE_CODE[g.kind], g.name) for g in program.gates],
         ]
+        if program.layers or program.spans:
+            body += [program.layers, [(s.first, s.count, s.layer, int(s.backward)) for s in program.spans]]
         packed: bytes = msgpack.packb(body)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
         raise ProgramError(f"this Program can't be encoded: {type(e).__name__}: {e}") from e

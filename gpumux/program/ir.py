@@ -96,6 +96,17 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """`count` operators from `first` on that belong to layer number `layer` of `Program.layers`: to its forward pass or,
+    with `backward`, to its backward pass and what that computes again."""
+
+    first: int
+    count: int
+    layer: int
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
     """Something a piece waits for or signals. No ordinary Program has one; the room is kept for
     collectives and waves (DESIGN 2)."""
@@ -130,6 +141,8 @@ class Program:
     device: str = "cpu"  # device type the step was traced for
     kind: Literal["aten"] = "aten"
     version: int = IR_VERSION
+    layers: tuple[str, ...] = ()  # the user's names, in order of first use; for profiles, nothing runs differently
+    spans: tuple[Span, ...] = ()  # whose operators are whose, rising; those of none are in no span
 
 
 ITEM_BYTES: dict[str, int] = {

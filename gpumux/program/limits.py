@@ -13,6 +13,7 @@ class Limits:
     views: int = 1_000_000
     storages: int = 500_000
     names: int = 4_096  # distinct operator targets and keyword names
+    layers: int = 4_096  # names of the user's layers
     tensors: int = 65_536  # inputs, results, constants, host scalars, gates: of each
     const_bytes: int = 64 << 20
     body_bytes: int = 32 << 20

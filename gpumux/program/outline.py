@@ -31,7 +31,7 @@ def outline(encoded: bytes) -> Outline:
     """Raises ProgramError when the bytes are no encoded Program."""
     try:
         return _read(encoded)
-    except (ValueError, TypeError, IndexError, struct.error, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException) as error:
         raise ProgramError(f"malformed Program: {type(error).__name__}") from error
 
 

@@ -3,10 +3,12 @@
     {"format": "gpumux-profile", "version": 1, "units": {"seconds": "s", "nbytes": "B"},
      "name": "vgg16", "device": "a100", "batch": 8, "recorded_at": null, "versions": {}, "note": "...",
      "ops": [{"target": "aten.mm.default", "shapes": [[8, 4096], [4096, 1000], [8, 1000]], "seconds": 2.1e-05,
-              "nbytes": 16547072, "blocks": 8, "per_sm": 2, "sensitivity": 1.0, "source": "model"}, ...]}
+              "nbytes": 16547072, "blocks": 8, "per_sm": 2, "sensitivity": 1.0, "source": "model",
+              "layer": "classifier.6", "backward": false}, ...]}
 
 An operator's `shapes` are the sizes of its tensor arguments, in order, then of its outputs (`op_shapes`), so
-that target and shapes together say which operator it is. Nothing in a profile is code, and nothing in it is guessed
+that target and shapes together say which operator it is. `layer` and `backward` say which of the model's modules it is
+of, and in which pass; operators of none (the loss, the optimizer) have neither. Nothing in a profile is code, and nothing in it is guessed
 when it is read: a missing or unknown key, or a value out of range, is a ConfigError that names the place.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -22,11 +24,13 @@ from typing import Any, Literal, TypeAlias, get_args
 from gpumux.errors import ConfigError
 from gpumux.program import reading
 from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, TensorRef
+from gpumux.program.layers import Label
 
 FORMAT = "gpumux-profile"
 VERSION = 1
 UNITS = {"seconds": "s", "nbytes": "B"}
 MAX_SECONDS = 86400.0  # an operator of more than a day is a mistake in the file
+OF_LAYER = {"layer", "backward"}  # both or neither
 RERECORD = "record it again with `gpumux jobs profile NAME -o FILE`, or mend the file"
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -47,6 +51,8 @@ class OpProfile:
     per_sm: int | None = None
     sensitivity: float = 1.0
     source: Source = "guess"
+    layer: str | None = None
+    backward: bool = False
 
     def __post_init__(self) -> None:
         what = f"operator {self.target!r}"
@@ -131,6 +137,12 @@ def batch_size(program: Program) -> int | None:
     return next((size[0] for size in sizes if size and size[0] > 0), None)
 
 
+def of_layer(op: OpProfile, label: Label | None) -> OpProfile:
+    """The operator as one of this layer's; None: of no layer."""
+    layer, backward = label or (None, False)
+    return replace(op, layer=layer, backward=backward)
+
+
 def argument_views(op: Op) -> Iterator[int]:
     """Indices of the views an operator is given, in order."""
     for arg in (*op.args, *(value for _, value in op.kwargs)):
@@ -179,8 +191,13 @@ def dumps(profile: StepProfile) -> str:
         "versions": dict(profile.versions),
         "note": profile.note,
     }
-    ops = ",\n  ".join(json.dumps(asdict(op)) for op in profile.ops)
+    ops = ",\n  ".join(json.dumps(_entries(op)) for op in profile.ops)
     return json.dumps(head, indent=1)[:-2] + f',\n "ops": [\n  {ops}\n ]\n}}\n'
+
+
+def _entries(op: OpProfile) -> dict[str, Any]:
+    found = asdict(op)
+    return found if op.layer is not None else {name: found[name] for name in found if name not in OF_LAYER}
 
 
 def load(path: Path) -> StepProfile:
@@ -213,7 +230,8 @@ def _op(index: int, body: object) -> OpProfile:
     where = f"ops[{index}]"
     if not isinstance(body, dict):
         raise ConfigError(f"{where} is {body!r}", "give a map")
-    reading.same_keys(where, body, {f.name for f in fields(OpProfile)}, RERECORD)
+    wanted = {f.name for f in fields(OpProfile)}
+    reading.same_keys(where, body, wanted if OF_LAYER & set(body) else wanted - OF_LAYER, RERECORD)
     shapes = tuple(
         tuple(reading.whole(f"{where}.shapes", n) for n in reading.items(f"{where}.shapes", shape))
         for shape in reading.items(f"{where}.shapes", body["shapes"])
@@ -233,6 +251,8 @@ def _op(index: int, body: object) -> OpProfile:
             per_sm=optional["per_sm"],
             sensitivity=reading.number(f"{where}.sensitivity", body["sensitivity"]),
             source=source,
+            layer=reading.text(f"{where}.layer", body["layer"]) if "layer" in body else None,
+            backward=reading.flag(f"{where}.backward", body["backward"]) if "layer" in body else False,
         )
     except ConfigError as error:
         raise (

@@ -73,6 +73,12 @@ def whole(where: str, value: object) -> int:
     return value
 
 
+def flag(where: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} is {value!r}", "give true or false")
+    return value
+
+
 def number(where: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{where} is {value!r}", "give a number")

@@ -55,7 +55,12 @@ def _lines(program: Program, limit: int) -> Iterator[str]:
     for position, view in enumerate(program.inputs):
         yield f"  input {position}: {describe_view(program, view)}"
     gates = {gate.op: gate for gate in program.gates}
+    begins = {span.first: span for span in program.spans}
     for index in range(min(len(program.ops), limit)):
+        if index in begins:
+            span = begins[index]
+            passed = "backward" if span.backward else "forward"
+            yield f"       {program.layers[span.layer]!r}, {passed}, {span.count} ops"
         if index in gates:
             yield f"       {gates[index].kind} {gates[index].name}"
         yield describe_op(program, index)

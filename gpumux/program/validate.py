@@ -57,6 +57,7 @@ def validate(program: Program, limits: Limits = DEFAULT) -> None:
     born = _Births(program).run()
     _results(program, born, limits)
     _random(program)
+    _layers(program, limits)
     for gate in program.gates:
         if not 0 <= gate.op < len(program.ops) or gate.kind not in ("wait", "signal") or not gate.name:
             _fail(f"gate {gate.name!r}", "it is at no operator, or of no known kind")
@@ -148,6 +149,8 @@ def _counts(program: Program, limits: Limits) -> None:
         ("constants", len(program.consts), limits.tensors),
         ("host scalars", len(program.scalars), limits.tensors),
         ("gates", len(program.gates), limits.tensors),
+        ("layers", len(program.layers), limits.layers),
+        ("spans of layers", len(program.spans), limits.ops),
         ("bytes of constants", const_bytes(program), limits.const_bytes),
     ):
         if count > limit:
@@ -186,6 +189,23 @@ def _slots(program: Program) -> None:
             _fail(f"storage {index}", "a temporary with a slot")
         if storage.kind not in ("temp", *kinds):
             _fail(f"storage {index}", f"of unknown kind {storage.kind!r:.40}")
+
+
+def _layers(program: Program, limits: Limits) -> None:
+    for name in program.layers:
+        if not 0 < len(name) <= limits.string:
+            _fail("layers", f"a name of {len(name)} characters; 1 to {limits.string} may be")
+    if len(set(program.layers)) != len(program.layers):
+        _fail("layers", "one is named twice")
+    end, used = 0, 0
+    for number, span in enumerate(program.spans):
+        if span.first < end or span.count < 1 or span.first + span.count > len(program.ops):
+            _fail(f"span {number}", f"operators {span.first} to {span.first + span.count} of {len(program.ops)}")
+        if not 0 <= span.layer <= min(used, len(program.layers) - 1):
+            _fail(f"span {number}", f"layer {span.layer} of {len(program.layers)}, or not in order of first use")
+        end, used = span.first + span.count, max(used, span.layer + 1)
+    if used != len(program.layers):
+        _fail("layers", f"{len(program.layers)} named, {used} used")
 
 
 def _by_slot(program: Program, kind: StorageKind) -> tuple[int, ...]:

@@ -79,15 +79,16 @@ def secure_client(socket: zmq.Socket[bytes], curve: ClientCurve) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
 
-def allowed_keys(clients: Path) -> frozenset[bytes]:
-    """The public keys (Z85) in a directory of NAME.key files; a file that is none is left out."""
-    found = set()
+def allowed_keys(clients: Path) -> dict[str, str]:
+    """The public keys (Z85) in a directory of NAME.key files, with their NAMEs; a file that is none is left out.
+    Of two names for one key the first counts."""
+    found: dict[str, str] = {}
     for path in sorted(clients.glob("*.key")):
         try:
-            found.add(_load(path)[0])
+            found.setdefault(_load(path)[0].decode("ascii", "replace"), path.stem)
         except ConfigError:
             continue  # one bad file must not lock the other clients out
-    return frozenset(found)
+    return found
 
 
 def peer_of(public_key: str) -> Peer:

@@ -27,6 +27,7 @@ class Gatekeeper:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ADDRESS)
         self.refused = 0
+        self.names: dict[str, str] = {}  # of the key files, by key, as of the newest connection
 
     def process(self) -> None:
         """Answer the questions that wait, a bounded number at once."""
@@ -43,9 +44,10 @@ class Gatekeeper:
         domain, mechanism, credentials = frames[border + 2], frames[border + 5], frames[border + 6 :]
         user = ""
         if version == b"1.0" and domain == DOMAIN.encode() and mechanism == b"CURVE" and len(credentials) == 1:
-            key = zmq.utils.z85.encode(credentials[0])
-            if key in allowed_keys(self._clients):
-                user = key.decode()
+            key = zmq.utils.z85.encode(credentials[0]).decode()
+            self.names = allowed_keys(self._clients)
+            if key in self.names:
+                user = key
         status, text = (b"200", b"OK") if user else (b"400", b"unknown key")
         self.refused += not user
         self.socket.send_multipart([*frames[:border], b"1.0", request, status, text, user.encode(), b""])

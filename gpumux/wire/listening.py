@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import zmq
 
 from gpumux.errors import ConfigError, EndpointBusy
+from gpumux.wire.connections import Connections
 from gpumux.wire.curve import ServerCurve, secure_server
 from gpumux.wire.endpoint import Endpoint, ensure_runtime_dir
 from gpumux.wire.gatekeeper import DOMAIN
@@ -31,6 +32,7 @@ class Listening:
     ) -> None:
         self.endpoint = endpoint
         self.lock: EndpointLock | None = None
+        self.connections: Connections | None = None
         if endpoint.path is None and curve is None:
             raise ConfigError(
                 f"{endpoint.text} needs CURVE keys: anyone who reaches it could run work here",
@@ -47,6 +49,7 @@ class Listening:
                 self.socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
                 self.socket.setsockopt(zmq.IPV6, "[" in endpoint.text)
                 secure_server(self.socket, curve)
+            self.connections = Connections(context, self.socket, limits)
             self._bind()
         except BaseException:
             self.close()
@@ -95,6 +98,8 @@ class Listening:
 
     def close(self) -> None:
         """Close the socket; `release` follows when the context has ended."""
+        if self.connections is not None:
+            self.connections.close()
         self.socket.close()
 
     def release(self) -> None:

@@ -13,6 +13,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     OpenTransfer (+ inline on TCP push) TransferSegment, then TransferDone | Refusal
     FillTransfer                        TransferDone (pushes: segment filled, copy it in)
     PauseJob / ResumeJob / CloseJob     Done | Refusal; JobEnded when it is over
+    ChangeJob                           Done | Refusal
     JobStats / GetStatus                Report | Refusal
     ProfileJob                          JobProfile (+1 frame: a profile) | Refusal
     RecordTrace                         TracePart (+1 frame: records) ... | Refusal
@@ -272,6 +273,16 @@ class ExplainJob:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeJob:
+    """Give the job another priority or weight; None leaves it -> Done, once it is in force."""
+
+    ref: int
+    job: str
+    priority: int | None
+    weight: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class RecordTrace:
     """Record what runs for so many seconds -> TraceParts. With seconds 0: end this session's recording now; it has
     no answer of its own."""
@@ -315,7 +326,7 @@ Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
-    | RecordTrace | TracePart | keeping.KeepingMessage
+    | RecordTrace | TracePart | ChangeJob | keeping.KeepingMessage
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -324,11 +335,11 @@ REGISTRY: dict[int, type[Any]] = {
     9: StepDone, 10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone,
     15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
     23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
-    **keeping.REGISTRY,
+    31: ChangeJob, **keeping.REGISTRY,
 }  # fmt: skip
 
 # What a client may say; everything else from one is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
-     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, *keeping.FROM_CLIENT}
+     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, *keeping.FROM_CLIENT}
 )  # fmt: skip

@@ -6,6 +6,7 @@ session's only if both agree. Everything a client does wrong ends its own sessio
 
     a malformed message, or one only daemons send     Refusal, session over
     too many messages or bytes                        Refusal, session over, connection cut
+    too many connections                              the newest cut
     a full send queue, a vanished connection          session over
     silence for lease_s                               session over
     a closed side channel or step lane                session over
@@ -32,13 +33,14 @@ import zmq
 from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
 from gpumux.model import Peer, SessionId
 from gpumux.wire.codec import decode, encode
+from gpumux.wire.connections import check_descriptors
 from gpumux.wire.curve import ServerCurve
 from gpumux.wire.delivery import Delivery
 from gpumux.wire.lanereader import GOODBYE, LaneReader
 from gpumux.wire.limits import Limits
 from gpumux.wire.listening import Listening
 from gpumux.wire.messages import FROM_CLIENT, Goodbye, Heartbeat, Hello, Leaving, Message, Refusal
-from gpumux.wire.peers import cut, identify, peer_name
+from gpumux.wire.peers import cut, identify, peer_name, with_groups
 from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello, make_welcome
 from gpumux.wire.sockets import Route, Sockets
 from gpumux.wire.strangers import Strangers
@@ -125,6 +127,8 @@ class Router(LaneReader):
             for session in list(self._sessions.values()):
                 self._check_silence(session, now)
             self._strangers.forget(now)
+            if self.sockets.refused_connections:
+                self.counters["connections"] = self.sockets.refused_connections
         return self._take()
 
     @property
@@ -177,6 +181,11 @@ class Router(LaneReader):
         self._sessions.clear()
         self._routes.clear()
         self.sockets.close()
+
+    def use_limits(self, limits: Limits) -> None:
+        """What counts from now on. Sessions keep what their Welcome said."""
+        self.limits = limits
+        self.sockets.limit(limits)
 
     # ---- receiving -------------------------------------------------------------------------------
 
@@ -258,13 +267,17 @@ class Router(LaneReader):
             message, _ = decode(parts, self.limits.max_control_bytes)
             if not isinstance(message, Hello):
                 raise DaemonGone("this connection has no session: it ended, or never began", "connect again")
-            self._open_session(route, name, peer, message, over_ipc, now)
+            self._open_session(route, name, peer, message, first, over_ipc, now)
         except GpumuxError as error:
             self.counters[f"stranger_{error.code}"] += 1
             self._put(route, Refusal(0, error.code, error.message, error.remedy))
 
-    def _open_session(self, route: Route, name: str, peer: Peer, hello: Hello, over_ipc: bool, now: float) -> None:
+    def _open_session(
+        self, route: Route, name: str, peer: Peer, hello: Hello, first: zmq.Frame, over_ipc: bool, now: float
+    ) -> None:
         check_hello(hello, peer, over_ipc, [record.peer for record in self._sessions.values()], self.limits)
+        check_descriptors()
+        peer = with_groups(first, peer) if over_ipc else self.sockets.named(peer, name)
         session = SessionId(secrets.token_hex(8))
         nonce, path = (self.side.expect(session, peer.uid), str(self.side.path)) if over_ipc else (b"", "")
         welcome = make_welcome(session, path, nonce, self.limits, self.device)

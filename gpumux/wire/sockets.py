@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
 
-from gpumux.model import SessionId
+from gpumux.errors import AccessDenied
+from gpumux.model import Peer, SessionId
 from gpumux.wire.curve import ServerCurve
 from gpumux.wire.endpoint import check_distinct, ensure_runtime_dir, parse, side_channel
 from gpumux.wire.gatekeeper import Gatekeeper
@@ -73,6 +75,14 @@ class Sockets:
     def lane_epoll(self) -> select.epoll:
         return self.lanes.epoll
 
+    def named(self, peer: Peer, key: str) -> Peer:
+        """The tcp peer that holds `key`, with the name of its key's file. Raises AccessDenied if that was removed since it
+        connected."""
+        found = self.gatekeeper.names.get(key) if self.gatekeeper is not None else None
+        if found is None:
+            raise AccessDenied("your key is no longer among those this daemon lets in", "ask its operator")
+        return replace(peer, key=found)
+
     def unread(self) -> bool:
         """Whether a ZeroMQ socket has something. Who sleeps on ZeroMQ's bare descriptors, which signal
         changes and not levels, asks before each sleep; it costs nothing while no socket was used."""
@@ -80,6 +90,17 @@ class Sockets:
             return False
         self.touched = any(int(sock.getsockopt(zmq.EVENTS)) & _POLLIN for sock in self._zmq)
         return self.touched
+
+    @property
+    def refused_connections(self) -> int:
+        """How many were shut down because somebody had too many."""
+        return sum(at.connections.refused for at in self.listening if at.connections is not None)
+
+    def limit(self, limits: Limits) -> None:
+        """What counts for connections from now on."""
+        for listening in self.listening:
+            if listening.connections is not None:
+                listening.connections.limits = limits
 
     def send(self, route: Route, parts: Sequence[bytes | memoryview]) -> str:
         """Hand a message to ZeroMQ; what failed, "" when nothing did."""

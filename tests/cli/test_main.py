@@ -55,6 +55,12 @@ def test_help_teaches_by_example(name, capsys):
         ["jobs", "explode", "j1"],
         ["jobs", "profile", "j1"],
         ["jobs", "pause", "j1", "-o", "x"],
+        ["jobs", "pause", "j1", "high"],
+        ["jobs", "priority", "j1"],
+        ["jobs", "priority", "j1", "middle"],
+        ["jobs", "weight", "j1", "nan"],
+        ["jobs", "weight", "j1", "-1"],
+        ["jobs", "weight", "j1", "inf"],
     ],
 )
 def test_wrong_usage_is_64_and_says_why(argv, capsys):

@@ -44,6 +44,9 @@ def test_measure_then_plan(profile: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_profile_of_another_device_is_refused(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "burst", profile, *SMALL, "--gpu-model", "a100"]) == EX_CONFIG
     assert "not of 'a100'" in capsys.readouterr().err
+    for flag in (["--whole", "Conv2d"], ["--input", "1,8,8"]):
+        assert main(["plan", "burst", profile, *SMALL, *flag]) == EX_CONFIG
+        assert f"{flag[0]} with a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ["optimal", "deeppool"])
@@ -88,7 +91,16 @@ def test_modelled_profiles_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     told = json.loads(capsys.readouterr().out)
     assert told["device"] == "h200"
     assert told["sources"] == {"model": 11}
-    assert main(["plan", "burst", str(path), *SMALL, "--gpu-model", "h200"]) == 0
+    assert list(told["seconds"])[:2] == ["1", "2"]
+    assert (
+        main(["plan", "profile", "alexnet", "--gpu-model", "h200", "-o", str(path), "--json", "--batches", "2,8"]) == 0
+    )
+    assert list(json.loads(capsys.readouterr().out)["seconds"]) == ["2", "8"]
+    assert main(["plan", "profile", str(path), "--profile", str(path), "-o", str(path)]) == EX_CONFIG
+    assert "which has times of its own" in capsys.readouterr().err
+    assert main(["plan", "profile", "alexnet", "--profile", "x", "--batches", "2", "-o", str(path)]) == EX_CONFIG
+    assert "--batches with --profile" in capsys.readouterr().err
+    assert main(["plan", "burst", str(path), "--gpus", "4", "--global-batch", "8", "--gpu-model", "h200"]) == 0
     assert "layer times of h200 (model)" in capsys.readouterr().out
 
 
@@ -115,11 +127,18 @@ def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpus", "--speedup", "30", "--overhead", "0.1", "--gpus", "8", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["gpus"] is None
+    assert main(["plan", "gpus", "--speedup", "3", "--efficiency", "0.8"]) == 0
+    assert "3 times as fast at efficiency 80%: 4 GPUs; R_O may be 9.1% at most" in capsys.readouterr().out
+    assert main(["plan", "gpus", "--speedup", "3", "--efficiency", "0.8", "--overhead", "0.1"]) == 0
+    assert "does not keep the efficiency of 80%" in capsys.readouterr().out
+    capsys.readouterr()
     assert body["speedup_of_gpus"] == pytest.approx(8.8 / 1.8)
     for wrong in (
         [],
         ["--speedup", "3"],
         ["--gpus", "4"],
+        ["--efficiency", "0.8", "--overhead", "0.1"],
+        ["--speedup", "3", "--gpus", "4"],
         ["--overhead", "0.1", "--trace", "x"],
         ["--trace", "/absent"],
     ):
@@ -148,6 +167,19 @@ def test_servers(capsys: pytest.CaptureFixture[str]) -> None:
         (["burst", "nope", *SMALL], EX_CONFIG, "no model is called 'nope'"),
         (["burst", "alexnet", "--gpus", "4", "--global-batch", "6"], EX_CONFIG, "does not divide among 4 GPUs"),
         (["burst", "alexnet", *SMALL, "--counts", "1,8"], EX_CONFIG, "the cluster has 4 GPUs"),
+        (
+            ["burst", "alexnet", "--gpus", "8", "--global-batch", "32", "--counts", "3,5"],
+            EX_CONFIG,
+            "multiple of 15, or --counts 1,2,4",
+        ),
+        (
+            ["burst", "alexnet", *SMALL, "--whole", "Block"],
+            EX_CONFIG,
+            "its classes are Classifier, Conv2d",
+        ),
+        (["burst", "alexnet", *SMALL, "--plot", "plan.pdf"], EX_CONFIG, "plan.pdf is no name of a PNG"),
+        (["burst", "alexnet", *SMALL, "--plot", "/absent/plan.png"], EX_CONFIG, "/absent is no directory"),
+        (["batch", "alexnet", "--memory", "5MB"], EX_CONFIG, "fits into 5 MB"),
         (["burst", "alexnet", *SMALL, "--network", "string"], EX_CONFIG, "no network is called"),
         (["burst", "absent.json", *SMALL], EX_CONFIG, "can't read absent.json"),
         (["burst", "tests.plan.test_trace:Branchy", "--input", "4", *SMALL], EX_FAILED, "can't be traced"),

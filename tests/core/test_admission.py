@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from gpumux.access import Access, Rule
 from gpumux.core import commands as cmd
 from gpumux.core import events as ev
 from gpumux.core.machine import Core, CoreConfig
 from gpumux.errors import ConfigError, GpumuxError, from_code
-from gpumux.model import Fault, Footprint, JobSpec
+from gpumux.model import Fault, Footprint, JobSpec, Priority
 from tests.core.world import GIB, World
 
 MIB = 1 << 20
@@ -116,7 +117,7 @@ def test_jobs_are_bounded_in_all_and_for_each_user() -> None:
     world.session("t", uid=2)
     world.job("a")
     world.job("b", session="s2")
-    assert "user 1 has 2 jobs" in refusal(world.request("c")).message
+    assert "you have 2 jobs open" in refusal(world.request("c")).message
     world.job("d", session="t")
     assert "3 jobs are open" in refusal(world.request("e", session="t")).message
     world.close("a")
@@ -151,3 +152,50 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> No
 def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Core(CoreConfig(**wrong))
+
+
+LOW_ONLY = Rule("students", users=frozenset({7}), max_priority=Priority.LOW, max_jobs=1, max_bytes=1000, max_weight=2.0)
+RULES = Access((LOW_ONLY, Rule("guests", groups=frozenset({50}), submit=False)))
+
+
+def test_a_rule_limits_those_it_names_and_nobody_else() -> None:
+    world = World(access=RULES)
+    world.session("student", uid=7)
+    world.session("other", uid=8)
+    world.session("guest", uid=50)
+    for request, says in (
+        (world.request("a", priority="high", session="student"), "max_priority"),
+        (world.request("a", weight=2.5, session="student"), "max_weight"),
+        (world.request("a", session="guest"), "submit"),
+    ):
+        fault = refusal(request)
+        assert fault.code == "access_denied"
+        assert says in fault.remedy
+    world.job("mine", session="student", weight=2.0, pieces=None)
+    fault = refusal(world.request("more", session="student"))
+    assert (fault.code, "max_jobs in [access.rules.students]" in fault.remedy) == ("admission_refused", True)
+    world.job("high", priority="high", session="other", weight=100.0)
+    world.job("another", session="other")
+
+
+def test_a_rules_bytes_are_for_all_jobs_of_one_user_and_come_back() -> None:
+    world = World(access=Access((Rule("default", max_bytes=1000),)))
+    world.session("s", uid=7)
+    world.session("t", uid=8)
+    world.job("a", pieces=None)
+    world.program("a", 0, (1e-4,), Footprint(600, 0, 0))
+    world.job("b", pieces=None)
+    fault = refusal(world.offer("b", 0, Footprint(401, 0, 0)))
+    assert (fault.code, "max_bytes in [access.rules.default]" in fault.remedy) == ("admission_refused", True)
+    world.job("theirs", session="t", pieces=None)
+    world.program("theirs", 0, (1e-4,), Footprint(1000, 0, 0))
+    world.close("a")
+    world.release("a")
+    world.program("b", 0, (1e-4,), Footprint(1000, 0, 0))
+
+
+def test_without_a_rule_the_daemons_own_limit_on_a_users_bytes_counts() -> None:
+    world = World(max_bytes_per_uid=1000)
+    world.job("a", pieces=None)
+    assert "max_bytes_per_user" in refusal(world.offer("a", 0, Footprint(1001, 0, 0))).remedy
+    world.program("a", 0, (1e-4,), Footprint(1000, 0, 0))

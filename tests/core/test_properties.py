@@ -167,6 +167,17 @@ class Life(RuleBasedStateMachine):
         if paused:
             self.world.resume(paused[n % len(paused)])
 
+    @rule(n=PICK, priority=st.sampled_from(("", "low", "high", "high")), weight=st.none() | st.floats(0.1, 10))
+    @precondition(any_job)
+    def change(self, n: int, priority: str, weight: float | None) -> None:
+        job = self.pick(n)
+        view = self.world.jobs[job]
+        before = view.changes
+        self.world.change(job, priority, weight)
+        if not view.unloading and not view.out:
+            assert view.changes == before + 1, "nothing was out, and the change is not in force"
+            assert view.wanted is None
+
     @rule(n=PICK, drain=st.booleans(), really=RARELY)
     @precondition(any_job)
     def close(self, n: int, drain: bool, really: bool) -> None:
@@ -250,7 +261,7 @@ class Life(RuleBasedStateMachine):
             ev.PieceDone(10**9 + n, 0.0, 1.0), ev.PieceFailed(10**9 + n, FAULT), ev.TransferEnded(gone, 1, None),
             ev.JobDied(gone, FAULT), ev.JobReleased(gone), ev.ProgramReady(gone, 0, 0, (1.0,)),
             ev.ProgramOffered(gone, 0, Footprint(1, 1, 1)), ev.ProgramDropped(gone, 0, FAULT), ev.PauseRequested(gone),
-            ev.ResumeRequested(gone), ev.CloseRequested(gone, True, ""), ev.SessionClosed("never", ""),
+            ev.ResumeRequested(gone), ev.ChangeRequested(gone, None, 2.0), ev.CloseRequested(gone, True, ""), ev.SessionClosed("never", ""),
         )  # fmt: skip
         event = events[n % len(events)]
         before = self.world.core.snapshot()["counters"]["ignored"].get(type(event).__name__, 0)

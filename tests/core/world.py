@@ -42,6 +42,9 @@ class View:
 
     session: str
     spec: JobSpec
+    priority: Priority
+    wanted: Priority | None = None  # asked for, and not in force
+    changes: int = 0  # JobChanged seen
     programs: dict[int, tuple[int, tuple[float, ...]]] = field(default_factory=dict)  # newest cut and its pieces
     pending: set[int] = field(default_factory=set)
     items: list[Item] = field(default_factory=list)  # unanswered, in order
@@ -130,7 +133,7 @@ class World:
         wanted = JobSpec(name, Priority[priority.upper()], **spec)
         commands = self.give(ev.JobRequested(session, name, wanted))
         if commands == [cmd.AcceptJob(session, name, True)]:
-            self.jobs[name] = View(session, wanted)
+            self.jobs[name] = View(session, wanted, wanted.priority)
         return commands
 
     def program(self, job: str, program: int, pieces: tuple[float, ...], footprint: Footprint = SMALL) -> None:
@@ -216,6 +219,13 @@ class World:
         self.jobs[job].paused = False
         return self.give(ev.ResumeRequested(job))
 
+    def change(self, job: str, priority: str = "", weight: float | None = None) -> list[cmd.Command]:
+        """Ask for another priority ("": as it is) or weight. Whether the answer came is in `changes` of the job's view."""
+        view, wanted = self.jobs[job], Priority[priority.upper()] if priority else None
+        if not view.unloading:
+            view.wanted = wanted if wanted is not None else view.wanted
+        return self.give(ev.ChangeRequested(job, wanted, weight))
+
     def close(self, job: str, drain: bool = False) -> list[cmd.Command]:
         self.jobs[job].draining = True
         if drain:
@@ -240,7 +250,7 @@ class World:
 
     def out(self, priority: str) -> list[cmd.LaunchPiece]:
         wanted = Priority[priority.upper()]
-        return [p for p in self.launches.values() if self.jobs[p.job].spec.priority is wanted]
+        return [p for p in self.launches.values() if self.jobs[p.job].priority is wanted]
 
     def window(self, priority: Priority) -> tuple[int, float]:
         if self.policy not in ("paced", "guarded"):
@@ -248,7 +258,7 @@ class World:
         if priority is Priority.HIGH:
             return 2, 2 * 2 * 400e-6
         active = any(
-            v.items and not v.paused and not v.unloading for v in self.jobs.values() if v.spec.priority is Priority.HIGH
+            v.items and not v.paused and not v.unloading for v in self.jobs.values() if v.priority is Priority.HIGH
         )
         idle_s = self.core.config.low_idle_window_s or 2 * 4 * 300e-6
         beside = 4 if self.policy == "guarded" else 1  # the guard widens it where that costs nothing
@@ -270,17 +280,27 @@ class World:
             ahead.cut, ahead.pieces = view.programs[c.program]
         assert (c.cut, c.piece) == (ahead.cut, ahead.launched), f"{c} is not the next piece of {ahead}"
         predicted = ahead.pieces[c.piece]
-        before = self.out(view.spec.priority.name)
-        launches, seconds = self.window(view.spec.priority)
+        assert view.wanted in (None, view.priority), "a job that is about to change its class was launched"
+        before = self.out(view.priority.name)
+        launches, seconds = self.window(view.priority)
         assert len(before) < launches, f"{c} made with {len(before)} out, {launches} allowed"
         held = sum(self.predicted[p.launch] for p in before)
         assert not before or held + predicted <= seconds + LAX, f"{c} made with {held} s out, {seconds} s allowed"
-        assert c.stream == (0 if self.policy == "fifo" else int(view.spec.priority))
+        assert c.stream == (0 if self.policy == "fifo" else int(view.priority))
         assert c.launch not in self.predicted, "a launch id was used twice"
         ahead.launched += 1
         self.launches[c.launch] = c
         self.predicted[c.launch] = predicted
         view.out.append(c.launch)
+
+    def _saw_JobChanged(self, c: cmd.JobChanged) -> None:
+        view = self.jobs[c.job]
+        assert not view.unloading, "a job that has ended was changed"
+        wanted = view.priority if view.wanted is None else view.wanted
+        assert c.priority is wanted
+        assert c.priority is view.priority or not view.out, "a job changed its class with pieces out"
+        view.priority, view.wanted = c.priority, None
+        view.changes += 1
 
     def _saw_WakeAt(self, c: cmd.WakeAt) -> None:
         assert self.now < c.when < inf, f"{c} at {self.now}"

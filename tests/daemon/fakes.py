@@ -358,6 +358,9 @@ class FakeRouter:
         self.counted = 0  # steps that a borrower took
         self.sockets = FakeSockets()
 
+    def use_limits(self, limits):
+        self.limits = limits
+
     has_news = False
     lane: int | None = None  # of every session
     lendable = True
@@ -473,7 +476,13 @@ class Daemon:
         while True:
             self.loop.turn(lanes=[(0, 1)] if self.router.on_lane else ())
             self.loop.core.check_invariants()
-            if not (self.device.events or self.router.arrivals or self.router.on_lane or self.loop.desk.events):
+            if not (
+                self.device.events
+                or self.router.arrivals
+                or self.router.on_lane
+                or self.loop.desk.events
+                or self.loop.desk.turns
+            ):
                 return
 
     def connect(self, name: str, uid: int = 1000, inline: bool = False) -> str:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ class LiveDaemon:
         self.endpoint = f"ipc://{runtime_dir}/gpumux.sock"
         self.lines: list[str] = []
         self._ready = threading.Event()
+        self._said = threading.Event()
         command = [sys.executable, "-m", "gpumux.cli.main", "serve", "--device", "cpu", "--threads", "1"]
         self.process = subprocess.Popen(
             [*command, "--endpoint", self.endpoint, "--metrics-port", "0", *flags],
@@ -43,9 +45,21 @@ class LiveDaemon:
     def _read(self):
         for line in self.process.stderr:
             self.lines.append(line)
+            self._said.set()
             if " serves " in line:
                 self._ready.set()
         self._ready.set()
+
+    def until(self, words: str, after: int = 0) -> str:
+        """The first line of its log, but for so many, that has `words`; waited for."""
+        end = time.monotonic() + SOON_S
+        while time.monotonic() < end:
+            found = [line for line in self.lines[after:] if words in line]
+            if found:
+                return found[0]
+            self._said.wait(1.0)
+            self._said.clear()
+        raise AssertionError(f"never said {words!r}:\n{self.log}")
 
     @property
     def log(self) -> str:

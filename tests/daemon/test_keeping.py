@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_is_said_and_counted(daemon: Daemon, link: FakeLink)
 
 
 def test_no_memory_to_copy_to_is_refused_and_counted(daemon: Daemon):
-    daemon.loop.segments._limit = daemon.loop.segments.used_bytes
+    daemon.loop.segments.limit = daemon.loop.segments.used_bytes
     assert only(daemon.say("s", k.PrepareSnapshot(1, JOB))).code == "admission_refused"
     counted = daemon.metrics.registry.get_sample_value(
         "gpumux_state_snapshot_failures_total", {"reason": "admission_refused"}

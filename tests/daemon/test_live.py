@@ -18,6 +18,7 @@ import zmq
 from gpumux.cli.control import Control
 from gpumux.cli.main import EX_FAILED, main
 from gpumux.client.session import Session
+from gpumux.device.cpu.niceness import may_be_less_nice
 from gpumux.errors import DaemonGone
 from gpumux.program import codec as programs
 from gpumux.program.profile import load
@@ -111,6 +112,32 @@ def test_a_paused_job_waits_and_a_resumed_one_goes_on(daemon, session):
     job.data.release()
 
 
+def test_priority_and_weight_are_changed_from_the_command_line(daemon, session, capsys):
+    job = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], name="to-change", priority=1)
+
+    def change(*words):
+        code = main(
+            ["jobs", words[0], "to-change", *words[1:], "--endpoint", daemon.endpoint, "--timeout", str(SOON_S)]
+        )
+        return code, capsys.readouterr()
+
+    for number in range(1, 60):  # long enough for its lane to be lent
+        assert read_floats(job.run(scalars=[1.0])[0], 1) == (float(number),)
+    code, said = change("weight", "2.5")
+    assert (code, "has weight 2.5 from now on" in said.out) == (0, True)
+    assert change("priority", "low")[0] == 0
+    assert read_floats(job.run(scalars=[1.0])[0], 1) == (60.0,)
+    code, said = change("priority", "high")
+    assert code == 0 if may_be_less_nice() else (code, "LimitNICE" in said.err) == (EX_FAILED, True)
+    with Control(daemon.endpoint, SOON_S) as control:
+        (entry,) = [entry for entry in control.status()["jobs"] if entry["name"] == "to-change"]
+    assert (entry["weight"], entry["priority"]) == (2.5, "high" if may_be_less_nice() else "low")
+    assert read_floats(job.run(scalars=[1.0])[0], 1) == (61.0,)
+    code, said = change("weight", "1e6")
+    assert (code, "between" in said.err) == (EX_FAILED, True)
+    job.close()
+
+
 def test_a_job_is_profiled_to_a_file_from_the_command_line(daemon, session, tmp_path, capsys):
     job = LiveJob(session, samples.sgd_linear(), new_buffers=[12], binding=[0], name="to-profile")
     out = tmp_path / "profile.json"
@@ -194,9 +221,10 @@ def test_kill_9_of_a_client_mid_step_frees_its_job_and_harms_nobody(daemon, sess
 
 def test_a_scrape_shows_what_the_daemon_did(daemon, session):
     job = LiveJob(session, samples.add_one(), name="scraped", priority=1)
-    before = scrape_when(daemon, lambda t: 'name="scraped"' in t)
-    (info,) = [line for line in before.splitlines() if line.startswith("gpumux_job_info") and 'name="scraped"' in line]
-    label = info.split('job="')[1].split('"')[0]
+    with Control(daemon.endpoint, SOON_S) as control:
+        (label,) = [entry["short"] for entry in control.status()["jobs"] if entry["name"] == "scraped"]
+    before = scrape_when(daemon, lambda t: f'gpumux_job_info{{job="{label}"' in t)
+    assert "scraped" not in before, "the port asks for no password"
     for _ in range(5):
         job.run(floats(0, 0, 0, 0))[0].release()
     text = scrape_when(daemon, lambda t: sample(t, f'gpumux_job_steps_total{{job="{label}"}}') == 5)

@@ -205,7 +205,10 @@ def test_a_pause_takes_effect_at_once(running):
     assert len(running.device.work) == 1
 
 
-@pytest.mark.parametrize("asked", [msg.PauseJob(50, JOB), msg.CloseJob(50, JOB, False), msg.CloseJob(50, JOB, True)])
+@pytest.mark.parametrize(
+    "asked",
+    [msg.PauseJob(50, JOB), msg.CloseJob(50, JOB, False), msg.CloseJob(50, JOB, True), msg.ChangeJob(50, JOB, 0, 2.0)],
+)
 def test_no_step_starts_once_a_pause_or_an_end_is_answered(running, asked, monkeypatch):
     running.connect("operator")
     lend(running)

@@ -175,7 +175,7 @@ def test_bytes_of_programs_that_wait_are_bounded(running, monkeypatch):
 
 def test_anybody_may_look_at_a_job(running):
     running.connect("t", uid=1001)
-    assert only(running.say("t", msg.JobStats(5, JOB))).body["job"] == JOB
+    assert only(running.say("t", msg.JobStats(5, JOB))).body["short"] == "j1"
 
 
 def test_loads_of_one_job_go_one_after_the_other(daemon):

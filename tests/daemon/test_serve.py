@@ -66,7 +66,7 @@ def test_a_state_directory_that_can_not_be_made_is_a_configuration_error(tmp_pat
 
 
 def test_a_bug_in_the_loop_ends_the_daemon_loudly(monkeypatch, caplog):
-    def broken(config, stack, stop):
+    def broken(*args):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(serve, "serve", broken)
@@ -215,5 +215,6 @@ def test_remedies_name_settings_that_exist():
         path.read_text() for part in ("core", "daemon", "wire", "device") for path in source.glob(f"{part}/**/*.py")
     )
     named = set(re.findall(r"(?:raise|larger) (max_\w+)", text))
+    named |= set(re.findall(r'_limited\(.*"(max_\w+)"\)', text))
     assert "max_jobs_per_user" in named
     assert named <= {field.name for field in fields(Config)}

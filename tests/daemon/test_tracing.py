@@ -104,7 +104,7 @@ def test_of_another_users_job_there_are_times_and_no_operators(running):
     begin(running)
     run(running, "t", OTHER, 1)
     _, found = rest(running)
-    assert kind(found, rec.JobSeen) == [("j2", "a job", "low", False)]
+    assert kind(found, rec.JobSeen) == [("j2", "", "low", False)]
     assert kind(found, rec.ProgramSeen) == []
     (piece,) = kind(found, rec.PieceRan)
     assert (piece.job, piece.first, piece.end) == ("j2", 0, 0)

@@ -87,8 +87,9 @@ def misbehave(daemon):
 
 
 @pytest.mark.slow
-def test_a_real_prometheus_gets_data_for_every_panel_and_sees_a_daemon_die(runtime_dir, tmp_path):
+def test_a_real_prometheus_gets_data_for_every_panel_and_sees_a_daemon_die(runtime_dir, tmp_path, monkeypatch):
     need("prometheus", "prometheus")
+    monkeypatch.setenv("GPUMUX_METRICS_NAMES", "shown")
     with serving(runtime_dir) as daemon:
         target = daemon.metrics_url.removeprefix("http://").removesuffix("/metrics")
         with Session.connect(daemon.endpoint) as session, prometheus(tmp_path, target) as server:

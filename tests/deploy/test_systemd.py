@@ -18,6 +18,7 @@ from gpumux.client.session import Session
 from gpumux.config import Config, from_file
 from tests.daemon.live import SOON_S, LiveJob, floats, serving
 from tests.program import samples
+from tests.users import become
 
 from .packages import ROOT, need
 
@@ -133,15 +134,6 @@ def test_users_and_directories_are_made(tmp_path):
 
 SERVICE, MEMBER, STRANGER = 63_001, 63_002, 63_003  # user ids that need no entry anywhere
 MEMBERS = 63_100
-
-
-def become(uid: int, gid: int, groups: list[int], *, read_all: bool = True) -> list[str]:
-    """A command before a command. `read_all`: may read everybody's files (but write no socket), since the Python
-    that runs the tests may lie in somebody's home."""
-    words = [need("setpriv", "util-linux"), f"--reuid={uid}", f"--regid={gid}"]
-    words += [f"--groups={','.join(map(str, groups))}"] if groups else ["--clear-groups"]
-    caps = "-all,+dac_read_search" if read_all else "-all"
-    return [*words, f"--inh-caps={caps}", f"--ambient-caps={caps}"]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 # Frozen: changing a line breaks somebody's dashboard. Add; don't rename.
 FROZEN = {
     "gpumux_build_info": ("gauge", ("version",)),
+    "gpumux_config_last_reload_successful": ("gauge", ()),
     "gpumux_daemon_start_time_seconds": ("gauge", ()),
     "gpumux_device_info": ("gauge", ("kind", "name", "threads", "torch")),
     "gpumux_device_memory_bytes": ("gauge", ()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,10 +71,19 @@ def test_profiles_survive_a_file(tmp_path):
     assert profile.sources() == {"model": 2}
 
 
+def test_times_that_fall_with_the_batch_are_said():
+    steady = tuple(Timing(n, 1.0 + n, 2.0) for n in (1, 2, 4))
+    assert not ModelProfile("m", "a100", (replace(layer("a"), times=steady),)).unsteady()
+    shaken = (steady[0], Timing(2, 30.0, 2.0), steady[2])
+    said = ModelProfile("m", "a100", (replace(layer("a"), times=shaken),)).unsteady()
+    assert "batches of 2 took 4.6 times as long as batches of 4" in said
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (('"gpumux-layers"', '"gpumux-profile"'), "no profile"),
+        (('"gpumux-layers"', '"gpumux-other"'), "no profile"),
+        (('"gpumux-layers"', '"gpumux-profile"'), "the profile of a step"),
         (('"version": 1', '"version": 2'), "version 2"),
         (('"B a sample"', '"KiB"'), "units"),
         (('"kind": "Linear", ', ""), "lacks 'kind'"),

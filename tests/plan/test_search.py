@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumux.errors import ConfigError
-from gpumux.plan import deeppool, optimal
+from gpumux.plan import branches, deeppool, optimal, sharing
 from gpumux.plan.costs import Costs, GivenCosts, ProfiledCosts, powers_of_two
 from gpumux.plan.graph import Graph
 from gpumux.plan.layers import LayerProfile, Timing
@@ -78,6 +78,18 @@ def test_the_optimum_is_what_trying_everything_finds():
             exceed += bool(theirs.over_limit())
             side_by_side += bool(ours.placement.away)
     assert min(differ, exceed, side_by_side) > 50  # the cases that matter are among them
+
+
+def test_what_is_worked_out_a_bit_at_a_time_is_the_same(monkeypatch: pytest.MonkeyPatch):
+    """Arrays are parted where they would be large; here all are."""
+    for module in (branches, sharing):
+        monkeypatch.setattr(module, "CHUNK", 1)
+    for seed in range(120):
+        random = Random(seed)
+        counts = random.choice(COUNTS)
+        graph = random_graph(random, 5)
+        costs = random_costs(random, len(graph.layers), counts)
+        check_against_everything(graph, costs, random.choice(LIMITS), counts[-1] + random.choice((0, 1)))
 
 
 @given(st.data())

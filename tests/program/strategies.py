@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from gpumux.program.builder import ProgramBuilder
 from gpumux.program.ir import ITEM_BYTES, Complex, Numerics, Program, ScalarRef, Tag, TensorRef
+from gpumux.program.layers import Label, spans
 
 DTYPES = st.sampled_from(sorted(ITEM_BYTES))
 SIZES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -93,4 +96,9 @@ def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
     if ops:
         for at in draw(st.lists(st.integers(0, ops - 1), max_size=2)):
             b.gate(at, draw(st.sampled_from(["wait", "signal"])), "peer")
-    return b.build()
+    program = b.build()
+    labels = draw(
+        st.lists(st.none() | st.builds(Label, st.sampled_from(["", "a", "b.0"]), st.booleans()), max_size=ops)
+    )
+    layers, found = spans(labels[:ops])
+    return replace(program, layers=layers, spans=found)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from gpumux.errors import ProgramError
 from gpumux.program.codec import DEFAULT, Limits, content_hash, decode, encode
-from gpumux.program.ir import Complex, Gate, Numerics, Op, Program, ScalarRef, Storage, Tag, TensorRef, View
+from gpumux.program.ir import Complex, Gate, Numerics, Op, Program, ScalarRef, Span, Storage, Tag, TensorRef, View
+from gpumux.program.layers import Label, labels, spans
 from gpumux.program.plan import plan
 from gpumux.program.show import describe
 from gpumux.program.validate import validate
@@ -29,9 +30,9 @@ def body_of(data: bytes) -> list:
     return msgpack.unpackb(data[HEADER : HEADER + length])
 
 
-def framed(body: object, consts: bytes = b"") -> bytes:
+def framed(body: object, consts: bytes = b"", version: int = 1) -> bytes:
     packed = body if isinstance(body, bytes) else msgpack.packb(body)
-    return struct.pack(">4sHI", b"gpux", 1, len(packed)) + packed + consts
+    return struct.pack(">4sHI", b"gpux", version, len(packed)) + packed + consts
 
 
 def exact(value: object) -> object:
@@ -127,10 +128,44 @@ def test_equal_looking_numbers_hash_apart():
     assert len(hashes) == 3
 
 
+LAYERS = replace(samples.add_one(), layers=("features.0",), spans=(Span(0, 1, 0, True),))
+
+
+def test_layers_make_another_version_and_nothing_else():
+    """So that a Program without them is what it always was, whoever reads it."""
+    plain, data = encode(samples.add_one()), encode(LAYERS)
+    assert (plain[5], data[5]) == (1, 2)
+    assert body_of(data) == [*body_of(plain), ["features.0"], [[0, 1, 0, 1]]]
+    assert decode(data) == LAYERS
+    assert content_hash(LAYERS) != content_hash(samples.add_one())
+    assert "'features.0', backward, 1 ops" in describe(LAYERS)
+    assert labels(LAYERS) == [Label("features.0", True)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "rows"),
+    [([], []), ([], [[0, 1, 0, 0]]), ("a", [[0, 1, 0, 0]]), ([7], [[0, 1, 0, 0]]), (["a" * 257], [[0, 1, 0, 0]]),
+     (["a"], [[0, 1, 0, 2]]), (["a"], [[0, 1, 0]]), (["a"], [[0, 1, -1, 0]]), (["a"], [[0, 1, 0, False]]), (["a"], 7)],
+)  # fmt: skip
+def test_ill_formed_layers_are_program_errors(layers, rows):
+    body = [*body_of(encode(samples.add_one())), layers, rows]
+    with pytest.raises(ProgramError):
+        decode(framed(body, version=2))
+    with pytest.raises(ProgramError):
+        decode(framed(body))
+
+
+def test_what_no_program_can_hold_is_left_out_of_the_layers():
+    many = [Label(f"l{i}") for i in range(DEFAULT.layers + 2)]
+    layers, found = spans([None, Label("a" * 257), Label("b"), Label("b"), Label("b", True), *many], 3)
+    assert (len(layers), layers[:2]) == (DEFAULT.layers, ("b", "l0"))
+    assert found[:2] == (Span(5, 2, 0), Span(7, 1, 0, True))
+
+
 def test_a_newer_version_is_named():
     data = bytearray(encode(samples.add_one()))
-    data[5] = 2
-    with pytest.raises(ProgramError, match="version 2"):
+    data[5] = 3
+    with pytest.raises(ProgramError, match="version 3"):
         decode(bytes(data))
     with pytest.raises(ProgramError, match="version"):
         encode(replace(samples.add_one(), version=2))

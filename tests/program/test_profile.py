@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ OPS = st.builds(
     sensitivity=st.floats(1, 10),
     source=st.sampled_from(["measured", "model", "guess"]),
 )
+OPS |= st.builds(replace, OPS, layer=st.text(max_size=5), backward=st.booleans())
 PROFILES = st.builds(
     StepProfile,
     name=st.text(max_size=12),
@@ -101,6 +103,9 @@ def without(key: str) -> dict[str, Any]:
         (with_op(target=""), "without a target"),
         (with_op(shapes=[[-1]]), "negative size"),
         (with_op(shapes=[3]), r"ops\[0\].shapes is 3"),
+        (with_op(layer="a"), "lacks 'backward'"),
+        (with_op(layer=None, backward=False), "layer is None"),
+        (with_op(layer="a", backward=0), "backward is 0"),
     ],
 )
 def test_whatever_is_wrong_is_said_with_a_remedy(body: Any, says: str) -> None:

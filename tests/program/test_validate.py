@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from gpumux.errors import ProgramError
 from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import Gate, Numerics, Op, Program, ScalarRef, Storage, Tag, TensorRef, View, slot_layout
+from gpumux.program.ir import Gate, Numerics, Op, Program, ScalarRef, Span, Storage, Tag, TensorRef, View, slot_layout
 from gpumux.program.limits import Limits
 from gpumux.program.validate import const_bytes, state_slots, validate, written_storages
 from tests.program import samples
@@ -46,7 +46,22 @@ def with_storages(*storages: Storage) -> Program:
     return replace(ADD, storages=storages)
 
 
+def with_spans(*spans: Span, layers: tuple[str, ...] = ("a",)) -> Program:
+    return replace(ADD, layers=layers, spans=spans)
+
+
 BROKEN = {
+    "a span past the last operator": with_spans(Span(0, 2, 0)),
+    "a span of nothing": with_spans(Span(0, 0, 0)),
+    "a span before the first operator": with_spans(Span(-1, 1, 0)),
+    "spans that overlap": with_spans(Span(0, 1, 0), Span(0, 1, 0, True)),
+    "a span of no layer": with_spans(Span(0, 1, 1)),
+    "a span of layer -1": with_spans(Span(0, 1, -1)),
+    "a layer that nothing is of": with_spans(Span(0, 1, 0), layers=("a", "b")),
+    "a span without layers": with_spans(Span(0, 1, 0), layers=()),
+    "layers without spans": with_spans(),
+    "a layer without a name": with_spans(Span(0, 1, 0), layers=("",)),
+    "a layer with a long name": with_spans(Span(0, 1, 0), layers=("a" * 257,)),
     "view past its storage": with_view(size=(5,)),
     "view offset past its storage": with_view(offset=1),
     "view stride past its storage": with_view(stride=(2,)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_a_key_added_later_counts(world, make_client, keys, tmp_path: Path):
     (tmp_path / "clients/mallory.key").write_text(keys["mallory"][0].read_text())
     client = make_client(world, configure=as_client(keys, "mallory"))
     client.send(INLINE)
-    assert world.next(Opened).peer == peer_of(next(iter(read(keys["mallory"][0]))))
+    assert world.next(Opened).peer == replace(peer_of(read(keys["mallory"][0])[0]), key="mallory")
 
 
 def read(path: Path) -> list[str]:

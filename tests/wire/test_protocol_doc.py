@@ -11,7 +11,7 @@ import pytest
 from gpumux.config import Config
 from gpumux.daemon.completions import MAX_SCALARS
 from gpumux.daemon.requests import MAX_ENCODED_BYTES, MAX_UNLOADED
-from gpumux.daemon.serve import wire_limits
+from gpumux.daemon.settings import wire_limits
 from gpumux.device.cpu.checks import CPU_S
 from gpumux.wire import lane, sidechannel
 from gpumux.wire import messages as m
@@ -21,6 +21,7 @@ PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
 ROWS = {int(row[1]): row for row in re.finditer(r"^\| (\d+) \| (\w+) \| ([CD, ]+) \|(.*)\|$", PAGE, re.M)}
 WORDS = {
     int: "int", float: "float", str: "str", bytes: "bytes", bool: "bool", int | None: "optional int",
+    float | None: "optional float",
     list[int]: "list of int", list[str]: "list of str", list[float | int]: "list of float or int",
 }  # fmt: skip
 

@@ -40,8 +40,14 @@ from gpumux.model import Fault, JobId, LaunchId, ProgramId
 UNKNOWN = Fault("unknown_job", "the device holds no such job", "open the job first")
 BAD_SEED = Fault("program", "the seed is not a 64-bit integer", "choose another")
 NO_WARM = Fault("executor_crashed", "the process that starts executors is gone", "restart the daemon; see its log")
+_FEW = "close jobs, or raise the daemon's limits (LimitNOFILE)"
 _log = logging.getLogger(__name__)
 _DONE = struct.Struct("<" + DONE_BODY.format[2:])  # without the tag
+
+
+def no_process(error: OSError) -> Fault:
+    """Why a job has no process: the daemon ran out of something."""
+    return Fault("job_failed", f"its process can't be started: {error.strerror}", _FEW)
 
 
 def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memoryview) -> list[DeviceEvent]:

@@ -7,7 +7,7 @@ their own, so that the hot path is a plain recv. Bodies longer than a packet go 
     daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
     zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
-                         TRANSFER [..] +fd · PROFILE [program] · LANE [answer form] +fd ·
+                         TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · LANE [answer form] +fd ·
                          LEND [head, last step, terms, first] +fd · RECALL
     executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · RAN ·
                          RETURNED + the packet of the lane that was not acted on
@@ -27,7 +27,9 @@ import msgpack
 PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
 MAX_FDS = 4
 
-(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER, PROFILE, LANE, LEND, RECALL) = range(14)
+(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER, PROFILE, LANE, LEND, RECALL, NICE) = (
+    range(15)
+)
 (DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, RAN, RETURNED) = range(16, 26)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1

@@ -18,7 +18,7 @@ from math import inf
 from gpumux import hostmemory
 from gpumux.device import contract as dev
 from gpumux.device.contract import DeviceEvent, Launch, Segment
-from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, obituary, of_job, unheard
+from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, no_process, obituary, of_job, unheard
 from gpumux.device.cpu.channel import DONE
 from gpumux.device.cpu.checks import Checks
 from gpumux.device.cpu.descriptors import Descriptors
@@ -37,6 +37,7 @@ from gpumux.device.cpu.jobs import (
 from gpumux.device.cpu.keeper import Keeper
 from gpumux.device.cpu.loans import Lender, returned
 from gpumux.device.cpu.machine import cpu_name
+from gpumux.device.cpu.niceness import Niceness
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.errors import ConfigError
@@ -48,7 +49,7 @@ OPEN_S = 120.0
 CLOSE_S = 10.0
 
 
-class CpuDevice(Lender):
+class CpuDevice(Lender, Niceness):
     """See gpumux.device.contract.Device. `threads` 0 means half the cores, so that two jobs fit;
     `cores` 0 means all this process may use. `low_nice` (0 to 19) is the niceness of low jobs' processes:
     above 0 the kernel stops them wherever a high job wants the core, as no GPU can."""
@@ -138,18 +139,20 @@ class CpuDevice(Lender):
 
     def open_job(self, job: JobId, spec: JobSpec) -> None:
         if job in self._jobs:
-            return
+            return None
         if self._warm is None or not -(1 << 63) <= spec.seed < 1 << 64:
-            self._tell(dev.JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
-            return
+            return self._tell(dev.JobLost(job, NO_WARM if self._warm is None else BAD_SEED))
         nice = self._low_nice if spec.priority is Priority.LOW else 0
         settings = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
-        executor = start_executor(self._warm, job, settings)
+        try:
+            executor = start_executor(self._warm, job, settings)
+        except OSError as error:
+            return self._tell(dev.JobLost(job, no_process(error)))
         fd = executor.channel.fileno()
         self._jobs[job] = self._by_token[executor.token] = self._by_fd[fd] = executor
         self._epoll.register(fd, select.EPOLLIN)
         self._schedule.open(job)
-        self._keeper.watch()
+        return self._keeper.watch()
 
     def load_program(
         self,

@@ -30,6 +30,7 @@ from gpumux.device.cpu.channel import (
     LEND,
     LOAD,
     LOADED,
+    NICE,
     PROFILE,
     PROFILED,
     RAN,
@@ -46,6 +47,7 @@ from gpumux.device.cpu.graph import turn_off_optimisation
 from gpumux.device.cpu.interp import first_lines
 from gpumux.device.cpu.lending import IDLE_S, LentLane, Taken
 from gpumux.device.cpu.loaded import LoadedProgram
+from gpumux.device.cpu.niceness import renice
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.operands import allocate, over
 from gpumux.device.cpu.randomness import move_generator
@@ -96,6 +98,8 @@ class Executor:
                 self._borrow(fds[0], *unpack(body))
             elif tag == RECALL and self._lent is not None:
                 self._give_back(self._lent.packet)
+            elif tag == NICE:
+                renice(unpack(body)[0])
             elif tag == TRANSFER:
                 self._transfer(unpack(body), fds)
             elif tag == PROFILE:

@@ -18,6 +18,7 @@ from gpumux.device.cpu.channel import (
     LAUNCH_HEAD,
     LEND,
     LOAD,
+    NICE,
     PACKET,
     PAGE_LAUNCH,
     PAGE_LAUNCH_AT,
@@ -75,8 +76,15 @@ class Answers:
     form: AnswerForm
 
 
+@dataclass(frozen=True, slots=True)
+class Renice:
+    """The niceness the process is to have."""
+
+    nice: int
+
+
 Command = Launch | Load | Move | Profile  # what is scheduled
-Errand = Answers | Lend | Recall  # what is not
+Errand = Answers | Lend | Recall | Renice  # what is not
 
 
 @dataclass(slots=True)
@@ -195,7 +203,12 @@ def start_executor(warm: WarmProcess, job: JobId, settings: dict[str, Any]) -> E
     """Ask for a job's process. What is sent to it before it runs waits in its channel."""
     ours, theirs = pair()
     ours.setblocking(False)
-    page_fd = memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
+    try:
+        page_fd = memory_file("gpumux-page", [bytes(mmap.PAGESIZE)])
+    except OSError:
+        ours.close()
+        theirs.close()
+        raise
     page = mmap.mmap(page_fd, mmap.PAGESIZE)
     token = warm.fork("executor", settings, (theirs.detach(), page_fd))
     return Executor(job, token, Channel(ours), page)
@@ -233,6 +246,9 @@ def _send(channel: Channel, command: Command | Errand) -> None:
         return
     if isinstance(command, Recall):
         channel.send(RECALL, [])
+        return
+    if isinstance(command, Renice):
+        channel.send(NICE, [command.nice])
         return
     try:
         if isinstance(command, Answers):

@@ -29,7 +29,8 @@ from gpumux.device.cpu.randomness import Replays, repeated_slots
 from gpumux.errors import ProgramError
 from gpumux.program.cut import GUESSED_OP_SECONDS, cut, cut_unmeasured, piece_seconds
 from gpumux.program.ir import Program
-from gpumux.program.profile import OpProfile, StepProfile, batch_size, op_nbytes, op_shapes
+from gpumux.program.layers import labels
+from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
 
 SETTLE_STEPS = 8
 FAR = 1.5  # pieces this many times longer or shorter than aimed at are worth cutting again
@@ -122,8 +123,13 @@ class LoadedProgram:
             device=cpu_name(),
             ops=tuple(
                 [
-                    OpProfile(op.target, op_shapes(program, op), seconds, op_nbytes(program, op), source="measured")
-                    for op, seconds in zip(program.ops, self._op_s, strict=True)
+                    of_layer(
+                        OpProfile(
+                            op.target, op_shapes(program, op), seconds, op_nbytes(program, op), source="measured"
+                        ),
+                        label,
+                    )
+                    for op, seconds, label in zip(program.ops, self._op_s, labels(program), strict=True)
                 ]
             ),
             versions={"torch": str(torch.__version__), "gpumux": __version__},

@@ -16,7 +16,8 @@ from gpumux.device.sim.pieces import Pieces, cut_kernels, recut
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.model import GENERATOR_BYTES, Fault, JobId, JobSpec, ProgramId, TransferId
 from gpumux.program.ir import aligned, slot_layout
-from gpumux.program.profile import StepProfile, batch_size, dumps
+from gpumux.program.layers import labels
+from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
 from gpumux.program.validate import state_slots
 
 NOTHING = (Kernel("nothing", 1, MIN_BLOCK_S, 1, 0),)  # what a piece without operators launches
@@ -69,7 +70,7 @@ class LoadedProgram:
         self._spec = spec
         self._priority = job.priority
         self._gates = [gate.op for gate in program.gates]
-        self._batch = batch_size(program)
+        self._batch, self._labels = batch_size(program), labels(program)
         self._ops = op_profiles(program, spec, known)
         self._kernels = kernels_of(self._ops, spec)
         predicted = cut_kernels(kernels_of(op_profiles(program, spec), spec), spec, job.priority, gates=self._gates)
@@ -106,7 +107,8 @@ class LoadedProgram:
         spec = self._spec
         note = f"computed for {spec.title} by the cost model of gpumux, except where a profile says more"
         versions = {"gpumux": __version__}
-        return dumps(StepProfile("", spec.name, tuple(self._ops), versions, None, self._batch, note)).encode()
+        ops = tuple([of_layer(op, label) for op, label in zip(self._ops, self._labels, strict=True)])
+        return dumps(StepProfile("", spec.name, ops, versions, None, self._batch, note)).encode()
 
 
 @dataclass(slots=True)

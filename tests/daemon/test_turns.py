@@ -1,0 +1,95 @@
+"""Questions are answered one a turn, so that whoever asks much holds up nobody's steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumux.daemon.turns import MOST_WAITING
+from gpumux.errors import AdmissionRefused
+from gpumux.wire import connections
+from gpumux.wire import messages as msg
+from gpumux.wire.router import Incoming
+from tests.program import samples
+
+from .fakes import Daemon
+from .test_loop import JOB, only, step
+
+
+@pytest.fixture
+def daemon():
+    daemon = Daemon()
+    for name, uid in (("s", 1000), ("s2", 1000), ("t", 1001)):
+        daemon.connect(name, uid=uid)
+    daemon.open_job("t", JOB)
+    daemon.load("t", JOB, samples.add_one())
+    yield daemon
+    daemon.close()
+
+
+def ask(daemon: Daemon, session: str, *refs: int) -> None:
+    for ref in refs:
+        daemon.router.arrivals.append(Incoming(session, daemon.router.open[session], msg.GetStatus(ref), []))
+
+
+def answered(daemon: Daemon) -> list[tuple[str, int, str]]:
+    new = daemon.router.sent[daemon.router.read :]
+    daemon.router.read = len(daemon.router.sent)
+    return [(to, m.ref, type(m).__name__) for to, m, _ in new if hasattr(m, "ref")]
+
+
+def test_one_a_turn_users_in_turn_and_a_step_does_not_wait_for_the_rest(daemon):
+    answered(daemon)
+    ask(daemon, "s", *range(1, 9))
+    ask(daemon, "s2", 11, 12)
+    ask(daemon, "t", 21)
+    daemon.router.arrivals.append(Incoming("t", daemon.router.open["t"], step(1), []))
+    daemon.loop.turn()
+    assert len(daemon.device.launched) == 1, "the step that came behind them"
+    assert answered(daemon) == [("s", 1, "Report")]
+    daemon.loop.turn()
+    assert answered(daemon) == [("t", 21, "Report")], "the other user comes next, not whoever asked first"
+    for _ in range(4):
+        daemon.loop.turn()
+    assert [to for to, _, _ in answered(daemon)] == ["s2", "s", "s2", "s"]
+    daemon.turn()
+    assert [ref for _, ref, _ in answered(daemon)] == [4, 5, 6, 7, 8]
+
+
+def test_too_many_at_once_are_refused(daemon):
+    answered(daemon)
+    ask(daemon, "s", *range(1, MOST_WAITING + 11))
+    daemon.turn()
+    found = answered(daemon)
+    assert sum(kind == "Refusal" for _, _, kind in found) == 10
+    assert sum(kind == "Report" for _, _, kind in found) == MOST_WAITING
+
+
+def test_a_question_whose_job_is_gone_when_its_turn_comes_is_refused(daemon):
+    ask(daemon, "s", 1, 2, 3)
+    for message in (msg.JobStats(31, JOB), msg.ExplainJob(32, JOB), msg.CloseJob(33, JOB, False)):
+        daemon.router.arrivals.append(Incoming("t", daemon.router.open["t"], message, []))
+    daemon.turn()
+    assert {(ref, kind) for to, ref, kind in answered(daemon) if to == "t"} >= {(31, "Refusal"), (32, "Refusal")}
+
+
+def test_who_leaves_is_answered_no_more(daemon):
+    ask(daemon, "s", 1, 2, 3)
+    daemon.loop.turn()
+    daemon.disconnect("s")
+    assert not daemon.loop.desk.turns
+    assert only(daemon.say("t", msg.GetStatus(5))).ref == 5
+
+
+def test_nothing_is_begun_with_the_last_descriptors(daemon, monkeypatch):
+    monkeypatch.setattr(connections, "file_limit", lambda: 8)
+    for message, frames in (
+        (msg.OpenJob(1, "b" * 32, "x", 0, 1.0, 1.1, None, 2, 0), []),
+        (msg.LoadProgram(2, JOB, 1, [], []), [b"x"]),
+        (msg.OpenTransfer(3, JOB, 1, [], True), []),
+    ):
+        session = "s" if message.ref == 1 else "t"
+        answer = only(daemon.say(session, message, *frames))
+        assert answer.code == "admission_refused"
+        assert "LimitNOFILE" in answer.remedy
+    with pytest.raises(AdmissionRefused, match="8 descriptors"):
+        connections.check_descriptors()

@@ -1,0 +1,67 @@
+"""A job's processes are told to give way, or not to, while they run."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+
+from gpumux.device.contract import Regrading
+from gpumux.device.cpu import niceness
+from gpumux.device.cpu.device import CpuDevice
+from gpumux.model import JobId, Priority
+from tests.device.cpu.test_crashes import children, zygote
+from tests.device.harness import Case, Driver
+from tests.program import samples
+
+CASE = Case("cpu", wide=lambda: CpuDevice(threads=2, cores=2, low_nice=7), narrow=lambda: CpuDevice(low_nice=7))
+
+
+def of_threads(pid: int) -> set[int]:
+    return {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+
+
+@pytest.mark.skipif(not niceness.may_be_less_nice(), reason="this process may not make one less nice")
+def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> None:
+    device = CASE.wide()
+    device.open()
+    driver = Driver(CASE, device)
+    try:
+        assert isinstance(device, Regrading)
+        usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
+        before = set(children(zygote(device)))
+        job = driver.open()
+        program = job.load(samples.add_one())
+        job.step(program)
+        (pid,) = set(children(zygote(device))) - before
+        assert of_threads(pid) == {min(19, usual + 7)}
+        for priority, nice in ((Priority.HIGH, usual), (Priority.LOW, min(19, usual + 7))):
+            assert device.may_regrade(priority) is None
+            device.regrade(job.job, priority)
+            job.step(program)  # told before its next launch
+            assert of_threads(pid) == {nice}
+        device.regrade(JobId("f" * 32), Priority.LOW)  # of nobody: nothing happens
+    finally:
+        driver.finish()
+        device.close()
+
+
+def test_who_may_not_make_a_process_less_nice_is_told_what_to_do(monkeypatch, tmp_path) -> None:
+    powerless = tmp_path / "status"
+    powerless.write_text("Name:\tx\nCapEff:\t0000000000000000\n")
+    able = tmp_path / "able"
+    able.write_text("CapEff:\t0000000000800000\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (0, 0))
+    assert not niceness.may_be_less_nice(powerless)
+    assert niceness.may_be_less_nice(able)
+    assert not niceness.may_be_less_nice(tmp_path / "absent")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (20, 20))
+    assert niceness.may_be_less_nice(powerless)
+    monkeypatch.setattr(niceness, "may_be_less_nice", lambda: False)
+    device = CpuDevice(low_nice=19)
+    fault = device.may_regrade(Priority.HIGH)
+    assert fault is not None
+    assert "LimitNICE" in fault.remedy
+    assert device.may_regrade(Priority.LOW) is None
+    assert CpuDevice(low_nice=0).may_regrade(Priority.HIGH) is None

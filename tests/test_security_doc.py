@@ -1,0 +1,70 @@
+"""docs/security.md says what is so: its example is a configuration, its numbers are the code's, its score the unit's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gpumux.access import Access
+from gpumux.config import Config, load
+from gpumux.core.admission import MAX_NAME
+from gpumux.daemon import changes, logs, questions, requests, tracing, turns
+from gpumux.model import Peer, Priority
+from gpumux.wire import connections, fields
+from gpumux.wire.limits import Limits
+
+PAGE = (Path(__file__).parents[1] / "docs/security.md").read_text()
+
+
+def test_the_example_is_read_and_means_what_it_says(tmp_path):
+    text = re.search(r"```toml\n(.*?)```", PAGE, re.S)[1]
+    path = tmp_path / "gpumux.toml"
+    path.write_text(text.replace('"students"', "501", 1).replace('"gpumux-admins"', "502"))
+    access = Access(load({}, {}, path).rules)
+    student = access.rule_for(Peer(1000, 100, 1, (501,)))
+    assert (student.name, student.max_priority, student.max_jobs, student.max_bytes) == (
+        "students",
+        Priority.LOW,
+        2,
+        1 << 33,
+    )
+    assert access.may_operate(Peer(1000, 502, 1))
+    assert access.rule_for(Peer(-7, -1, -1, key="laptop")).name == "laptop"
+    assert not access.rule_for(Peer(1000, 100, 1)).submit
+
+
+@pytest.mark.parametrize(
+    ("row", "numbers"),
+    [
+        ("connections", (connections.SLACK, 2 * connections.SLACK)),
+        ("sessions", (Config().max_sessions_per_user, Config().max_sessions)),
+        ("messages, bytes of a session", (int(Limits().messages_per_s), int(Limits().bytes_per_s) >> 30)),
+        ("jobs", (Config().max_jobs_per_user, Config().max_jobs)),
+        (
+            "Programs of a job; of a user, not loaded yet",
+            (Config().max_programs_per_job, requests.MAX_UNLOADED, requests.MAX_ENCODED_BYTES >> 20),
+        ),
+        (
+            "steps in flight, transfers, profiles, changes of a job",
+            (Config().max_inflight, requests.MAX_TRANSFERS, questions.MAX_PROFILES, changes.MAX_CHANGES),
+        ),
+        ("questions of a session that wait", (turns.MOST_WAITING,)),
+        ("recordings", (int(tracing.MAX_SECONDS), tracing.MAX_RECORDS)),
+        ("names; other strings; lists", (MAX_NAME, fields.MAX_NAME, fields.MAX_LIST)),
+        ("descriptors of the daemon", (connections.RESERVE,)),
+    ],
+)
+def test_bounds_are_those_of_the_code(row, numbers):
+    (said,) = re.findall(rf"^\| {re.escape(row)} \| (.*?) \| ", PAGE, re.M)
+    assert [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", said)] == list(numbers)
+
+
+def test_settings_it_names_exist():
+    for name in re.findall(r"`((?:max|metrics|curve)_\w+)`", PAGE):
+        assert hasattr(Config(), name) or name in ("max_priority", "max_weight", "max_bytes"), name
+
+
+def test_the_rate_of_the_log_is_the_codes():
+    assert f"written at {logs.LINES_PER_S:.0f} a second" in PAGE

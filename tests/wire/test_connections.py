@@ -1,0 +1,84 @@
+"""Connections, which libzmq accepts without asking, are bounded: one user's, and all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+
+import pytest
+
+from gpumux.wire import connections
+from gpumux.wire.limits import Limits
+from gpumux.wire.sessions import Opened
+from tests.wire.world import HELLO, WAIT_MS
+
+FEW = Limits(max_sessions=4, max_sessions_per_user=2)
+OWN = FEW.max_sessions_per_user + connections.SLACK
+
+
+def connect(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.setblocking(False)
+    while made.connect_ex(path) == errno.EAGAIN:
+        pass  # more come at once than wait in line
+    return made
+
+
+def closed(held: list[socket.socket], count: int) -> int:
+    """How many of the connections the other end has closed; waits until it is `count`."""
+    poller, left = select.poll(), {}
+    for made in held:
+        poller.register(made, select.POLLIN)
+        left[made.fileno()] = made
+    ended = 0
+    while ended < count:
+        ready = poller.poll(WAIT_MS)
+        assert ready, f"only {ended} of {count} were closed"
+        for fd, _ in ready:
+            try:
+                data = left[fd].recv(64)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                poller.unregister(fd)
+                ended += 1
+    return ended
+
+
+def test_a_user_with_too_many_connections_loses_the_newest(make_world, make_client, runtime_dir):
+    world = make_world(max_sessions=4, max_sessions_per_user=2)
+    honest = make_client(world)
+    session = world.open(honest).session
+    held = [connect(f"{runtime_dir}/g.sock") for _ in range(OWN + 20)]
+    try:
+        assert closed(held, 21) == 21, "one connection is the honest client's"
+        assert world.router.sockets.refused_connections == 21
+        world.now += 1.0
+        world.router.expire(world.now)
+        assert world.router.counters["connections"] == 21
+        world.serves(honest, session, 1)
+    finally:
+        for made in held:
+            made.close()
+    # They are gone and counted no more: another client finds room.
+    again = make_client(world)
+    again.send(HELLO)
+    assert world.next(Opened)
+
+
+def test_bounds_fit_what_the_process_may_open(monkeypatch):
+    assert connections.most(FEW) == (FEW.max_sessions + 2 * connections.SLACK, OWN)
+    monkeypatch.setattr(connections, "file_limit", lambda: 64)
+    assert connections.most(FEW) == (32, 32)
+
+
+def test_the_lowest_free_number_tells_that_little_is_left(monkeypatch):
+    lowest = os.dup(2)
+    os.close(lowest)
+    monkeypatch.setattr(connections, "file_limit", lambda: 4 * (lowest + 2))
+    connections.check_descriptors()
+    monkeypatch.setattr(connections, "file_limit", lambda: lowest + 1)
+    with pytest.raises(connections.AdmissionRefused):
+        connections.check_descriptors()
