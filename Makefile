@@ -13,6 +13,9 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3 p
 CONSTRAINTS := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; \
 	then echo constraints.txt; else echo constraints-cpu.txt; fi)
 
+# Where `make gpu` leaves and looks for its results.
+GPU_OUT ?= build/gpu
+
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PIP := $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS)
 RUN := $(VENV)/bin/python -m
@@ -20,7 +23,7 @@ SOURCES := gpumux clients microbench tests
 # A file's tests stay together, as they share a daemon; a worker takes half a gigabyte, so there are few.
 BESIDE := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast lint fmt clean
+.PHONY: help demo test test-fast lint fmt gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +45,9 @@ lint: $(VENV)/.dev ## ruff and mypy --strict, no changes made
 fmt: $(VENV)/.dev ## format and mend what ruff can
 	$(RUN) ruff check --fix $(SOURCES)
 	$(RUN) ruff format $(SOURCES)
+
+gpu: $(VENV)/.dev ## every GPU test, experiment and benchmark; run it again to go on where it was
+	$(RUN) microbench.gpu_suite --out $(GPU_OUT)
 
 clean: ## remove the virtual environment, caches and builds
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .debs

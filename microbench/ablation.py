@@ -75,7 +75,11 @@ class Jobs:
 def main(argv: list[str] | None = None) -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--device", choices=("sim", "cpu", "cuda"), default="sim", help="default: sim")
-    arguments.add_argument("--gpu-model", choices=("a100", "h200"), default="a100", help="what sim simulates")
+    arguments.add_argument(
+        "--gpu-model",
+        choices=("a100", "h200"),
+        help="what is simulated (default: a100; beside a GPU the one most like it)",
+    )
     arguments.add_argument("--profile", type=Path, help="DeepPool's A100_vgg.prof instead of the shipped profiles")
     arguments.add_argument("--high", help="another shipped profile, or a profile's file, as the high job")
     arguments.add_argument("--max-slowdown", type=float, default=1.05, help="what the high job is promised")
@@ -101,7 +105,9 @@ def main(argv: list[str] | None = None) -> int:
     plain = {key: [row.figures() for row in found[key]] for key in ("rows", "oracle")}
     common.report("ablation", args.out, {"device": args.device, "max_slowdown": args.max_slowdown, **found, **plain})
     if args.png:
-        title = f"techniques one by one, on {args.gpu_model + ' ' if args.device == 'sim' else ''}{args.device}"
+        title = (
+            f"techniques one by one, on {(args.gpu_model or 'a100') + ' ' if args.device == 'sim' else ''}{args.device}"
+        )
         charts.stacked_bars(args.png, title, [r.label for r in rows], [r.high for r in rows], [r.low for r in rows])
     return 0
 
@@ -109,13 +115,13 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """source, rows, what an oracle reaches, targets, graphs_gain. Raises ConfigError for a device that is not there."""
     if args.device == "cuda":
-        raise ConfigError("there is no CUDA device yet", "use --device sim, or cpu")
+        return on_cuda(args)
     if args.device == "cpu":
         from microbench import ablation_cpu  # torch, and a daemon
 
         rows, source = ablation_cpu.measure(args.steps, args.repeats, args.max_slowdown)
         return {"source": source, "rows": rows, "oracle": [], "targets": {}, "graphs_gain": []}
-    spec = preset(args.gpu_model)
+    spec = preset(args.gpu_model or "a100")
     jobs = make_jobs(spec, args.max_slowdown, args.profile, args.high)
     rows = simulated(jobs, spec, args.steps, args.warmup)
     return {
@@ -125,6 +131,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "targets": targets(rows, args.max_slowdown),
         "graphs_gain": graphs_gain(jobs.high, spec),
     }
+
+
+def on_cuda(args: argparse.Namespace) -> dict[str, Any]:
+    """The rows on the GPU, and what the simulator says of the same jobs."""
+    from microbench import ablation_cuda, predicted, ways
+    from microbench.cuda import probe
+
+    model = args.gpu_model or predicted.model_of(probe.card().card)
+    rows, profiles = ablation_cuda.measure(ways.Setting("cuda", "full", ablation_cuda.SECONDS, ablation_cuda.SETTLE_S))
+    says, source = ablation_cuda.predict(model, profiles, args.steps, args.warmup, args.max_slowdown)
+    compared = predicted.bars([row.figures() for row in rows], [row.figures() for row in says])
+    told = f"VGG-16, 4 images a step beside 16 (or 4), no pauses; the prediction is for {model}, from profiles {source}"
+    print(predicted.show_bars(compared))
+    more = {"compared": compared, "predicted": [row.figures() for row in says], "profiles": profiles}
+    return {"source": told, "rows": rows, "oracle": [], "targets": {}, "graphs_gain": [], **more}
 
 
 def make_jobs(spec: GpuSpec, max_slowdown: float, path: Path | None, high: str | None) -> Jobs:

@@ -7,6 +7,7 @@ waiting for losses. At the end the two losses must be equal: what is measured di
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from gpumux import client
+from gpumux.errors import ConfigError
 from microbench import common
 from microbench.daemon import running_daemon
 from microbench.workloads import Workload, operators, sized
@@ -34,7 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--steps", type=int, default=100, help="steps a turn")
     arguments.add_argument("--threads", type=int, default=1, help="torch threads, of both")
     arguments.add_argument("--policy", default="paced", help="of the daemon")
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     args = arguments.parse_args(argv)
+    if args.device == "cuda":
+        return on_cuda(args)
     torch.set_num_threads(args.threads)
     facts = common.machine()
     measured = {}
@@ -53,6 +58,21 @@ def main(argv: list[str] | None = None) -> int:
         verdict = "met" if target["met"] else "MISSED"
         print(f"{name}: {target['value']:.3f} of the plain rate, target {TARGET}: {verdict}")
     common.report("overhead", args.out, result)
+    return 0
+
+
+def on_cuda(args: argparse.Namespace) -> int:
+    """Real models on the GPU against hand-captured graphs of whole steps (overhead_cuda)."""
+    from microbench import overhead_cuda
+    from microbench.cuda import probe
+
+    try:
+        card = probe.card()
+    except ConfigError as error:
+        print(f"{error.message}: {error.remedy}", file=sys.stderr)
+        return 78
+    print(f"{card.card}, torch {card.torch}")
+    common.report("overhead", args.out, overhead_cuda.main(args.repeats, args.policy))
     return 0
 
 

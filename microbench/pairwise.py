@@ -8,6 +8,7 @@ high kernel next to a long low one suffers from. Its intensity is the part of th
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,26 +59,35 @@ KINDS = tuple(Kind(seconds, intensity) for intensity in INTENSITIES for seconds 
 def main(argv: list[str] | None = None) -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--device", choices=("sim", "cpu", "cuda"), default="sim", help="default: sim")
-    arguments.add_argument("--gpu-model", choices=("a100", "h200"), default="a100", help="what sim simulates")
+    arguments.add_argument(
+        "--gpu-model",
+        choices=("a100", "h200"),
+        help="what is simulated (default: a100; beside a GPU the one most like it)",
+    )
     arguments.add_argument("--policy", default="paced", help="default: paced, as in the paper")
     arguments.add_argument("--waves", type=int, default=WAVES, help="waves of blocks a kernel has")
     arguments.add_argument("--steps", type=int, default=STEPS, help="sim: high steps of a pair")
     arguments.add_argument("--seconds", type=float, default=CPU_S, help="cpu: of a pair, alone and together")
     arguments.add_argument("--png", type=Path, metavar="FILE.png", help="draw the heat map")
     args = arguments.parse_args(argv)
+    compared: dict[str, Any] = {}
     try:
         if args.device == "cuda":
-            raise ConfigError("there is no CUDA device yet", "use --device sim, or cpu")
-        if args.device == "cpu":
+            kinds, values, compared = on_cuda(args)
+        elif args.device == "cpu":
             from microbench import pairwise_cpu  # torch, and a daemon
 
             kinds, values = pairwise_cpu.KINDS, pairwise_cpu.measure(args.policy, args.seconds)
         else:
-            kinds, values = KINDS, simulated(preset(args.gpu_model), args.policy, args.waves, args.steps)
+            kinds, values = KINDS, simulated(preset(args.gpu_model or "a100"), args.policy, args.waves, args.steps)
     except ConfigError as error:
         print(f"{error.message}: {error.remedy}", file=sys.stderr)
         return 78
     labels = [kind.label for kind in kinds]
+    if compared:
+        from microbench import predicted
+
+        print(predicted.show_grid(compared))
     print(
         common.table(
             ["high, next to low:", *labels],
@@ -89,11 +99,26 @@ def main(argv: list[str] | None = None) -> int:
         f"below {SHAPE}: {len(exceptions)} of {len(kinds) ** 2} pairs, {sum(e['high_is_shorter'] for e in exceptions)} of them short next to long"
     )
     result = {"device": args.device, "policy": args.policy, "waves": args.waves, "kernels": [vars(k) for k in kinds]}
+    if compared:
+        result |= {"compared": compared}
     common.report("pairwise", args.out, {**result, "throughput": values, "below": exceptions})
     if args.png:
         title = f"high kernel's throughput over alone, {args.policy} on {args.device}"
         charts.heat_map(args.png, title, labels, labels, values, ("high kernel", "low kernel"))
     return 0
+
+
+def on_cuda(args: argparse.Namespace) -> tuple[Sequence[Kind], list[list[float]], dict[str, Any]]:
+    """The pairs on the GPU, and how far the simulator is off. Raises ConfigError where there is no GPU."""
+    from microbench import pairwise_cuda, predicted
+    from microbench.cuda import probe
+    from microbench.ways import Setting
+
+    model = args.gpu_model or predicted.model_of(probe.card().card)
+    setting = Setting("cuda", "full", pairwise_cuda.SECONDS, pairwise_cuda.SETTLE_S)
+    values = pairwise_cuda.measure(setting, args.policy, KINDS)
+    says = simulated(preset(model), args.policy, args.waves, args.steps)
+    return KINDS, values, predicted.grid([kind.label for kind in KINDS], values, says)
 
 
 def simulated(spec: GpuSpec, policy: str, waves: int, steps: int) -> list[list[float]]:

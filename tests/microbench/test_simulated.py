@@ -16,7 +16,8 @@ from gpumux.errors import ConfigError
 from gpumux.model import Priority
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload
-from microbench import ablation, deeppool, oracle, pairwise, sweep
+from microbench import ablation, deeppool, oracle, overhead, pairwise, sweep
+from microbench.cuda import probe
 from microbench.planned import Plan, Planned
 
 PNG = b"\x89PNG"
@@ -113,8 +114,11 @@ def test_files_that_are_no_layer_times_are_refused(
     assert "batches of [16, 32]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", [ablation, pairwise, sweep])
-def test_there_is_no_cuda_device_yet(program: object, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("program", [ablation, overhead, pairwise, sweep])
+def test_without_a_cuda_device_it_says_so(
+    program: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "find", lambda: probe.Found(why="torch is built without CUDA"))
     assert program.main(["--device", "cuda"]) == 78  # type: ignore[attr-defined]
     assert "cuda" in capsys.readouterr().err.lower()
 
