@@ -22,6 +22,7 @@
     +-- JobFailed               the job's work failed; its state is lost
     |   +-- ExecutorCrashed     the process running the job died
     +-- JobClosed               a verb on a closed job
+    +-- SnapshotFailed          a job's state could not be saved; the job goes on
     +-- DaemonGone              the daemon left or stopped answering
     +-- DeviceLost              the device failed beyond repair; the daemon ends
     +-- EndpointBusy            another daemon holds the endpoint or device
@@ -135,6 +136,10 @@ class ExecutorCrashed(JobFailed):
 
 class JobClosed(GpumuxError):
     code = "job_closed"
+
+
+class SnapshotFailed(GpumuxError):
+    code = "snapshot_failed"
 
 
 class DaemonGone(GpumuxError):

@@ -37,6 +37,7 @@ from gpumux.metrics.collector import GaugeCollector
 from gpumux.metrics.registry import Metrics
 from gpumux.metrics.server import MetricsServer
 from gpumux.program.profile import load as load_profile
+from gpumux.recovery.link import DirectoryLock, Link
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.curve import ServerCurve
 from gpumux.wire.messages import FROM_CLIENT
@@ -129,13 +130,16 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     stop.check()
     device = open_device(config, stack)
     stop.check()
+    link = open_snapshots(config, stack)
     router.device = {**asdict(device.info), "shares": list(device.info.shares)}  # a message holds lists
+    if link is not None:
+        router.device["snapshot_s"] = config.snapshot_s
     metrics = Metrics(FROM_CLIENT)
     metrics.start_time.set(started)
     server = serve_metrics(config, metrics, stack)
     port = server.port if server is not None else 0
     identity = Identity(config, router.addresses, device.info, started, port)
-    loop = Loop(identity, router, device.device, metrics, shared_limit(config))
+    loop = Loop(identity, router, device.device, metrics, shared_limit(config), link=link)
     stack.callback(loop.close)
     stack.callback(leave)  # before anything slow: clients learn first
     metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
@@ -257,6 +261,19 @@ def serve_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> Metrics
     server = MetricsServer(metrics.registry, config.metrics_host, config.metrics_port)
     stack.callback(server.close)
     return server
+
+
+def open_snapshots(config: Config, stack: ExitStack) -> Link | None:
+    """Take the state directory for this daemon's snapshots, if it is to keep any. Raises EndpointBusy when another has it."""
+    if not config.state_dir or not config.snapshot_s:
+        return None
+    root = Path(config.state_dir) / "snapshots"
+    lock = DirectoryLock(root)
+    stack.callback(lock.close)
+    link = Link(root, lock)
+    stack.callback(link.close)
+    log.info("snapshots: every %g s, in %s", config.snapshot_s, root)
+    return link
 
 
 def keep_crashes(config: Config, stack: ExitStack) -> None:
