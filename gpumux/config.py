@@ -82,7 +82,18 @@ class Config:
         9402, "port of /metrics; 0 picks a free one, off serves none", low=-1, high=65535, words={"off": -1}
     )
     state_dir: str = _setting(
-        "", "directory for crash.log, the stacks of a daemon that crashes; empty writes them to stderr"
+        "",
+        "directory of this daemon alone, for snapshots of jobs and for crash.log; empty: no recovery, crashes to stderr",
+    )
+    snapshot_s: float = _setting(
+        30.0,
+        "seconds between snapshots of a job, with state_dir; off takes none",
+        low=0.0,
+        high=86400,
+        words={"off": 0},
+    )
+    keep_s: float = _setting(
+        86400.0, "how long a job whose client left is kept, to be resumed", low=0.0, high=31_536_000
     )
     log_level: str = _setting("info", "least important line that is logged", choices=LOG_LEVELS)
     log_format: str = _setting("text", "lines for people, or one JSON object a line", choices=LOG_FORMATS)
@@ -107,6 +118,10 @@ class Config:
         table="limits", low=0,
     )  # fmt: skip
     max_shared_bytes_per_user: int = _setting(0, "of that, for one user; 0 means all of it", table="limits", low=0)
+
+    max_snapshot_bytes_per_user: int = _setting(
+        0, "bytes one user's snapshots may hold on the disk; 0 leaves it to the disk", table="limits", low=0
+    )
 
     allow_ops: tuple[str, ...] = _setting((), "operators allowed beside the built-in list", table="access")
     curve_secret_key: str = _setting("", "file with the daemon's CURVE secret key, for tcp://", table="access")

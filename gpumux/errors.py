@@ -22,7 +22,9 @@
     +-- JobFailed               the job's work failed; its state is lost
     |   +-- ExecutorCrashed     the process running the job died
     +-- JobClosed               a verb on a closed job
+    +-- SnapshotFailed          a job's state could not be saved; the job goes on
     +-- DaemonGone              the daemon left or stopped answering
+    +-- DeviceLost              the device failed beyond repair; the daemon ends
     +-- EndpointBusy            another daemon holds the endpoint or device
 
 `wire/` carries an error as (code, message, remedy); `from_code` makes the same class again on the
@@ -136,8 +138,16 @@ class JobClosed(GpumuxError):
     code = "job_closed"
 
 
+class SnapshotFailed(GpumuxError):
+    code = "snapshot_failed"
+
+
 class DaemonGone(GpumuxError):
     code = "daemon_gone"
+
+
+class DeviceLost(GpumuxError):
+    code = "device_lost"
 
 
 class EndpointBusy(GpumuxError):

@@ -17,6 +17,10 @@ StepId = NewType("StepId", int)  # chosen by the client, increasing within its j
 LaunchId = NewType("LaunchId", int)  # chosen by the core, unique in the daemon's life
 TransferId = NewType("TransferId", int)  # chosen by the client, unique within its job
 
+GENERATOR_BYTES = (
+    8192  # of a job's random generator in a segment: its length (8 bytes, little-endian), its bytes, zeros
+)
+
 
 class Priority(IntEnum):
     """A job's class. Larger is more important, so comparison reads naturally."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +66,11 @@ def running_daemon(
     directory: Path | None = None,
     cores: Collection[int] = (),
     flags: Sequence[str] = (),
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[RunningDaemon]:
     """Start `gpumux serve`, yield it once it answers, stop it with SIGTERM.
 
-    `cores`: those it and its executors may use (default: all that we may). `directory`: where its sockets go (default: a new short one, removed at the end). On leaving,
+    `cores`: those it and its executors may use (default: all that we may). `directory`: where its sockets go (default: a new short one, removed at the end). `settings`: variables GPUMUX_* for it. On leaving,
     a daemon that needs killing, or ends with another status than 0, raises DaemonFailed; one that
     the block itself has ended (a test that kills it) is left alone.
     """
@@ -82,6 +83,7 @@ def running_daemon(
     command += ["serve", "--device", device, "--threads", str(threads), "--policy", policy]
     command += ["--endpoint", endpoint, "--metrics-port", "0", *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMUX_")}
+    environment |= settings or {}
     try:
         with os.fdopen(descriptor, "wb") as out:
             # A group of its own: Ctrl-C at the terminal reaches us, and we end the daemon in order.

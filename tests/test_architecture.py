@@ -35,10 +35,11 @@ ARROWS: dict[str, frozenset[str]] = {
     "wire": SHARED,
     "device": SHARED,
     "metrics": SHARED,
-    "daemon": SHARED | {"core", "wire", "device", "metrics"},
+    "recovery": SHARED | {"wire"},  # snapshots on a disk, and the process that writes them
+    "daemon": SHARED | {"core", "wire", "device", "metrics", "recovery"},
     "simulate": SHARED | {"core", "device"},
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
-    "cli": SHARED | {"core", "wire", "device", "metrics", "daemon", "simulate", "plan"},
+    "cli": SHARED | {"core", "wire", "device", "metrics", "recovery", "daemon", "simulate", "plan"},
     "client": SHARED | {"wire"},
     "__main__": frozenset({"cli"}),
     "gpumux": frozenset(),

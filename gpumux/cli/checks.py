@@ -24,6 +24,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_TORCH = (2, 11)
 MIN_NOFILE = 4096  # a job holds about a dozen descriptors in the daemon
 LOW_MEMORY = 512 * config.MIB
+LOW_DISK = config.GIB
 PATH_BYTES = 107  # sun_path less its terminating zero
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -195,3 +196,28 @@ def temp_dir() -> Finding:
             return Finding("temporary files", OK, tempfile.gettempdir())
     except OSError as error:
         return Finding("temporary files", FAIL, f"{error.strerror}", "set TMPDIR to a directory this user can write")
+
+
+def state_dir(path: str) -> Finding:
+    """Where snapshots of jobs' state go: it must be this user's alone, writable, and have room."""
+    name = "state directory"
+    if not path:
+        return Finding(name, OK, "none: jobs don't outlive a daemon that is killed (set state_dir)")
+    there = Path(path)
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding(name, FAIL, f"can't write {there}", f"make {path} and give it to this user, with mode 0700")
+    facts = there.stat()
+    if there == Path(path):
+        if facts.st_uid != os.geteuid():
+            owner = "root's" if facts.st_uid == 0 else f"user {facts.st_uid}'s"
+            return Finding(name, WARN, f"{path} is {owner}", "run this as the user the daemon runs as")
+        if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return Finding(name, WARN, f"others may look into {path}", f"chmod 700 {path}")
+    room = os.statvfs(there)
+    free = room.f_bavail * room.f_frsize
+    detail = f"{path}, {size(free)} free"
+    if free < LOW_DISK:
+        return Finding(name, WARN, detail, "a job's state is kept three times while it is saved: make room")
+    return Finding(name, OK, detail)

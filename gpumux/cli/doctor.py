@@ -35,6 +35,7 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
     findings += [valid, *place.trusted_files(path or os.environ.get(ENV_CONFIG), config)]
     findings += [checks.gpu(), checks.cpu(), checks.torch(), place.versions()]
     findings += [*checks.shared_memory(), checks.temp_dir(), *checks.limits(), *checks.cgroup(), checks.memory()]
+    findings.append(checks.state_dir(config.state_dir))
     try:
         found = endpoints.parse(address)
     except ConfigError as error:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from gpumux.client import patience
+from gpumux.client.capturing import Capturing
 from gpumux.client.future import StepFuture
-from gpumux.client.localstate import dictionaries, install
+from gpumux.client.keepsake import Counts, Keepsake
+from gpumux.client.localstate import dictionaries, install, load_local
 from gpumux.client.microbatch.split import TOLERANCE, check_microbatches
 from gpumux.client.pending import Pending
+from gpumux.client.recovering import Recovery, ended_for_now, notes_of
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session
 from gpumux.client.stale import StaleGuard
@@ -23,19 +29,22 @@ from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
 from gpumux.client.variants import Choice, KeepMore, State, StepFunction
-from gpumux.errors import DaemonGone, GpumuxError, JobClosed
+from gpumux.errors import DaemonGone, ExecutorCrashed, GpumuxError, JobClosed, SnapshotFailed, UnknownJob
 from gpumux.model import JobSpec
 from gpumux.program import allowlist
 from gpumux.wire import messages as m
 
+T = TypeVar("T")
 log = logging.getLogger("gpumux.client")
-_WARM_PHASES = 4  # how many phases of the optimizer submit() captures ahead
 
 
-class Job:
+class Job(Capturing):
     """Made by `gpumux.client.submit`. Verbs may be called from any thread; steps run in call order."""
 
-    def __init__(self, session: Session, job_id: str, spec: JobSpec, table: StateTable, max_variants: int) -> None:
+    def __init__(
+        self, session: Session, job_id: str, spec: JobSpec, table: StateTable, max_variants: int,
+        replay_bytes: int = 0, reconnect_s: float = 0.0, kept: Keepsake | None = None, last_snapshot: int = 0,
+    ) -> None:  # fmt: skip
         self.id = job_id
         self.name = spec.name
         self.seed = spec.seed
@@ -58,62 +67,13 @@ class Job:
         self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
         session.register(job_id, self._pending.on_message)
         self._closed = False
-
-    def _intern(self, structure: Structure) -> Structure:
-        return self._structures.setdefault(structure, structure)
-
-    # ---- capture ---------------------------------------------------------------------------------
-
-    def _capture(self, fn: Callable[..., Any], example: Any, phases: int, microbatches: int) -> StepFunction:
-        args, kwargs = example_arguments(example)
-        function = StepFunction(
-            fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches
-        )
-        entry = (function, args, kwargs)
-        self._functions.append(entry)
-        try:
-            choices = self._warm(entry, phases)
-            for choice in choices:
-                self._upload(choice)
-        except BaseException:
-            self._functions.remove(entry)
-            raise
-        return function
-
-    def _warm(self, entry: tuple[StepFunction, tuple[Any, ...], dict[str, Any]], phases: int) -> list[Choice]:
-        """Capture a function from where the job will stand when it is first called, and on through
-        the phases its optimizer goes through. Starts over when that shows that gradients must be kept."""
-        while True:
-            try:
-                if self._next_step == 0 and self._functions[0] is not entry:
-                    main, args, kwargs = self._functions[0]
-                    self._warm_state = self._walk(main, args, kwargs, self._state, _WARM_PHASES)[1]
-                start = self._state if self._next_step or self._functions[0] is entry else self._warm_state
-                choices, self._warm_state = self._walk(entry[0], entry[1], entry[2], start, phases)
-                return choices
-            except KeepMore as more:
-                self._state.keep = more.keep
-                if self._next_step:
-                    return []  # captured at its first call, from a state that has them
-
-    def _walk(
-        self, function: StepFunction, args: Any, kwargs: Any, state: State, phases: int
-    ) -> tuple[list[Choice], State]:
-        choices: list[Choice] = []
-        state = State(state.structure, state.host, self._state.keep)
-        for _ in range(phases):
-            choice = function.choose(args, kwargs, state)
-            choices.append(choice)
-            after = choice.after(state.keep)
-            if after.structure is state.structure:
-                break
-            state = after
-        return choices, state
-
-    def _upload(self, choice: Choice) -> int:
-        if choice.made.number is None:
-            choice.made.number = self._remote.upload(choice.made.lowered)
-        return choice.made.number
+        self._paused = False
+        self._away: GpumuxError | None = None  # what happened, until the job is back
+        self._lost: GpumuxError | None = None  # why it could not come back
+        self._counts = kept.counts if kept is not None else Counts(0, 0)
+        self.resumed_steps = self._counts.main
+        self._notes = partial(notes_of, weakref.ref(self))
+        self._recovery = Recovery(self, replay_bytes, reconnect_s, last_snapshot)
 
     def add(self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1) -> Callable[..., StepFuture]:
         """Capture another step over the same state (evaluation, a GAN's second step, apply after
@@ -121,8 +81,7 @@ class Job:
         `microbatches` as in submit(), for this function alone."""
         check_microbatches(microbatches)
         with self._lock:
-            self._check_open()
-            function = self._capture(fn, example, 1, microbatches)
+            function = self._persist(lambda: self._capture(fn, example, 1, microbatches))
 
         def call(*batch: Any, **named: Any) -> StepFuture:
             return self._run(function, batch, named)
@@ -141,34 +100,46 @@ class Job:
 
     def _run(self, function: StepFunction, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
         with self._lock:
+            return self._persist(lambda: self._submit_step(function, batch, named))
+
+    def _submit_step(self, function: StepFunction, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
+        self._guard.check_writes()
+        try:
+            choice = function.choose(batch, named, self._state)
+        except KeepMore as more:
+            self._state.keep = more.keep
+            choice = function.choose(batch, named, self._state)  # explains what is missing
+        number = choice.made.number
+        if number is None:
+            number = self._upload(choice)
+        snapshots, told = self._recovery.snapshots, self._recovery.told
+        if snapshots is not None:
+            snapshots.tick(self._session)
+        if len(self._pending.steps) >= self._spec.max_inflight:
+            self._wait(lambda: len(self._pending) < self._spec.max_inflight, None)
             self._check_open()
-            self._guard.check_writes()
-            try:
-                choice = function.choose(batch, named, self._state)
-            except KeepMore as more:
-                self._state.keep = more.keep
-                choice = function.choose(batch, named, self._state)  # explains what is missing
-            number = choice.made.number
-            if number is None:
-                number = self._upload(choice)
-            program = self._remote.programs[number]
-            if len(self._pending.steps) >= self._spec.max_inflight:
-                self._wait(lambda: len(self._pending) < self._spec.max_inflight, None)
-                self._check_open()
-            slot = program.free.pop()
-            step, future = self._next_step, StepFuture(self._wait)
-            try:
-                frames = program.fill(slot, choice.tensors)
-                self._pending.add(step, future, number, slot, choice)
-                scalars = choice.values[: choice.made.lowered.counts[0]]
-                self._session.post_step(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
-            except BaseException:
-                self._pending.forget(step)
-                program.free.add(slot)
-                raise
-            self._next_step = step + 1
-            self._advance(choice)
-            return future
+        program = self._remote.programs[number]  # only now: the job may have come back meanwhile
+        slot = program.free.pop()
+        step, future = self._next_step, StepFuture(self._wait)
+        entry = None
+        try:
+            frames = program.fill(slot, choice.tensors)
+            self._pending.add(step, future, number, slot, choice)
+            scalars = choice.values[: choice.made.lowered.counts[0]]
+            if told is not None:
+                entry = told.step(step, program, scalars, choice.tensors)
+            self._session.post_step(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
+        except BaseException:
+            self._pending.forget(step)
+            program.free.add(slot)
+            if told is not None and entry is not None:
+                told.log.take_back(entry)
+            raise
+        self._next_step = step + 1
+        main = function is self._functions[0][0]
+        self._counts = Counts(self._counts.main + main, self._counts.all + 1)
+        self._advance(choice)
+        return future
 
     def _advance(self, choice: Choice) -> None:
         """The Python side of the step has happened: counters, hyperparameters it changed, flags."""
@@ -192,21 +163,51 @@ class Job:
 
     def _wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         """The predicate is about this job's steps: a job that ends answers them all."""
-        try:
-            return patience.wait(self._session, self.id, predicate, timeout)
-        except DaemonGone as gone:
-            self._pending.fail(gone)
-            if predicate():
-                return True
-            raise
+        until = None if timeout is None else time.monotonic() + timeout
+        remote = self._remote
+        while True:
+            session = self._session
+            left = None if until is None else max(0.0, until - time.monotonic())
+            try:
+                if self._away is not None:
+                    raise self._away
+                if not patience.wait(session, self.id, lambda: predicate() or remote.ended is not None, left):
+                    return False
+                if predicate():
+                    return True
+                gone = remote.end_error()
+            except (DaemonGone, ExecutorCrashed) as error:
+                gone = error
+            try:
+                if not self._recovery.come_back(self, session, gone, until):
+                    return False
+            except GpumuxError:
+                if predicate():
+                    return True
+                raise
+
+    def _persist(self, verb: Callable[[], T]) -> T:
+        """`verb()`, once more if the daemon goes meanwhile and the job comes back."""
+        while True:
+            session = self._session
+            try:
+                self._check_open()
+                return verb()
+            except (DaemonGone, ExecutorCrashed, JobClosed, UnknownJob) as gone:
+                if isinstance(gone, (JobClosed, UnknownJob)) and not ended_for_now(self):
+                    raise
+                self._recovery.come_back(self, session, gone)
 
     def _check_open(self) -> None:
         if self._closed:
             raise JobClosed(f"job {self.name!r} is closed", "submit it again")
+        if self._lost is not None:
+            raise self._lost
+        if self._away is not None:
+            raise self._away
         if self._remote.ended is not None:
             raise self._remote.end_error()
         if self._session.dead is not None:
-            self._pending.fail(self._session.dead)
             raise self._session.dead
 
     # ---- state -----------------------------------------------------------------------------------
@@ -215,8 +216,7 @@ class Job:
         """Bring the trained state back into the local models and optimizers. Waits for the steps
         submitted so far. Gradients come back only where a step of the job reads them."""
         with self._lock:
-            self._check_open()
-            install(self._table, self._state, self._remote.pull)
+            self._persist(lambda: install(self._table, self._state, self._remote.pull))
             self._guard.stale = False
             self._unsynced = 0
             self._guard.settle()
@@ -224,25 +224,23 @@ class Job:
     def state_dict(self) -> dict[str, Any]:
         """The trained state as {"model": ..., "optimizer": ...} of CPU tensors (lists of them when
         several were submitted), leaving the local ones alone. Waits for the steps submitted so far."""
-        with self._lock:
-            self._check_open()
-            with self._guard.quiet():
-                return dictionaries(self._table, self._state, self._remote.pull)
+        with self._lock, self._guard.quiet():
+            return self._persist(lambda: dictionaries(self._table, self._state, self._remote.pull))
 
     def load_state(self, state: dict[str, Any] | None = None) -> None:
         """Push the local models' and optimizers' state to the daemon; with `state` (as state_dict()
         gives it) load that into them first."""
         with self._lock:
-            self._check_open()
+            self._persist(_nothing)
             with self._guard.quiet(writes=True):
                 if state is not None:
-                    _load_local(self._table, state)
+                    load_local(self._table, state)
                 self._table.refresh()
                 structure, host = from_local(self._table)
             keep = self._state.keep | frozenset(i for i, _ in structure.kept)
             self._state = State(self._intern(structure), host, keep)
             resident = set(self._remote.resident())
-            self._remote.push([b for b in resident if self._table.buffers[b].home])
+            self._persist(lambda: self._remote.push([b for b in resident if self._table.buffers[b].home]))
             self._guard.stale = False
             self._unsynced = 0
 
@@ -252,20 +250,19 @@ class Job:
         """Start no further piece of this job until resume(). What runs now finishes. Steps can still be
         submitted, up to max_inflight; whatever waits for them (sync(), a result, one step more) waits until another
         thread or an operator resumes the job, and logs a warning after five seconds."""
-        self._check_open()
-        self._remote.call(m.PauseJob)
+        self._persist(lambda: self._remote.call(m.PauseJob))
+        self._paused = True
 
     def resume(self) -> None:
-        self._check_open()
-        self._remote.call(m.ResumeJob)
+        self._persist(lambda: self._remote.call(m.ResumeJob))
+        self._paused = False
 
     def stats(self) -> dict[str, Any]:
         """What the daemon knows of the job: steps, queue and device seconds, memory, outstanding
         launches. `exactness` is "bit-equal" (README, "Equal results"), or "equivalent" where a function of
         the job runs in microbatches; `tolerance` then says how far results may be from the whole batch's
         (README, "Microbatches")."""
-        self._check_open()
-        reply, _ = self._remote.call(m.JobStats)
+        reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
         counts = {f.name: f.microbatches for f, _, _ in self._functions if f.microbatches > 1}
         exact: dict[str, Any] = {"exactness": "bit-equal"}
         if counts:
@@ -277,14 +274,28 @@ class Job:
         """Bytes copied from batches into shared memory so far (each batch byte once)."""
         return sum(p.copied_in for p in self._remote.programs.values())
 
-    def close(self, drain: bool = True) -> None:
+    def close(self, drain: bool = True, *, keep: bool = False) -> None:
         """End the job; its state in the daemon is gone afterwards. `drain`: let submitted steps finish
-        first. Idempotent."""
+        first. `keep`: save the state behind them, for `submit(..., resume=name)`; raises SnapshotFailed when that
+        can't be done, and the job is open still. Idempotent."""
         with self._lock:
             if self._closed:
                 return
+            if keep:
+                self._keep()
+            elif drain and len(self._pending) and self._recovery.told is not None:
+                with suppress(GpumuxError):  # which the futures have
+                    self._wait(lambda: len(self._pending) == 0, None)
             self._closed = True
-            if self._unsynced and self._table.optimizers and self._remote.ended is None and self._session.dead is None:
+            self._recovery.off(self)
+            drain = drain and not keep  # what its client closes when its work is done is not kept
+            if (
+                not keep
+                and self._unsynced
+                and self._table.optimizers
+                and self._remote.ended is None
+                and self._session.dead is None
+            ):
                 log.warning(
                     "job %r closed with %d steps not synced: call job.sync() before close()", self.name, self._unsynced
                 )
@@ -300,6 +311,13 @@ class Job:
                 self._session.unregister(self.id)
                 self._remote.release()
                 self._session.close()
+
+    def _keep(self) -> None:
+        self._persist(_nothing)
+        if self._recovery.snapshots is None:
+            raise SnapshotFailed("this daemon keeps no snapshots", "start it with --state-dir")
+        if not self._persist(lambda: self._recovery.save(self)):
+            raise SnapshotFailed(f"the state of job {self.name!r} could not be saved", "the log says why")
 
     def __del__(self) -> None:
         """Dropped while open. The session goes with it, and tells the daemon (keeper.py); nothing waits here."""
@@ -325,19 +343,5 @@ class Job:
         return f"<Job {self.name!r} {self.id[:8]} {'closed' if self._closed else 'open'}, {self._next_step} steps>"
 
 
-def _load_local(table: StateTable, state: dict[str, Any]) -> None:
-    for owners, key in ((table.models, "model"), (table.optimizers, "optimizer")):
-        given = state.get(key)
-        if given is None:
-            continue
-        for owner, one in zip(owners, given if len(owners) > 1 else [given], strict=True):
-            owner.load_state_dict(one)
-
-
-def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`example` is the step's arguments as a tuple or list, a dict of named ones, or one tensor."""
-    if isinstance(example, (tuple, list)):
-        return tuple(example), {}
-    if isinstance(example, dict):
-        return (), dict(example)
-    return (example,), {}
+def _nothing() -> None:
+    """For who only wants to know whether the job is there."""

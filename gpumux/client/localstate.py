@@ -85,3 +85,13 @@ def dictionaries(table: StateTable, state: State, pull: Pull) -> dict[str, Any]:
         "model": models[0] if len(models) == 1 else models,
         "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
     }
+
+
+def load_local(table: StateTable, state: dict[str, Any]) -> None:
+    """Load dictionaries, as `dictionaries` gives them, into the local models and optimizers."""
+    for owners, key in ((table.models, "model"), (table.optimizers, "optimizer")):
+        given = state.get(key)
+        if given is None:
+            continue
+        for owner, one in zip(owners, given if len(owners) > 1 else [given], strict=True):
+            owner.load_state_dict(one)

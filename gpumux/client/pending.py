@@ -6,6 +6,7 @@ handler and its note that it ran), so everything here can be done again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch.utils._pytree as pytree
 from gpumux.client.future import StepFuture
 from gpumux.client.remote import Remote
 from gpumux.client.variants import Choice
-from gpumux.errors import GpumuxError, from_code
+from gpumux.errors import GpumuxError, JobClosed, UnknownJob, from_code
 from gpumux.model import StepTimes
 from gpumux.wire import messages as m
+from gpumux.wire.keeping import SnapshotSaved, SnapshotWanted
 
 
 class _Step:
@@ -41,15 +43,36 @@ class _Step:
         return leaves[0] if self.leaf else pytree.tree_unflatten(leaves, self.spec)
 
 
+class _Rerun:
+    """A step that was answered before, and runs again for what it does to the state."""
+
+    __slots__ = ("program", "slot")
+
+    def __init__(self, program: int, slot: int) -> None:
+        self.program = program
+        self.slot = slot
+
+
 class Pending:
-    """The unanswered steps of one job."""
+    """The unanswered steps of one job. `news` is what the daemon says of snapshots."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
-        self.steps: dict[int, _Step] = {}  # by number
+        self.steps: dict[int, _Step | _Rerun] = {}  # by number
+        self.held: dict[int, _Step] = {}  # unanswered when the daemon or the job ended, and not submitted again yet
+        self._survives: frozenset[str] = frozenset()
+        self._no_answer: frozenset[str] = frozenset()
+        self.news: deque[SnapshotSaved | SnapshotWanted] = deque()
+        self.newest = -1  # step that was answered
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def may_come_back(self, ends: frozenset[str]) -> None:
+        """The job may come back if it ends with one of these codes: its steps are then still to be answered. One that
+        is refused because there is no such job is no answer either: how the job ended is under way, or here already."""
+        self._survives = ends
+        self._no_answer = ends | {UnknownJob.code, JobClosed.code} if ends else ends
 
     def add(self, step: int, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
         self.steps[step] = _Step(future, program, slot, choice)
@@ -58,6 +81,18 @@ class Pending:
         """The step was never sent."""
         self.steps.pop(step, None)
 
+    def hold(self) -> None:
+        """Nothing that was sent will be answered: wait for it to be sent again. Idempotent."""
+        self.held |= {number: step for number, step in self.steps.items() if isinstance(step, _Step)}
+        self.steps.clear()
+
+    def again(self, step: int, program: int, slot: int) -> None:
+        """The step is sent again."""
+        held = self.held.pop(step, None)
+        if held is not None:
+            held.slot = slot
+        self.steps[step] = held or _Rerun(program, slot)
+
     def on_message(self, message: Any, frames: Sequence[Any]) -> None:
         """The session's handler for this job."""
         if type(message) is m.StepDone:
@@ -65,22 +100,31 @@ class Pending:
             if step is None:
                 return
             program = self._remote.programs[step.program]
-            tensors = program.take(step.slot, frames)
-            step.future._finish(step.value(tensors), StepTimes(message.queue_s, message.device_s, message.total_s))
+            if type(step) is _Step:
+                tensors = program.take(step.slot, frames)
+                step.future._finish(step.value(tensors), StepTimes(message.queue_s, message.device_s, message.total_s))
             program.free.add(step.slot)
+            self.newest = max(self.newest, message.step)
             del self.steps[message.step]
         elif type(message) is m.StepFailed:
-            step = self.steps.pop(message.step, None)
-            if step is not None:
-                self._remote.programs[step.program].free.add(step.slot)
+            step = self.steps.get(message.step)
+            if step is None or message.code in self._no_answer:
+                return
+            del self.steps[message.step]
+            self._remote.programs[step.program].free.add(step.slot)
+            if type(step) is _Step:
                 step.future._fail(from_code(message.code, message.message, message.remedy))
         elif isinstance(message, m.TransferDone):
             self._remote.on_transfer(message, frames)
         elif isinstance(message, m.JobEnded):
             self._remote.ended = message
-            self.fail(self._remote.end_error())
+            if message.code not in self._survives:
+                self.fail(self._remote.end_error())
+        elif isinstance(message, (SnapshotSaved, SnapshotWanted)):
+            self.news.append(message)
 
     def fail(self, error: GpumuxError) -> None:
         """Answer everything that is left with an error."""
-        for number in list(self.steps):
-            self.steps.pop(number).future._fail(error)
+        self.hold()
+        for number in list(self.held):
+            self.held.pop(number).future._fail(error)

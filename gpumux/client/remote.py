@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -111,13 +111,22 @@ def _typed(
     return base.set_(whole.untyped_storage(), offset // base.element_size(), size, stride)
 
 
+class Witness(Protocol):
+    """Hears what the daemon is told, to tell it again (recovering.py)."""
+
+    def loaded(self, number: int) -> None: ...
+    def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None: ...
+
+
 class Remote:
     """Everything a job asks of its daemon."""
 
     def __init__(self, session: Session, job: str, table: StateTable) -> None:
         self.session = session
         self.job = job
+        self.witness: Witness | None = None
         self._table = table
+        self._loads: list[tuple[Lowered, list[int], list[int]]] = []  # by number: sizes of new buffers, binding
         self._remote_index: dict[int, int] = {}  # job buffer -> the daemon's buffer
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         self.programs: dict[int, RemoteProgram] = {}
@@ -133,7 +142,6 @@ class Remote:
 
     def upload(self, lowered: Lowered) -> int:
         """The Program's number in the daemon; equal Programs on equal buffers are sent once."""
-        encoded = codec.encode(lowered.program)
         key = (codec.content_hash(lowered.program), lowered.binding)
         if key in self._numbers:
             return self._numbers[key]
@@ -141,16 +149,39 @@ class Remote:
         index = dict(self._remote_index)
         for b in fresh:
             index[b] = len(index)
-        number = len(self._numbers)
-        binding = [index[b] for b in lowered.binding]
+        number = len(self._loads)
         sizes = [self._table.buffers[b].nbytes for b in fresh]
-        reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[encoded])
+        self._loads.append((lowered, sizes, [index[b] for b in lowered.binding]))
+        try:
+            self.load(number)
+        except BaseException:
+            self._loads.pop()
+            raise
         self._remote_index = index
         self._numbers[key] = number
-        memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
-        self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory)
+        if self.witness is not None:
+            self.witness.loaded(number)
         self.push([b for b in fresh if self._table.buffers[b].filled])
         return number
+
+    def load(self, number: int) -> None:
+        """Have the daemon load a Program, as it is noted here."""
+        lowered, sizes, binding = self._loads[number]
+        reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[codec.encode(lowered.program)])
+        memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
+        self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory)
+
+    @property
+    def loads(self) -> Sequence[int]:
+        """How many buffers each Program brought along, by its number."""
+        return [len(sizes) for _, sizes, _ in self._loads]
+
+    def reset(self, session: Session) -> None:
+        """Another daemon, or another job under our id, knows nothing of what was said."""
+        self.release()
+        self.session = session
+        self._ended.clear()
+        self.ended = None
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -158,12 +189,13 @@ class Remote:
         """Job buffers that exist in the daemon, in the daemon's order."""
         return list(self._remote_index)
 
-    def _transfer(self, buffers: Sequence[int], push: bool) -> tuple[int, Any]:
+    def _transfer(self, buffers: Sequence[int], push: bool) -> tuple[int, int, Any]:
+        """Its number, its segment's, and that one's memory (None inline)."""
         self._transfers += 1
         remote = [self._remote_index[b] for b in buffers]
         reply, _ = self.call(m.OpenTransfer, self._transfers, remote, push)
         memory = self.session.segment(reply.segment, reply.nbytes) if reply.segment and reply.nbytes else None
-        return self._transfers, memory
+        return self._transfers, reply.segment, memory
 
     def _wait_transfer(self, number: int) -> Sequence[Any]:
         patience.wait(self.session, self.job, lambda: number in self._ended or self.ended is not None, None)
@@ -186,28 +218,33 @@ class Remote:
         """Copy local state to the daemon, in order with the steps submitted so far."""
         if not buffers:
             return
-        number, memory = self._transfer(buffers, True)
-        total = sum(aligned(self._table.buffers[b].nbytes) for b in buffers)
-        inline = memory is None
-        staging = (
-            torch.zeros(total, dtype=torch.uint8) if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
-        )
+        data = torch.zeros(sum(aligned(self._table.buffers[b].nbytes) for b in buffers), dtype=torch.uint8)
         at = 0
         for b in buffers:
             for storage, start in self._table.buffers[b].home:
-                staging[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
+                data[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
             at += aligned(self._table.buffers[b].nbytes)
-        frames = [staging.numpy().tobytes()] if inline else []
-        del staging, memory
+        if self.witness is not None:  # before it is said: what fails on the way is said again
+            self.witness.pushed(buffers, data)
+        self.put(buffers, data)
+
+    def put(self, buffers: Sequence[int], data: torch.Tensor) -> None:
+        """Copy bytes (one tensor, each buffer on 64 of them) to the daemon's buffers."""
+        number, segment, memory = self._transfer(buffers, True)
+        if memory is not None:
+            torch.frombuffer(memory, dtype=torch.uint8)[: data.numel()].copy_(data)
+        frames = [data.numpy().tobytes()] if memory is None else []
+        del memory
         self.session.post(m.FillTransfer(0, self.job, number, len(frames)), frames)
         self._wait_transfer(number)
+        self.session.release_segment(segment)
 
     def pull(self, write: Callable[[int, torch.Tensor], None]) -> None:
         """Fetch all state, after the steps submitted so far: `write(job buffer, its bytes)`."""
         buffers = self.resident()
         if not buffers:
             return
-        number, memory = self._transfer(buffers, False)
+        number, segment, memory = self._transfer(buffers, False)
         frames = self._wait_transfer(number)
         if memory is None:
             staging = (
@@ -223,6 +260,7 @@ class Remote:
             write(b, staging[at : at + nbytes])
             at += aligned(nbytes)
         del staging, memory
+        self.session.release_segment(segment)
 
     def on_transfer(self, done: m.TransferDone, frames: Sequence[Any]) -> None:
         self._ended[done.transfer] = (done, frames)

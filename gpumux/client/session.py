@@ -10,14 +10,14 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from gpumux.client.connection import START_IT, Connection, handshake, hello
 from gpumux.client.endpoint import resolve_endpoint
 from gpumux.client.keeper import Belongings, Keeper
-from gpumux.client.mailbox import Handler, Mailbox
+from gpumux.client.mailbox import Answer, Handler, Mailbox
 from gpumux.client.pump import Pump
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, from_code
 from gpumux.wire.codec import decode, decode_step_done, encode, encode_alone
@@ -30,6 +30,18 @@ from gpumux.wire.probe import check_listening
 
 Payload = Sequence[bytes | memoryview]
 _NO_FRAMES: list[bytes] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request under way. `forget` it when its answer is read or not wanted any more."""
+
+    _answer: list[Answer]
+    forget: Callable[[], None]
+
+    def reply(self) -> Any | None:
+        """The answer, or a Refusal; None while there is none."""
+        return self._answer[0][0] if self._answer else None
 
 
 class Session:
@@ -91,6 +103,11 @@ class Session:
         return self._pump.dead
 
     @property
+    def endpoint(self) -> str:
+        """Where the daemon was reached."""
+        return self._connection.endpoint.text
+
+    @property
     def inline(self) -> bool:
         """Whether tensors must travel as payload frames (tcp)."""
         return not self.welcome.side_channel
@@ -116,6 +133,12 @@ class Session:
         if isinstance(reply, Refusal):
             raise from_code(reply.code, reply.message, reply.remedy)
         return reply, reply_frames
+
+    def ask(self, msg: Message) -> Asked:
+        """Send a request without waiting. Its answer is there later, as soon as somebody waits for anything."""
+        ref, answer = self._mailbox.expect()
+        self._send(_with_ref(msg, ref), ())
+        return Asked(answer, lambda: self._mailbox.forget(ref))
 
     def post(self, msg: Message, frames: Payload = ()) -> None:
         """Send without waiting. If `msg` is a request, a Refusal of it goes to its job's handler."""

@@ -12,19 +12,22 @@ import torch
 from gpumux.client.arguments import job_spec, several, whole
 from gpumux.client.job import Job
 from gpumux.client.microbatch.split import check_microbatches
+from gpumux.client.recovering import open_message
+from gpumux.client.returning import find_kept, open_job
 from gpumux.client.session import Session
 from gpumux.client.stale import refuse_stale
 from gpumux.client.state import StateTable
 from gpumux.errors import ConfigError, SimulatedDeviceWarning
-from gpumux.wire import messages as m
 from gpumux.wire.fields import MAX_INT
+from gpumux.wire.keeping import Replay
 
 
 def submit(
     step: Callable[..., Any], *, example: Any, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     optimizer: Any = None, priority: str = "low", name: str | None = None, endpoint: str | None = None,
     weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None, max_inflight: int = 2,
-    seed: int | None = None, max_variants: int = 4, microbatches: int = 1,
+    seed: int | None = None, max_variants: int = 4, microbatches: int = 1, resume: str | None = None,
+    replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and put its state there.
 
@@ -41,6 +44,12 @@ def submit(
     microbatches: run a step's batch as so many accumulated parts, for shorter pieces and less memory;
         must divide the batch size. Equivalent, no longer bit-equal; the step must be one whose loss averages or
         adds up over independent samples (NotSplittable says why it isn't). Dropout draws other masks.
+    resume: name of a job of yours whose client is gone, or closed it with keep=True, and whose state the daemon kept.
+        The models and optimizers are overwritten with it and the job goes on from there; `job.resumed_steps` says how
+        many step() calls are behind it. Raises UnknownJob where nothing of that name was kept.
+    replay_bytes: memory this process may use, beside a copy of its state, to bring the job back when the daemon is
+        killed and started again (README, "Nothing is lost"); 0: it does not come back.
+    reconnect_s: how long a daemon that is gone is waited for before DaemonGone is raised.
 
     Raises CaptureError (and its kin, naming the line or tensor), ConfigError for a bad argument,
     AdmissionRefused, DaemonGone. Nothing local is changed by a failed submit.
@@ -51,23 +60,27 @@ def submit(
             "model= is a TorchScript module, whose Python can't be captured", "submit the module it was made from"
         )
     optimizers = several(optimizer, torch.optim.Optimizer, "optimizer")
+    replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
+    name = resume if name is None else name
     spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)
     max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
     check_microbatches(microbatches)
     session = Session.connect(endpoint)
-    job_id = uuid.uuid4().hex
     job: Job | None = None
     try:
-        table = StateTable(models, optimizers, _tensors_on(session))
+        table = StateTable(models, optimizers, *_devices(session))
         refuse_stale(table)
-        session.call(
-            m.OpenJob(
-                0, job_id, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit,
-                spec.max_inflight, spec.seed,
-            )
-        )  # fmt: skip
-        job = Job(session, job_id, spec, table, max_variants)
+        kept = find_kept(session, resume) if resume is not None else None
+        if kept is not None:
+            kept.keepsake.put_back(table)
+        job_id, last = (kept.job, kept.newest) if kept is not None else (uuid.uuid4().hex, 0)
+        open_job(session, open_message(job_id, spec), kept is not None)
+        keepsake = kept.keepsake if kept is not None else None
+        job = Job(session, job_id, spec, table, max_variants, replay_bytes, reconnect_s, keepsake, last)
         job._capture(step, example, 4, microbatches)
+        if keepsake is not None:
+            session.call(Replay(0, job_id, 0, 1), [keepsake.generator])
+        job._recovery.ready(job)
     except BaseException:
         if job is not None:
             job.close(drain=False)
@@ -76,15 +89,18 @@ def submit(
     return job
 
 
-def _tensors_on(session: Session) -> str:
-    """The device type a job's tensors must be on. Warns of a daemon that computes nothing."""
+def _devices(session: Session) -> tuple[str, str]:
+    """The device type a job's local tensors must be on, which is where its steps are traced, and the one that they run
+    on. Warns of a daemon that computes nothing."""
     device = session.welcome.device
+    if device["kind"] == "cuda":
+        return "cpu", "cuda"  # the daemon runs on its GPU what was traced on the CPU; clients need no GPU
     if device["kind"] != "sim":
-        return str(device["kind"])
+        return str(device["kind"]), str(device["kind"])
     warnings.warn(
         f"the daemon only SIMULATES its device ({device['name']}): steps take time, every result is "
         "zero and nothing is trained. For real results submit to a daemon on a real device (gpumux serve --device cpu)",
         SimulatedDeviceWarning,
         stacklevel=3,
     )
-    return "cpu"  # where steps for it are traced
+    return "cpu", "cpu"

@@ -7,11 +7,11 @@ holds no copy of anything the core counts, so the two can't disagree about state
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpumux.daemon.segments import SharedSegment
-from gpumux.model import JobId, JobSpec, Peer, ProgramId, SessionId, StepId, TransferId
+from gpumux.model import Fault, JobId, JobSpec, Peer, ProgramId, SessionId, StepId, TransferId
 from gpumux.program.ir import aligned
 from gpumux.program.outline import Outline
 
@@ -66,6 +66,7 @@ class TransferRecord:
     asked: bool = False
     due: bool = False
     refused: bool = False  # the client knows that it will not happen
+    then: Callable[[Fault | None], None] | None = None  # of the daemon's own: who hears of its end
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +84,7 @@ class JobRecord:
     profiles: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # who waits for one, oldest first
     changes: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # whose ChangeJob is not in force yet
     stopped_by: str = ""  # who closed it, if somebody else than its client
+    finished: bool = False  # its client closed it when its work was done
     last_step: int = -1
     last_transfer: int = -1
     unloading: bool = False  # the device was told to let go of it

@@ -131,3 +131,12 @@ def _check_scalars(count: int) -> None:
             f"the program takes {count} host scalars with every step, and {MAX_SCALARS} fit",
             "give parameters one learning rate and one step count between them, as optimizers with foreach do",
         )
+
+
+def lanes_first(events: list[dev.DeviceEvent]) -> list[dev.DeviceEvent]:
+    """What ran with a lane that is back, the core is told before anything else."""
+    return events if len(events) < 2 else sorted(events, key=_is_no_lane)
+
+
+def _is_no_lane(event: dev.DeviceEvent) -> bool:
+    return type(event) is not dev.LaneReturned

@@ -31,15 +31,17 @@ class Executor:
 
     The core may still answer for a job that ended in the same breath: its client has heard by then, from
     CloseJob or ForgetJob, which answer whatever is left. Such a command finds no record and does nothing.
+    `forgotten` is called with a job of which nothing is left.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, forgotten: Callable[[JobRecord], None]) -> None:
         self._desk = desk
         self._books = desk.books
         self._device = desk.device
         self._answering = desk.device if isinstance(desk.device, Answering) else None
         self.wake_at: float | None = None
         self.loans: Loans | None = None
+        self._forgotten = forgotten
         self.handlers: dict[type, Callable[[Any], None]] = {  # by class of command
             cmd.LaunchPiece: self._launch,
             cmd.FinishStep: self._finish_step,
@@ -201,6 +203,7 @@ class Executor:
         for transfer in list(job.transfers):
             self._finish_transfer(cmd.FinishTransfer(c.job, transfer, _CLOSED))
         self._books.forget_job(c.job)
+        self._forgotten(job)
         log.debug("job %s: nothing of it is left", job.short)
 
     # ---- programs
@@ -289,6 +292,9 @@ class Executor:
         transfer = job.transfers.pop(c.transfer, None) if job is not None else None
         if job is None or transfer is None or transfer.refused:
             return  # a refusal was its answer
+        if transfer.then is not None:
+            transfer.then(c.fault)
+            return
         transfer.refused = True  # for a segment still in the making
         fault = c.fault or Fault("", "", "")
         frames: tuple[bytes, ...] = ()

@@ -26,9 +26,10 @@ from gpumux.core import events as ev
 from gpumux.core.machine import Core
 from gpumux.daemon import report
 from gpumux.daemon.books import JobRecord, SessionRecord
-from gpumux.daemon.completions import Completions
+from gpumux.daemon.completions import Completions, lanes_first
 from gpumux.daemon.desk import Desk, log
 from gpumux.daemon.execute import Executor
+from gpumux.daemon.keeping import Keeping
 from gpumux.daemon.loans import Loans
 from gpumux.daemon.offload import Offload
 from gpumux.daemon.reload import Reloading
@@ -38,16 +39,17 @@ from gpumux.daemon.settings import core_config
 from gpumux.daemon.tracing import Handle, Tracing
 from gpumux.daemon.waiter import Waiter
 from gpumux.daemon.wakeup import Wakeup
-from gpumux.device.contract import Answering, Device, DeviceEvent, LaneReturned, Lending
+from gpumux.device.contract import Answering, Device, Lending
 from gpumux.metrics.collector import Figures, SnapshotBox
 from gpumux.metrics.registry import Metrics
+from gpumux.recovery.link import Link
 from gpumux.wire import router as wire
 from gpumux.wire.messages import Leaving
 
 IDLE_GC_S = 0.25  # nothing to do for this long: a good moment for a full collection
 BUSY_GC_S = 10.0  # never idle for this long: a young collection, which is short
 MAX_WAIT_S = 1.0
-ALL = frozenset({"device", "clients", "wakeup"})
+ALL = frozenset({"device", "clients", "wakeup", "snapshots"})
 
 
 class Loop:
@@ -61,6 +63,7 @@ class Loop:
         metrics: Metrics,
         shared_limit: int,
         clock: Callable[[], float] = time.monotonic,
+        link: Link | None = None,
     ) -> None:
         config = identity.config
         self._clock = clock
@@ -77,9 +80,10 @@ class Loop:
         self.snapshots = SnapshotBox(self._wakeup.set)
         self._handle: Handle = self.core.handle  # or what looks on while somebody records
         self._tracing = Tracing(self.desk, clock, self._observe)
-        self._requests = Requests(self.desk, self.status, self._tracing)
+        self._keeping = Keeping(self.desk, link, clock)
+        self._requests = Requests(self.desk, self.status, self._tracing, self._keeping)
         self._completions = Completions(self.desk)
-        self._executor = Executor(self.desk)
+        self._executor = Executor(self.desk, self._keeping.forgotten)
         if isinstance(device, Answering):
             self.desk.catch_up = partial(self._catch_up, device)
         self._told = -inf  # the newest time the core was told
@@ -90,6 +94,8 @@ class Loop:
         self._waiter = Waiter(router.sockets.lane_epoll)
         self._waiter.follow("clients", router.sockets.descriptors())
         self._waiter.follow("wakeup", [self._wakeup.fd])
+        if link is not None:
+            link.follow(partial(self._waiter.follow, "snapshots"))
         self._device_fds: tuple[int, ...] = ()
         self._calls: deque[Callable[[], None]] = deque()
         self._stop_reason: str | None = None
@@ -144,7 +150,7 @@ class Loop:
         if self._loans is not None and self._loans.out is not None:
             self._loans.hear()
         if "device" in ready:
-            for event in _lanes_first(self._device.poll()):
+            for event in lanes_first(self._device.poll()):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
         if lanes:
@@ -158,6 +164,9 @@ class Loop:
                 self._arrived(arrival, now)
                 self._settle(now)
             self._router_due = self._router.next_deadline(now)
+        if "snapshots" in ready:
+            self._keeping.hear()
+            self._settle(now)
         if self.desk.turns:
             self.desk.turns.next()
             self._settle(now)
@@ -182,7 +191,8 @@ class Loop:
             self.desk.feed(ev.Tick())
         if now >= self._tracing.due:
             self._tracing.finish()
-        if self._stop_reason is not None and self._leave_by == inf:
+        self._keeping.seldom(now)
+        if self._stop_reason is not None and self._leave_by == inf and self._keeping.may_leave(now):
             self._leave(self._stop_reason, now)
         if self.snapshots.wanted():
             self.snapshots.publish(self.figures())
@@ -198,7 +208,7 @@ class Loop:
             self._waiter.follow("device", fds)
         now, wake_at = self._turned, self._executor.wake_at
         self._alarm = alarm = min(
-            self._leave_by, self._next_call, self._tracing.due, inf if wake_at is None else wake_at
+            self._leave_by, self._next_call, self._tracing.due, self._keeping.due, inf if wake_at is None else wake_at
         )
         due = self._device.due()
         until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
@@ -263,7 +273,7 @@ class Loop:
         """Handle what the device has done before the client's message that is being handled."""
         if job.device_answers:
             now = self._clock()
-            for event in _lanes_first(device.catch_up(job.id)):
+            for event in lanes_first(device.catch_up(job.id)):
                 self._completions.handlers[type(event)](event)
                 self._settle(now)
 
@@ -315,6 +325,7 @@ class Loop:
         """Let go of everything the loop made; the router and the device are its owner's."""
         self.snapshots.close()
         self._offload.close()
+        self._keeping.close()
         for job in list(self.desk.books.jobs):
             self.desk.books.forget_job(job)
         self._wakeup.close()
@@ -327,16 +338,7 @@ class Loop:
 
     def figures(self) -> Figures:
         """What the gauges show."""
-        return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes)
-
-
-def _lanes_first(events: list[DeviceEvent]) -> list[DeviceEvent]:
-    """What ran with a lane that is back, the core is told before anything else."""
-    return events if len(events) < 2 else sorted(events, key=_is_no_lane)
-
-
-def _is_no_lane(event: DeviceEvent) -> bool:
-    return type(event) is not LaneReturned
+        return report.figures(self._identity, self.core, self.desk, self.segments.used_bytes, self._keeping.of)
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,15 +165,19 @@ def job_stats(body: dict[str, Any], short: str) -> dict[str, Any]:
     raise UnknownJob(f"job {short} has ended", "")
 
 
-def figures(identity: Identity, core: Core, desk: Desk, shared_bytes: int) -> Figures:
-    """The snapshot the metric gauges are made of."""
+def figures(
+    identity: Identity, core: Core, desk: Desk, shared_bytes: int, saved: Callable[[JobId], tuple[float, int]]
+) -> Figures:
+    """The snapshot the metric gauges are made of. `saved`: Unix time and bytes of a job's newest state snapshot."""
     snapshot = core.snapshot()
     memory, books = snapshot["memory"], desk.books
     named = desk.config.metrics_names == "shown"
     return Figures(
         when=time.time(),
         device=identity.device,
-        jobs=tuple(_figures(job, books, named) for job in snapshot["jobs"] if job["job"] in books.jobs),
+        jobs=tuple(
+            _figures(job, books, named, saved(job["job"])) for job in snapshot["jobs"] if job["job"] in books.jobs
+        ),
         sessions=snapshot["sessions"],
         shared_bytes=shared_bytes,
         device_total_bytes=memory["capacity"] or 0,
@@ -235,7 +239,7 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
     )
 
 
-def _figures(job: dict[str, Any], books: Books, named: bool) -> JobFigures:
+def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int]) -> JobFigures:
     return JobFigures(
         short=books.jobs[job["job"]].short,
         name=job["name"] if named else "",
@@ -249,4 +253,6 @@ def _figures(job: dict[str, Any], books: Books, named: bool) -> JobFigures:
         steps_done=job["steps_done"],
         promise=_promise(job),
         held=_held(job),
+        saved=saved[0],
+        saved_bytes=saved[1],
     )

@@ -14,6 +14,7 @@ from gpumux.core import events as ev
 from gpumux.daemon.books import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
 from gpumux.daemon.changes import Changes
 from gpumux.daemon.desk import Desk, as_fault, log
+from gpumux.daemon.keeping import Keeping
 from gpumux.daemon.questions import Questions
 from gpumux.daemon.segments import SharedSegment
 from gpumux.daemon.tracing import Tracing
@@ -36,7 +37,7 @@ MAX_BUFFER_BYTES = 1 << 46
 class Requests:
     """Handles every message a client may send once its session is open."""
 
-    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
+    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing, keeping: Keeping) -> None:
         self._desk = desk
         self._books = desk.books
         self._governed = desk.sight.governed
@@ -51,6 +52,7 @@ class Requests:
             msg.CloseJob: self._close,
             **Changes(desk).handlers,
             **Questions(desk, report, tracing).handlers,
+            **keeping.handlers(self._working),
         }
 
     def handle(self, session: SessionRecord, message: Any, frames: Sequence[bytes]) -> None:
@@ -126,6 +128,7 @@ class Requests:
 
     def _close(self, session: SessionRecord, m: msg.CloseJob, frames: Sequence[bytes]) -> None:
         record = self._governed(session, m.job)
+        record.finished = m.drain and record.session is session
         record.stopped_by = "" if record.session is session else f"user {session.peer.uid}"
         who = record.stopped_by or "its client"
         log.info("job %s: close asked for by %s", record.short, who)

@@ -1,7 +1,8 @@
 """Start-up and shut-down of a daemon: open everything in order, serve, close it in reverse.
 
-Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 75 the endpoint is
-taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the configuration read again (daemon/reload.py).
+Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 74 the device failed beyond repair (every
+client was told), 75 the endpoint is taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the
+configuration read again (daemon/reload.py).
 SIGTERM and SIGINT ask for a clean stop, at any time from the first line of `run` on; more of them change nothing, since stopping is bounded
 (drain_s, and 10 s for the device), and who can't wait has SIGKILL.
 """
@@ -31,17 +32,18 @@ from gpumux.daemon.report import Identity
 from gpumux.daemon.settings import shared_limit, wire_limits
 from gpumux.device import registry
 from gpumux.device.contract import Device
-from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
+from gpumux.errors import ConfigError, DeviceLost, EndpointBusy, GpumuxError
 from gpumux.metrics.collector import GaugeCollector
 from gpumux.metrics.registry import Metrics
 from gpumux.metrics.server import MetricsServer
 from gpumux.program.profile import load as load_profile
+from gpumux.recovery.link import DirectoryLock, Link
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire.curve import ServerCurve
 from gpumux.wire.messages import FROM_CLIENT
 from gpumux.wire.router import Router
 
-EX_OK, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 70, 75, 78
+EX_OK, EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL, EX_CONFIG = 0, 70, 74, 75, 78
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
 LEAST_FILES = 1024
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -100,6 +102,9 @@ def _run(config: Config, stop: StopRequest, reload: Hangup, again: Callable[[], 
     except ConfigError as error:
         log.error("%s", error)
         return EX_CONFIG
+    except DeviceLost as error:
+        log.critical("%s", error)
+        return EX_IOERR
     except GpumuxError as error:
         log.error("%s: %s", type(error).__name__, error)
         return EX_SOFTWARE
@@ -125,13 +130,16 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     stop.check()
     device = open_device(config, stack)
     stop.check()
+    link = open_snapshots(config, stack)
     router.device = {**asdict(device.info), "shares": list(device.info.shares)}  # a message holds lists
+    if link is not None:
+        router.device["snapshot_s"] = config.snapshot_s
     metrics = Metrics(FROM_CLIENT)
     metrics.start_time.set(started)
     server = serve_metrics(config, metrics, stack)
     port = server.port if server is not None else 0
     identity = Identity(config, router.addresses, device.info, started, port)
-    loop = Loop(identity, router, device.device, metrics, shared_limit(config))
+    loop = Loop(identity, router, device.device, metrics, shared_limit(config), link=link)
     stack.callback(loop.close)
     stack.callback(leave)  # before anything slow: clients learn first
     metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
@@ -148,7 +156,11 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     where = ", ".join(router.addresses)
     log.info("gpumux %s serves %s at %s", __version__, device.info.name, where)
     manager.ready(f"serves {device.info.name} at {where}")
-    loop.run()
+    try:
+        loop.run()
+    except DeviceLost as error:
+        stop.reason = stop.reason or error.message  # what `leave` tells every client
+        raise
     log.info("stopped: %s", stop.reason)
 
 
@@ -186,6 +198,7 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo: no job comes before another
     device = registry.make(
         config.device,
+        gpu=config.gpu,
         threads=config.threads,
         low_nice=low_nice,
         gpu_model=config.gpu_model,
@@ -221,7 +234,7 @@ def choice(name: str, driver: Path = DRIVER) -> str:
     if name != "auto":
         return f"{name}, as asked"
     if driver.exists():
-        return "the CPU: there is an NVIDIA driver, but this version can't run work on a GPU yet"
+        return "the CPU: there is an NVIDIA driver, but the GPU has to be asked for (--device cuda): it is new and unproven"
     return "the CPU: there is no NVIDIA driver on this machine"
 
 
@@ -248,6 +261,19 @@ def serve_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> Metrics
     server = MetricsServer(metrics.registry, config.metrics_host, config.metrics_port)
     stack.callback(server.close)
     return server
+
+
+def open_snapshots(config: Config, stack: ExitStack) -> Link | None:
+    """Take the state directory for this daemon's snapshots, if it is to keep any. Raises EndpointBusy when another has it."""
+    if not config.state_dir or not config.snapshot_s:
+        return None
+    root = Path(config.state_dir) / "snapshots"
+    lock = DirectoryLock(root)
+    stack.callback(lock.close)
+    link = Link(root, lock)
+    stack.callback(link.close)
+    log.info("snapshots: every %g s, in %s", config.snapshot_s, root)
+    return link
 
 
 def keep_crashes(config: Config, stack: ExitStack) -> None:

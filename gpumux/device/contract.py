@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, TransferId
 
+GENERATOR = -1  # in a transfer's list of buffers, last: the job's random generator, GENERATOR_BYTES of the segment
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -220,7 +222,8 @@ class Device(Protocol):
         """When to call poll() even if no descriptor turned readable, on the device's clock; inf: never."""
 
     def poll(self) -> list[DeviceEvent]:
-        """All events so far. Never waits."""
+        """All events so far. Never waits. Raises DeviceLost when nothing will run on the device any more: there are
+        no further events then, and it can only be closed."""
 
     def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
         """Check an encoded Program away from the hot path -> ProgramChecked or ProgramRefused."""
@@ -249,7 +252,8 @@ class Device(Protocol):
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
     ) -> None:
         """Copy the job's buffers to or from `segment`, laid end to end, each on 64 bytes, in order
-        with the job's launches -> TransferDone."""
+        with the job's launches -> TransferDone. GENERATOR is the state of the job's random generator; one of length 0
+        leaves it as it is."""
 
     def profile(self, job: JobId, program: ProgramId) -> None:
         """What each operator of a loaded program was measured (or, by sim, computed) to cost, in order with

@@ -40,6 +40,8 @@ class JobFigures:
     steps_done: int
     promise: promises.PromiseFigures | None = None  # of a high job, where there is a guard
     held: str = ""  # why a low job waits now; "": it is not held
+    saved: float = 0.0  # Unix time of its newest state snapshot, 0 if there is none
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,10 @@ def _families() -> dict[str, Any]:
         "memory": gauge("gpumux_job_memory_bytes", "Device memory charged to a job.", labels=per_job),
         "busy": CounterMetricFamily("gpumux_job_device_busy_seconds", "Device time of a job's pieces.", labels=per_job),
         "steps": CounterMetricFamily("gpumux_job_steps", "Steps of a job answered with results.", labels=per_job),
+        "saved": gauge(
+            "gpumux_job_state_snapshot_timestamp_seconds", "When a job's state was last saved.", labels=per_job
+        ),
+        "saved_bytes": gauge("gpumux_job_state_snapshot_bytes", "Size of that snapshot.", labels=per_job),
         **promises.families(),
     }
 
@@ -174,6 +180,9 @@ def _fill(families: dict[str, Any], figures: Figures) -> None:
         families["memory"].add_metric([job.short], job.memory_bytes)
         families["busy"].add_metric([job.short], job.device_busy_s)
         families["steps"].add_metric([job.short], job.steps_done)
+        if job.saved:
+            families["saved"].add_metric([job.short], job.saved)
+            families["saved_bytes"].add_metric([job.short], job.saved_bytes)
         promises.fill_job(families, job.short, job.promise)
     promises.fill_guard(families, figures.guard)
     for (priority, state), count in counts.items():

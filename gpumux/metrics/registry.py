@@ -53,6 +53,14 @@ class Metrics:
         self.transfers = counter("gpumux_transfers", "State transfers that ended well.", ["direction"])
         self.transfer_bytes = counter("gpumux_transfer_bytes", "Bytes of state moved.", ["direction"])
         self.dropped_replies = counter("gpumux_dropped_replies", "Replies a client could not take.")
+        self.snapshots_saved = counter("gpumux_state_snapshots", "Snapshots of jobs' state that were written.")
+        self.snapshot_bytes = counter("gpumux_state_snapshot_bytes", "Bytes of them.")
+        self.snapshot_seconds = counter("gpumux_state_snapshot_seconds", "Seconds from asking to the end of writing.")
+        self.snapshot_failures = counter("gpumux_state_snapshot_failures", "Snapshots that failed.", ["reason"])
+        self.snapshots_read = counter("gpumux_state_snapshots_read", "Snapshots read for clients that came back.")
+        self.damaged_snapshots = counter("gpumux_state_snapshots_damaged", "Snapshots found damaged when read.")
+        self.restores = counter("gpumux_restores", "Jobs whose clients came back and put their state back.")
+        self.replayed_steps = counter("gpumux_replayed_steps", "Steps that ran again after it.")
         self.start_time = Gauge("gpumux_daemon_start_time_seconds", "Unix time of the start.", registry=registry)
         meaning = "Whether the newest configuration that was read is in force."
         self.config_in_force = Gauge("gpumux_config_last_reload_successful", meaning, registry=registry)
@@ -61,6 +69,8 @@ class Metrics:
         self.tally = Tally(((int(p), name) for p, name in PRIORITIES.items()), message_types, BUCKETS)
         registry.register(self.tally)
         self.step_done, self.launched = self.tally.step_done, self.tally.launched
+        for reason in ("snapshot_failed", "admission_refused"):
+            self.snapshot_failures.labels(reason)  # from the start, so that an alert sees the first
         for direction in ("push", "pull"):
             self.transfers.labels(direction)
             self.transfer_bytes.labels(direction)
@@ -87,6 +97,14 @@ class Metrics:
         direction = "push" if push else "pull"
         self.transfers.labels(direction).inc()
         self.transfer_bytes.labels(direction).inc(nbytes)
+
+    def snapshot_saved(self, nbytes: int, seconds: float) -> None:
+        self.snapshots_saved.inc()
+        self.snapshot_bytes.inc(nbytes)
+        self.snapshot_seconds.inc(seconds)
+
+    def snapshot_failed(self, code: str) -> None:
+        self.snapshot_failures.labels(self._reason(code)).inc()
 
     def _reason(self, code: str) -> str:
         return code if code in self._codes else OTHER

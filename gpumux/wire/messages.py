@@ -17,6 +17,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     JobStats / GetStatus                Report | Refusal
     ProfileJob                          JobProfile (+1 frame: a profile) | Refusal
     RecordTrace                         TracePart (+1 frame: records) ... | Refusal
+    (snapshots and recovery: keeping.py)
     Heartbeat                           Heartbeat
     Goodbye                             Leaving (daemon shuts down)
 
@@ -27,6 +28,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from gpumux.wire import keeping
 
 PROTOCOL_VERSION = 1
 
@@ -323,7 +326,7 @@ Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
-    | RecordTrace | TracePart | ChangeJob
+    | RecordTrace | TracePart | ChangeJob | keeping.KeepingMessage
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -332,11 +335,11 @@ REGISTRY: dict[int, type[Any]] = {
     9: StepDone, 10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone,
     15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
     23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
-    31: ChangeJob,
+    31: ChangeJob, **keeping.REGISTRY,
 }  # fmt: skip
 
 # What a client may say; everything else from one is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
-     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob}
+     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, *keeping.FROM_CLIENT}
 )  # fmt: skip

@@ -147,3 +147,17 @@ def test_a_daemon_of_another_version_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "Control", Other)
     found = doctor.daemon("tcp://127.0.0.1:1", 1.0)
     assert (found.level, "0.0.1" in found.remedy) == (WARN, True)
+
+
+def test_the_state_directory(tmp_path):
+    """Free room is the machine's, so only what is wrong by itself is looked at."""
+    assert checks.state_dir("").level == OK
+    home = tmp_path / "state"
+    home.mkdir(mode=0o700)
+    assert str(home) in checks.state_dir(str(home)).detail
+    assert str(home / "new") in checks.state_dir(str(home / "new")).detail
+    home.chmod(0o755)
+    found = checks.state_dir(str(home))
+    assert (found.level, found.remedy) == (WARN, f"chmod 700 {home}")
+    (home / "file").touch()
+    assert checks.state_dir(str(home / "file")).level == FAIL

@@ -14,7 +14,7 @@ from gpumux.daemon.loop import Loop
 from gpumux.daemon.report import Identity
 from gpumux.device import contract as dev
 from gpumux.metrics.registry import Metrics
-from gpumux.model import DeviceInfo, Fault, Footprint, JobId, Peer, ProgramId, SessionId
+from gpumux.model import GENERATOR_BYTES, DeviceInfo, Fault, Footprint, JobId, Peer, ProgramId, SessionId
 from gpumux.program import codec
 from gpumux.program.ir import slot_layout
 from gpumux.wire import messages as msg
@@ -132,7 +132,7 @@ class FakeDevice:
         self.work.append(launch)
 
     def transfer(self, job, transfer, buffers, segment, into_device):
-        sizes = [self.jobs[job].buffers[b] for b in buffers]
+        sizes = [GENERATOR_BYTES if b == dev.GENERATOR else self.jobs[job].buffers[b] for b in buffers]
         assert segment.nbytes >= sum(sizes)
         self.work.append((job, transfer, Segment.adopt(os.dup(segment.fd), segment.nbytes), into_device))
 
@@ -414,15 +414,56 @@ class FakeRouter:
         return session in self.open
 
 
+class FakeLink:
+    """Of a writer that does nothing until told: `answer(...)` answers what was asked first."""
+
+    def __init__(self):
+        self.asked: list = []  # (verb, arguments, bytes of each descriptor)
+        self.waiting: deque = deque()
+        self.answers: deque = deque()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def follow(self, watch):
+        watch((self.fd,))
+
+    def ask(self, verb, arguments, fds, then):
+        self.asked.append((verb, arguments, [os.pread(fd, 1 << 20, 0) for fd in fds]))
+        self.waiting.append((then, [os.dup(fd) for fd in fds]))
+
+    def answer(self, answer, fill=b""):
+        then, fds = self.waiting.popleft()
+        for fd in fds:
+            if fill:
+                os.pwrite(fd, fill, 0)
+            os.close(fd)
+        self.answers.append((then, answer))
+
+    def hear(self):
+        while self.answers:
+            then, answer = self.answers.popleft()
+            then(answer)
+
+    def close(self):
+        while self.waiting:
+            self.answer(None)
+        os.close(self.fd)
+
+
 class Daemon:
     """A loop over the fakes, and clients' words to it."""
 
-    def __init__(self, config: Config | None = None, shared_limit: int = 1 << 30, device: FakeDevice | None = None):
+    def __init__(
+        self,
+        config: Config | None = None,
+        shared_limit: int = 1 << 30,
+        device: FakeDevice | None = None,
+        link: FakeLink | None = None,
+    ):
         self.now = 100.0
         self.device, self.router = device or FakeDevice(), FakeRouter()
         self.metrics = Metrics(msg.FROM_CLIENT)
         identity = Identity(config or Config(), ["ipc:///fake"], INFO, 0.0)
-        self.loop = Loop(identity, self.router, self.device, self.metrics, shared_limit, clock=lambda: self.now)
+        self.loop = Loop(identity, self.router, self.device, self.metrics, shared_limit, lambda: self.now, link)
         self.refs = 0
 
     def close(self):

@@ -13,6 +13,7 @@ from time import monotonic
 import pytest
 
 from gpumux.device.contract import (
+    GENERATOR,
     AnswerForm,
     Answering,
     Device,
@@ -29,7 +30,7 @@ from gpumux.device.contract import (
     Segment,
     TransferDone,
 )  # fmt: skip
-from gpumux.model import JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
+from gpumux.model import GENERATOR_BYTES, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 from gpumux.program.codec import encode
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View, slot_layout
 from gpumux.program.profile import loads, op_shapes
@@ -239,7 +240,47 @@ def test_transfers_go_both_ways_in_order_with_launches(driver: Driver) -> None:
     assert pulled[64:72] == b"ABCDEFGH"
 
 
-@pytest.mark.parametrize("buffers", [[1], [-1], [0, 0]], ids=["no such", "negative", "too many for the segment"])
+def test_the_generator_goes_out_and_back_behind_the_buffers(driver: Driver) -> None:
+    """Two jobs that draw: from the same state come the same draws, wherever it is put."""
+    program, sizes = samples.dropout(), [4, GENERATOR_BYTES]
+    one, other = driver.open(seed=1), driver.open(seed=2)
+    drawn = []
+    for job in (one, other):
+        job.load(samples.counter(), [4])
+        drawing = job.load(program)
+        job.put(drawing, 0, floats(*[1.0] * 64))
+        job.step(drawing)
+    state = one.transfer([0, GENERATOR], sizes)
+    length = int.from_bytes(state[64:72], "little")
+    assert 0 <= length <= GENERATOR_BYTES - 8
+    assert not any(state[72 + length :])
+    other.transfer([0, GENERATOR], sizes, state)
+    for job in (one, other):
+        job.step(drawing)
+        drawn.append([job.get(drawing, i, 256) for i in range(3)])
+    assert drawn[0] == drawn[1]
+    assert other.transfer([0, GENERATOR], sizes) == one.transfer([0, GENERATOR], sizes)
+    other.transfer([GENERATOR], [GENERATOR_BYTES], bytes(GENERATOR_BYTES))  # of length 0: as it is
+    assert other.transfer([0, GENERATOR], sizes) == one.transfer([0, GENERATOR], sizes)
+
+
+@pytest.mark.parametrize("length", [1, 5000, GENERATOR_BYTES, 1 << 62])
+def test_what_is_no_generator_is_answered_and_the_job_lives_on(driver: Driver, length: int) -> None:
+    job = driver.open()
+    shared = SharedMemory(GENERATOR_BYTES)
+    shared.memory[:8] = length.to_bytes(8, "little")
+    driver.device.transfer(job.job, TransferId(1), [GENERATOR], shared.segment, True)
+    refused = driver.until(TransferDone, job.job).fault is not None
+    assert refused == driver.case.computes, "a device that draws nothing has no generator to refuse it for"
+    shared.close()
+    job.step(job.load(samples.add_one()))
+
+
+@pytest.mark.parametrize(
+    "buffers",
+    [[1], [-2], [0, 0], [GENERATOR]],
+    ids=["no such", "negative", "too many for the segment", "a generator in too small a segment"],
+)
 def test_a_bad_transfer_is_answered_and_the_job_lives_on(driver: Driver, buffers: list[int]) -> None:
     job = driver.open()
     program = job.load(samples.counter(), [4])

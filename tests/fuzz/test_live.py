@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from gpumux.cli.control import Control
 from gpumux.client.session import Session
+from gpumux.model import GENERATOR_BYTES
 from gpumux.program import codec as programs
+from gpumux.wire import keeping
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.sidechannel import HEADER
@@ -33,6 +35,7 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # for a longer run: other 
 ALONE = 40  # steps: more than it takes to have a lane lent
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 2**31, 2**53, 2**63 - 1])
+GENERATORS = [[b""], [b"short"], [bytes(GENERATOR_BYTES)], [b"\xff" * GENERATOR_BYTES]]
 FLOATS = st.sampled_from([0.0, 1.0, -1.0, 1e-300, 1e300])
 
 
@@ -114,6 +117,11 @@ def requests(job: st.SearchStrategy[str]):
         st.tuples(st.builds(msg.ProfileJob, NUMBERS, job, optional), empty),
         st.tuples(st.builds(msg.ExplainJob, NUMBERS, job), empty),
         st.tuples(st.builds(msg.RecordTrace, NUMBERS, FLOATS), empty),
+        st.tuples(st.builds(keeping.PrepareSnapshot, NUMBERS, job), empty),
+        st.tuples(st.builds(keeping.TakeSnapshot, NUMBERS, job, NUMBERS, NUMBERS, st.just(1)), st.just([b"notes"])),
+        st.tuples(st.builds(keeping.FindKept, NUMBERS, st.sampled_from(["liar", "../..", ""])), empty),
+        st.tuples(st.builds(keeping.ReadSnapshot, NUMBERS, job, lists), empty),
+        st.tuples(st.builds(keeping.Replay, NUMBERS, job, NUMBERS, st.just(1)), st.sampled_from(GENERATORS)),
         st.tuples(st.builds(msg.Heartbeat, FLOATS), empty),
         st.tuples(st.builds(msg.CloseJob, NUMBERS, job, st.booleans()), empty),
     )  # fmt: skip
@@ -206,9 +214,9 @@ def act(liar: Liar, action: str, what, how) -> None:
 @pytest.fixture(scope="module")
 def daemon():
     path = Path(tempfile.mkdtemp(prefix="gmfuzz-"))
-    with serving(path) as daemon:
+    with serving(path, "--state-dir", str(path / "state")) as daemon:
         yield daemon
-    left = [p.name for p in path.iterdir() if p.suffix != ".lock"]
+    left = [p.name for p in path.iterdir() if p.suffix != ".lock" and p.name != "state"]
     shutil.rmtree(path)
     assert daemon.process.returncode == 0, daemon.log
     assert left == []

@@ -66,10 +66,20 @@ FROZEN = {
     "gpumux_job_solo_step_seconds": ("gauge", ("job",)),
     "gpumux_job_steps_over_target_total": ("counter", ("job",)),
     "gpumux_transfers_total": ("counter", ("direction",)),
+    "gpumux_job_state_snapshot_bytes": ("gauge", ("job",)),
+    "gpumux_job_state_snapshot_timestamp_seconds": ("gauge", ("job",)),
+    "gpumux_replayed_steps_total": ("counter", ()),
+    "gpumux_restores_total": ("counter", ()),
+    "gpumux_state_snapshot_bytes_total": ("counter", ()),
+    "gpumux_state_snapshot_failures_total": ("counter", ("reason",)),
+    "gpumux_state_snapshot_seconds_total": ("counter", ()),
+    "gpumux_state_snapshots_damaged_total": ("counter", ()),
+    "gpumux_state_snapshots_read_total": ("counter", ()),
+    "gpumux_state_snapshots_total": ("counter", ()),
 }
 
 DEVICE = DeviceInfo("cpu", "a CPU", 1 << 30, 2, 1, "2.13", {"low": 0.002})
-JOB = JobFigures("j1", "sweep", 1000, "low", "open", 2, 1, 4096, 1.5, 7)
+JOB = JobFigures("j1", "sweep", 1000, "low", "open", 2, 1, 4096, 1.5, 7, saved=1.0, saved_bytes=5)
 PROMISE = PromiseFigures(1.05, 1.02, 1.04, True, 3, 0.010, 24, 80, 0.5)
 HIGH = JobFigures("j2", "train", 1000, "high", "open", 2, 1, 4096, 1.5, 7, promise=PROMISE)
 GUARD = GuardFigures(2, 5, 1, 12.5, {"ban": 0.25, "gap": 0.0})
@@ -93,6 +103,8 @@ def touch_everything(metrics):
     metrics.job_opened(0)
     metrics.job_failed("executor_crashed")
     metrics.transferred(True, 5)
+    metrics.snapshot_saved(5, 0.1)
+    metrics.snapshot_failed("snapshot_failed")
 
 
 def exposed(metrics):

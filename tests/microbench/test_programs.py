@@ -21,6 +21,7 @@ QUICK = {
     "copies": ["--repeats", "3"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
     "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "8", "--parts", "1", "4"],
+    "snapshots": ["--turns", "2", "--seconds", "0.6", "--interval", "0.1", "--batch", "8", "--widths", "32"],
 }
 
 
@@ -99,6 +100,17 @@ def microbatches(report: Report) -> None:
     assert report["parts"]["4"]["temporary_bytes"]["median"] < report["parts"]["1"]["temporary_bytes"]["median"]
 
 
+def snapshots(report: Report) -> None:
+    (size,) = report["sizes"]
+    assert size["snapshots"] > 0
+    is_figure(size["snapshot_costs_s"] | {"low": 1, "median": 1, "high": 1}, size["snapshot_costs_s"]["repeats"])
+    assert size["extra_s_a_step"] == size["step_s"]["kept"] - size["step_s"]["plain"]
+    for rate in size["rate"].values():
+        is_figure(rate, 2)
+    (target,) = report["targets"].values()
+    assert target["value"] == size["snapshot_costs_s"]["median"] / 30.0
+
+
 def leaves(value: object) -> list[object]:
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     return [value, *(leaf for item in inner for leaf in leaves(item))]
@@ -106,7 +118,7 @@ def leaves(value: object) -> list[object]:
 
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "core_rate": core_rate,
-    "microbatches": microbatches,
+    "microbatches": microbatches, "snapshots": snapshots,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from gpumux.device.contract import GENERATOR
 from gpumux.device.cpu.answering import Answers
 from gpumux.device.cpu.channel import (
     DONE,
@@ -49,6 +50,7 @@ from gpumux.device.cpu.loaded import LoadedProgram
 from gpumux.device.cpu.niceness import renice
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.operands import allocate, over
+from gpumux.device.cpu.randomness import move_generator
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
 from gpumux.program.ir import ALIGN, aligned
@@ -240,6 +242,9 @@ class Executor:
     def _copy(self, memory: mmap.mmap, buffers: list[int], nbytes: int, into_device: bool) -> None:
         at = 0
         for index in buffers:
+            if index == GENERATOR:
+                move_generator(memory, at, nbytes, into_device)
+                return
             buffer = self._buffer(index)
             if at + buffer.numel() > nbytes:
                 raise JobFailed(f"the transfer's segment has {nbytes} bytes, too few for its buffers", "make it larger")

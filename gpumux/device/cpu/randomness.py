@@ -7,11 +7,14 @@ draws: the generator is put back to where it stood, and afterwards to where it w
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from gpumux.errors import JobFailed
+from gpumux.model import GENERATOR_BYTES
 from gpumux.program.ir import Program
 
 
@@ -50,3 +53,23 @@ class Replays:
             yield
         finally:
             generator.set_state(before)
+
+
+def move_generator(memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -> None:
+    """Copy the state of the job's generator to or from a transfer's segment. Raises JobFailed for what is none."""
+    if at + GENERATOR_BYTES > nbytes:
+        raise JobFailed(f"the transfer's segment has {nbytes} bytes, too few for a generator", "make it larger")
+    if not into_device:
+        drawn = torch.default_generator.get_state().numpy().tobytes()
+        memory[at : at + 8 + len(drawn)] = len(drawn).to_bytes(8, "little") + drawn
+        return
+    length = int.from_bytes(memory[at : at + 8], "little")
+    if length == 0:
+        return
+    if length > GENERATOR_BYTES - 8:
+        raise JobFailed(f"a generator of {length} bytes", "put back what a snapshot holds")
+    state = torch.frombuffer(bytearray(memory[at + 8 : at + 8 + length]), dtype=torch.uint8)
+    try:
+        torch.default_generator.set_state(state)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise JobFailed("these bytes are no generator's state", "put back what a snapshot holds") from error

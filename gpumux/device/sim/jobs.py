@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gpumux import __version__
-from gpumux.device.contract import Launch, TransferDone
+from gpumux.device.contract import GENERATOR, Launch, TransferDone
 from gpumux.device.sim.checks import Passed
 from gpumux.device.sim.cost import kernels_of, op_profiles
 from gpumux.device.sim.kernel import MIN_BLOCK_S, Kernel
 from gpumux.device.sim.pieces import Pieces, cut_kernels, recut
 from gpumux.device.sim.spec import GpuSpec
-from gpumux.model import Fault, JobId, JobSpec, ProgramId, TransferId
+from gpumux.model import GENERATOR_BYTES, Fault, JobId, JobSpec, ProgramId, TransferId
 from gpumux.program.ir import aligned, slot_layout
 from gpumux.program.layers import labels
 from gpumux.program.profile import StepProfile, batch_size, dumps, of_layer
@@ -179,14 +179,16 @@ class Job:
             os.close(move.fd)
 
     def _copy(self, move: Move) -> Fault | None:
-        if any(not 0 <= buffer < len(self.sizes) for buffer in move.buffers):
-            return Fault("program", f"no such buffer among {list(move.buffers)[:8]}", "name buffers of the job")
-        wanted = sum(aligned(self.sizes[buffer]) for buffer in move.buffers)
+        numbers = [buffer for buffer in move.buffers if buffer != GENERATOR]
+        if any(not 0 <= buffer < len(self.sizes) for buffer in numbers):
+            return Fault("program", f"no such buffer among {numbers[:8]}", "name buffers of the job")
+        wanted = sum(aligned(self.sizes[buffer]) for buffer in numbers)
+        wanted += GENERATOR_BYTES if GENERATOR in move.buffers else 0
         if wanted > move.nbytes:
             return Fault("program", f"{wanted} bytes do not fit a segment of {move.nbytes}", "send a larger one")
         at = 0
         try:
-            for buffer in move.buffers:
+            for buffer in numbers:  # nothing here draws random numbers: a segment is zeros where a generator would be
                 if move.into_device:
                     self.pushed[buffer] = _read(move.fd, at, self.sizes[buffer])
                 else:

@@ -1,0 +1,312 @@
+"""Jobs that lose their daemon, their executor, their snapshots or their client, and end as if nothing had happened."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpumux import client
+from gpumux.client.recovering import Recovery
+from gpumux.errors import ConfigError, JobFailed, SnapshotFailed, UnknownJob
+from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, gan, plain
+from microbench.kills import Phoenix, Run, _children, differences, submit
+
+SEED = 11
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the daemons here have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[Phoenix]:
+    made = Phoenix(directory)
+    try:
+        made.wait_until_ready()
+        yield made
+        made.stop()
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Phoenix]:
+    """For those that don't kill it."""
+    with serving(tmp_path_factory.mktemp("d")) as made:
+        yield made
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Phoenix]:
+    with serving(tmp_path) as made:
+        yield made
+
+
+def turns(run: Run, count: int) -> None:
+    for _ in range(count):
+        run.turn()
+
+
+def until_saved(run: Run, number: int = 1) -> None:
+    """Turns until a snapshot was confirmed."""
+    log = run.job._recovery.told.log
+    while not any(point.saved and n >= number for n, point in log._points.items()):
+        run.turn()
+
+
+def as_undisturbed(run: Run, make: Any) -> None:
+    run.finish()
+    alone: Trial = make(SEED)
+    assert differences(run.results, plain(alone, run.turns)) == 0
+    assert differences(run.trial.state(), alone.state()) == 0
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "gpumux.client"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # several daemons start, and machines are busy
+def test_jobs_whose_daemon_is_killed_end_as_undisturbed(victim: Phoenix, caplog: pytest.LogCaptureFixture):
+    """Once before there is a snapshot, twice after, and once while they come back."""
+    makes = (conv_sgd, accumulate_adamw)
+    runs = [submit(make(SEED), victim.endpoint) for make in makes]
+    for run in runs:
+        turns(run, 3)
+    victim.kill()
+    for run in runs:
+        turns(run, 3)
+        until_saved(run)
+    victim.kill()
+    turns(runs[0], 3)
+    victim.kill()  # the others were not back yet
+    for run, make in zip(runs, makes, strict=True):
+        turns(run, 9)
+        as_undisturbed(run, make)
+        run.job.close()
+    lines = said(caplog)
+    for run in runs:
+        mine = [line for line in lines if f"job '{run.trial.name}'" in line and "It is back after" in line]
+        assert 2 <= len(mine) <= 3
+        assert "is gone" in mine[0]
+        assert "from snapshot" in mine[-1]
+
+
+def kill_executors(daemon: Phoenix) -> None:
+    for pid in [pid for child in _children(daemon.process.pid) for pid in _children(child)]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """And Ctrl-C while the job comes back: half of it is there, and none of that is used."""
+    rerun = Recovery._run_again
+
+    def interrupted(*given: Any) -> None:
+        monkeypatch.setattr(Recovery, "_run_again", rerun)
+        raise KeyboardInterrupt
+
+    run = submit(dropout_adam(SEED), daemon.endpoint)
+    with run.job:
+        until_saved(run)
+        turns(run, 1)
+        kill_executors(daemon)
+        monkeypatch.setattr(Recovery, "_run_again", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            turns(run, 10)
+        turns(run, 10)
+        as_undisturbed(run, dropout_adam)
+    assert "SIGKILL" in said(caplog)[0]
+
+
+def snapshots(daemon: Phoenix, run: Run) -> list[Path]:
+    return sorted(
+        (Path(daemon.directory) / "state" / "snapshots" / str(os.getuid()) / run.job.id).glob("*.safetensors")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # several daemons start, and machines are busy
+def test_what_else_may_happen_when_a_daemon_goes(victim: Phoenix, caplog: pytest.LogCaptureFixture):
+    """One daemon after the other, as a start takes seconds."""
+    restarted_in_order(victim)
+    caplog.clear()
+    a_damaged_snapshot(victim, caplog)
+    waiting_and_polling(victim)
+    nothing_saved_and_too_much_to_run_again(victim)
+
+
+def restarted_in_order(victim: Phoenix) -> None:
+    run = submit(dropout_adam(SEED), victim.endpoint)
+    with run.job:
+        until_saved(run)
+        turns(run, 5)
+        victim.restart()
+        turns(run, 10)
+        as_undisturbed(run, dropout_adam)
+
+
+def a_damaged_snapshot(victim: Phoenix, caplog: pytest.LogCaptureFixture) -> None:
+    """It is noticed, the user is told, and the one before is used."""
+    run = submit(conv_sgd(SEED), victim.endpoint)
+    with run.job:
+        until_saved(run, 2)
+        turns(run, 3)
+        victim.process.kill()
+        victim.process.wait()
+        older, newest = snapshots(victim, run)
+        data = bytearray(newest.read_bytes())
+        data[len(data) // 2] ^= 4
+        newest.write_bytes(data)
+        victim.kill()  # starts another
+        turns(run, 5)
+        as_undisturbed(run, conv_sgd)
+    damaged, back = [line for line in said(caplog) if "waiting for it" not in line]
+    assert f"snapshot {int(newest.name[:8])} is damaged; {int(older.name[:8])} is used" in damaged
+    assert f"from snapshot {int(older.name[:8])}" in back
+
+
+def waiting_and_polling(victim: Phoenix) -> None:
+    """Futures that wait get their values, and asking whether they have does not wait; a paused job comes back paused."""
+    trial = dropout_adam(SEED)
+    run = submit(trial, victim.endpoint)
+    with run.job:
+        run.job.pause()
+        futures = [run.job.step(*trial.turn(i)[0][1]) for i in range(2)]
+        victim.kill()
+        assert not futures[1].done()
+        with pytest.raises(TimeoutError):
+            futures[1].result(timeout=0.01)
+        assert run.job.stats()["paused"]
+        run.job.resume()
+        assert [f.item() for f in futures] == [r.item() for r in plain(dropout_adam(SEED), 2)]
+
+
+def nothing_saved_and_too_much_to_run_again(victim: Phoenix) -> None:
+    run = submit(dropout_adam(SEED), victim.endpoint)
+    turns(run, 2)
+    run.job._recovery.told.log.give_up()  # as when no snapshot succeeds
+    victim.kill()
+    with pytest.raises(JobFailed, match="can't come back"):
+        turns(run, 9)
+    with pytest.raises(JobFailed, match="can't come back"):
+        run.job.sync()
+    run.job.close()
+    victim.wait_until_ready()
+
+
+def test_a_disk_that_takes_nothing(daemon: Phoenix, caplog: pytest.LogCaptureFixture):
+    """Training goes on, with a warning; what can't be had back any more is said to be so."""
+    trial = dropout_adam(SEED)
+    blocked = Path(daemon.directory) / "state" / "snapshots" / str(os.getuid())
+    aside = blocked.with_name("aside")
+    if blocked.exists():
+        blocked.rename(aside)
+    blocked.write_text("in the way")
+    step = trial.functions["step"]
+    job = client.submit(
+        step, example=trial.turn(0)[0][1], model=trial.models, optimizer=trial.optimizers, endpoint=daemon.endpoint,
+        name="full", seed=SEED, replay_bytes=400_000,
+    )  # fmt: skip
+    run = Run(trial, job, {"step": job.step})
+    try:
+        turns(run, 120)  # 8 KiB each: more than may be kept
+        assert "could not be saved" in said(caplog)[0]
+        assert "holds all it may keep" in said(caplog)[1]
+        assert len(said(caplog)) == 2
+        with pytest.raises(SnapshotFailed):
+            job.close(keep=True)
+        results = len(plain(dropout_adam(SEED), 120))
+        assert len(run.results) + len(run.futures) == results
+        blocked.unlink()
+        job._recovery.snapshots._not_before = 0.0
+        until_saved(run)
+        assert "saved again" in said(caplog)[2]
+        kill_executors(daemon)
+        turns(run, 3)
+        as_undisturbed(run, dropout_adam)
+    finally:
+        job.close()
+        if blocked.is_file():
+            blocked.unlink()
+        shutil.rmtree(aside, ignore_errors=True)  # of jobs that are over
+
+
+def test_a_job_that_was_kept_goes_on_in_another_program(daemon: Phoenix):
+    """Parameters, statistics, optimizer state, step counters, hyperparameters and the generator: all from the snapshot."""
+    run = submit(gan(SEED), daemon.endpoint)
+    turns(run, 9)
+    run.results += [future.result() for future in run.futures]
+    run.job.close(keep=True)
+    fresh = gan(SEED + 1)  # another start, which the snapshot overwrites
+    again = submit(fresh, daemon.endpoint, resume=fresh.name)
+    assert again.job.resumed_steps == 9
+    assert again.job.id == run.job.id
+    again.turns = 9
+    turns(again, 8)
+    again.finish()
+    again.job.close()
+    alone = gan(SEED)
+    assert differences(run.results + again.results, plain(alone, 17)) == 0
+    assert differences(fresh.state(), alone.state()) == 0
+    with pytest.raises(UnknownJob, match="no job called"):  # it was finished
+        submit(gan(SEED), daemon.endpoint, resume=fresh.name)
+
+
+def test_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix):
+    run = submit(conv_sgd(SEED), daemon.endpoint)
+    until_saved(run)
+    turns(run, 3)
+    run.job.close(drain=False)  # as a program does that fails: nothing is drained or synced
+    again = submit(conv_sgd(SEED + 1), daemon.endpoint, resume="convolutions, SGD")
+    with again.job:
+        done = again.job.resumed_steps
+        assert 0 < done <= run.turns
+        for _ in range(done):
+            again.trial.between(0)  # the program's own schedule is the program's to put forward
+        again.turns = done
+        turns(again, 5)
+        again.finish()
+    alone = conv_sgd(SEED)
+    expected = plain(alone, done + 5)
+    assert differences(again.results, expected[len(expected) - len(again.results) :]) == 0
+    assert differences(again.trial.state(), alone.state()) == 0
+
+
+def test_another_model_does_not_go_on_from_it(daemon: Phoenix):
+    run = submit(dropout_adam(SEED), daemon.endpoint)
+    turns(run, 2)
+    run.job.close(keep=True)
+    other = gan(SEED)
+    before = other.state()
+    with pytest.raises(ConfigError, match="not the job that was kept"):
+        submit(other, daemon.endpoint, resume="dropout, Adam")
+    assert differences(other.state(), before) == 0
+    again = submit(dropout_adam(SEED), daemon.endpoint, resume="dropout, Adam")
+    again.job.close()
+
+
+def test_it_is_off_when_asked(daemon: Phoenix):
+    trial = dropout_adam(SEED)
+    job = client.submit(
+        trial.functions["step"], example=trial.turn(0)[0][1], model=trial.models, optimizer=trial.optimizers,
+        endpoint=daemon.endpoint, replay_bytes=0,
+    )  # fmt: skip
+    assert job._recovery.told is None
+    logging.getLogger("gpumux.client").info("nothing is kept")
+    with pytest.raises(SnapshotFailed):
+        job.close(keep=True)
+    job.close()

@@ -1,0 +1,220 @@
+"""When a job is saved: the client's side on a clock of its own, against a daemon that is a list."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpumux.client import snapshots
+from gpumux.client.replay import BEGINNING, Entry, ReplayLog
+from gpumux.client.session import Asked
+from gpumux.client.snapshots import Snapshots
+from gpumux.errors import DaemonGone, SnapshotFailed
+from gpumux.wire import messages as m
+from gpumux.wire.keeping import PrepareSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
+
+JOB = "ab" * 16
+
+
+class FakeDaemon:
+    """A session whose other end does what `prepared` and `written` say, when somebody waits or `answer` is called."""
+
+    def __init__(self) -> None:
+        self.news: deque[SnapshotSaved | SnapshotWanted] = deque()
+        self.sent: list[Any] = []
+        self.prepared: Any = m.Done(0)
+        self.written = ""
+        self.dead: Any = None
+        self.seconds = 0.1
+        self._asked: list[list[Any]] = []
+        self._taken: deque[int] = deque()
+
+    def ask(self, message: Any) -> Asked:
+        if self.dead is not None:
+            raise self.dead
+        self.sent.append(message)
+        answer: list[Any] = []
+        self._asked.append(answer)
+        return Asked(answer, lambda: None)
+
+    def call(self, message: Any, frames: Any = (), timeout: float | None = None) -> Any:
+        if self.dead is not None:
+            raise self.dead
+        self.sent.append((message, frames))
+        self._taken.append(message.snapshot)
+        return m.Done(0), []
+
+    def answer(self) -> None:
+        while self._asked:
+            self._asked.pop().append((self.prepared, []))
+        while self._taken:
+            number = self._taken.popleft()
+            self.news.append(
+                SnapshotSaved(JOB, number, 1, self.seconds, self.written, "why not" if self.written else "", "")
+            )
+
+    def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if self.dead is not None:
+            raise self.dead
+        self.answer()
+        assert predicate(), "waits for ever"
+        return True
+
+    def kinds(self) -> list[type]:
+        return [type(s[0] if isinstance(s, tuple) else s) for s in self.sent]
+
+
+class Job:
+    """A loop of steps of 10 bytes, one a tenth of a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_bytes: int = 1 << 30, interval_s: float = 30.0) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(snapshots.time, "monotonic", lambda: self.now)
+        self.daemon = FakeDaemon()
+        self.log = ReplayLog(max_bytes, 1 << 30)
+        self.snapshots = Snapshots(JOB, "sweep", self.log, interval_s, 0, self.daemon.news, lambda: (b"notes", 7))
+        self.step = 0
+
+    def steps(self, count: int, answering: bool = True) -> None:
+        for _ in range(count):
+            self.snapshots.tick(self.daemon)
+            self.log.add(Entry(self.step, 10, None))
+            self.step += 1
+            self.now += 0.1
+            if answering:
+                self.daemon.answer()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(monkeypatch)
+
+
+def test_the_first_comes_after_a_second_and_the_next_at_the_interval(job: Job):
+    job.steps(10)
+    assert job.daemon.sent == []
+    job.steps(3)
+    assert job.daemon.kinds() == [PrepareSnapshot, TakeSnapshot]
+    taken, frames = job.daemon.sent[1]
+    assert (taken.snapshot, taken.steps, frames) == (1, 7, [b"notes"])
+    assert job.log.candidates(None) == [1, BEGINNING]
+    job.steps(290)
+    assert len(job.daemon.sent) == 2
+    job.steps(20)
+    assert len(job.daemon.sent) == 4
+    assert job.log.candidates(None) == [2, 1]
+
+
+def test_steps_go_on_while_the_daemon_prepares_and_writes(job: Job):
+    job.steps(8)
+    job.steps(20, answering=False)
+    assert job.daemon.kinds() == [PrepareSnapshot]
+    job.daemon.answer()
+    job.steps(20, answering=False)
+    assert job.daemon.kinds() == [PrepareSnapshot, TakeSnapshot]
+    assert job.log.candidates(None) == [1, BEGINNING]
+
+
+def test_a_slow_disk_is_written_to_less_often(job: Job):
+    job.daemon.seconds = 20.0
+    job.steps(700)
+    assert job.daemon.kinds().count(TakeSnapshot) == 1
+    job.steps(200)
+    assert job.daemon.kinds().count(TakeSnapshot) == 2
+
+
+def test_nothing_is_saved_twice(job: Job):
+    job.steps(15)
+    job.now += 100.0
+    job.snapshots.tick(job.daemon)
+    job.daemon.answer()
+    job.snapshots.tick(job.daemon)
+    count = len(job.daemon.sent)
+    job.now += 100.0
+    for _ in range(5):
+        job.snapshots.tick(job.daemon)
+        job.daemon.answer()
+    assert len(job.daemon.sent) <= count + 2
+
+
+def test_a_filling_log_wants_one_early(monkeypatch: pytest.MonkeyPatch):
+    job = Job(monkeypatch, max_bytes=400)
+    job.steps(9)
+    assert job.daemon.sent == []
+    job.steps(5)
+    assert job.daemon.kinds() == [PrepareSnapshot, TakeSnapshot]
+    job.steps(300)
+    assert job.log.recoverable
+    assert job.log.nbytes < 400
+
+
+def test_a_full_log_waits_for_the_snapshot_under_way(monkeypatch: pytest.MonkeyPatch):
+    job = Job(monkeypatch, max_bytes=400)
+    job.steps(13)
+    job.steps(60, answering=False)  # the disk is slower than the loop: only waiting brings the answer
+    assert job.log.recoverable
+    assert job.log.nbytes < 400
+
+
+def test_when_it_can_be_saved_nowhere_it_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    job = Job(monkeypatch, max_bytes=400)
+    job.daemon.written = SnapshotFailed.code
+    job.steps(200)
+    assert not job.log.recoverable
+    assert len(job.log) == 0
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "could not be saved" in messages[0]
+    assert "can't come back" in messages[1]
+    job.daemon.written = ""
+    job.steps(200)
+    assert job.log.recoverable
+    assert "saved again" in caplog.records[-1].getMessage()
+
+
+def test_a_refusal_to_prepare_is_tried_again_and_said_once(job: Job, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING)
+    job.daemon.prepared = m.Refusal(0, "admission_refused", "no memory", "free some")
+    job.steps(700)
+    assert 2 <= job.daemon.kinds().count(PrepareSnapshot) <= 4
+    assert TakeSnapshot not in job.daemon.kinds()
+    assert len(caplog.records) == 1
+
+
+def test_a_daemon_that_leaves_gets_one_at_the_next_step(job: Job):
+    job.steps(20)
+    job.steps(5)
+    job.daemon.sent.clear()
+    job.daemon.news.append(SnapshotWanted(JOB))
+    job.steps(3)
+    assert job.daemon.kinds() == [PrepareSnapshot, TakeSnapshot]
+
+
+def test_taking_one_now(job: Job):
+    assert job.snapshots.take_now(job.daemon)
+    job.steps(3)
+    assert job.snapshots.take_now(job.daemon)
+    assert job.log.candidates(None)[0] == job.snapshots.number
+    job.steps(3)
+    job.daemon.written = SnapshotFailed.code
+    assert not job.snapshots.take_now(job.daemon)
+
+
+def test_a_daemon_that_goes_meanwhile_may_have_written_it(job: Job):
+    job.steps(5)
+    job.now += 1.0
+    job.snapshots.tick(job.daemon)
+    job.daemon.answer()
+    job.daemon.dead = DaemonGone("gone", "")
+    with pytest.raises(DaemonGone):
+        job.steps(1)
+    assert job.log.candidates(None) == [1, BEGINNING]
+    job.log.came_back(BEGINNING, [1])
+    job.snapshots.started_over()
+    job.daemon.dead = None
+    job.steps(15)
+    assert job.log.candidates(None) == [2, BEGINNING]
