@@ -24,6 +24,7 @@
     +-- JobClosed               a verb on a closed job
     +-- SnapshotFailed          a job's state could not be saved; the job goes on
     +-- DaemonGone              the daemon left or stopped answering
+    +-- DeviceLost              the device failed beyond repair; the daemon ends
     +-- EndpointBusy            another daemon holds the endpoint or device
 
 `wire/` carries an error as (code, message, remedy); `from_code` makes the same class again on the
@@ -143,6 +144,10 @@ class SnapshotFailed(GpumuxError):
 
 class DaemonGone(GpumuxError):
     code = "daemon_gone"
+
+
+class DeviceLost(GpumuxError):
+    code = "device_lost"
 
 
 class EndpointBusy(GpumuxError):

@@ -40,7 +40,8 @@ Settings come from the --config file, then GPUMUX_* variables, then these flags;
 GPUMUX_METRICS_PORT=off and --metrics-port off mean the same.
 
 examples:
-  gpumux serve                                     the GPU if there is one, else the CPU (it says which)
+  gpumux serve                                     the CPU: a GPU has to be asked for as yet (it says which)
+  gpumux serve --device cuda --gpu 0               GPU 0; needs gpumux[cuda], and has not run on a GPU yet
   gpumux serve --device cpu --threads 1
   gpumux serve --config gpumux.toml --policy fifo
   gpumux serve --device sim --gpu-model h200       a simulated GPU: keeps time, computes nothing, warns its clients
@@ -48,7 +49,7 @@ examples:
 
 SIGHUP has the file read again: access rules, limits and the log change at once, and the log says what waits for a restart.
 
-exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 75 endpoint or device taken, 78 wrong configuration
+exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 74 the device is lost, 75 endpoint or device taken, 78 wrong configuration
 """
 _JOBS = """\
 JOB is a job's id, the beginning of one, its short id (j3) or its name, if only one job has it.

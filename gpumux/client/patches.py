@@ -9,6 +9,7 @@ position reuses slots, and the device makes equal slots draw equal numbers (ir.O
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,9 +137,10 @@ def _pow_wrapper(scope: Scope) -> Callable[[Any, Any], Any]:
 
 
 @contextmanager
-def patched(scope: Scope, tape: RngTape) -> Iterator[None]:
+def patched(scope: Scope, tape: RngTape, runs_on: str = "cpu") -> Iterator[None]:
     """Swap the functions in for the length of a trace. They act on tracing values only, so another
-    thread that calls `math.sqrt` meanwhile notices nothing."""
+    thread that calls `math.sqrt` meanwhile notices nothing. Optimizers take their implementation of many tensors at
+    once by default where the daemon's device has it, as they would there."""
     random: dict[str, Callable[..., Any]] = {
         "get_rng_state": tape.save,
         "set_rng_state": tape.restore,
@@ -153,6 +155,11 @@ def patched(scope: Scope, tape: RngTape) -> Iterator[None]:
         (torch.Tensor, "numpy", _value_guard("numpy")),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
+    if runs_on == "cuda":
+        name = "_get_foreach_kernels_supported_devices"
+        optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim takes the name away from itself
+        known = getattr(optimizers, name)
+        swaps.append((optimizers, name, _here(known, lambda: [*known(), "cpu"])))
     missing = object()
     before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in swaps]
     try:

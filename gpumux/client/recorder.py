@@ -44,6 +44,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self, scope: Scope, tape: RngTape, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
         allowed: Callable[[str], bool], observer: Observer, device: str = "cpu", layers: Layers | None = None,
+        runs_on: str = "cpu",
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
@@ -57,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self._mkldnn = torch.backends.mkldnn.enabled
         self._unknown = unknown
         self._device = torch.device(device)
+        self._runs_on = runs_on
         self.ledger = Ledger(scope, tape, allowed, self._device)
         self.record = self.ledger.record
         self.view_of = self.ledger.view_of
@@ -234,6 +236,12 @@ class Recorder(TorchDispatchMode):
         return self._const(tensor)
 
     def _device_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._runs_on != self._device.type and torch.is_autocast_enabled(self._runs_on):
+            raise CaptureError(
+                f"{user_line()} runs under torch.autocast({self._runs_on!r}), which does nothing while the step is traced "
+                f"on the {self._device.type}",
+                f"use torch.autocast({self._device.type!r}, dtype=torch.bfloat16): the casts are part of the step",
+            )
         originals: dict[int, torch.Tensor] = {}
 
         def concrete(value: Any) -> Any:

@@ -40,7 +40,10 @@ class Place:
 
 
 class StateTable:
-    def __init__(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], device: str = "cpu") -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], device: str = "cpu", runs_on: str = "cpu"
+    ) -> None:
+        """`device`: where the local tensors are and steps are traced; `runs_on`: where the daemon runs them."""
         self.models = list(models)
         self.optimizers = list(optimizers)
         self.buffers: list[Buffer] = []
@@ -52,6 +55,7 @@ class StateTable:
         self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
         self._at: dict[Place, torch.Tensor] = {}
         self._device = device
+        self.runs_on = runs_on
         self._slots = [
             (owner, name, tensor)
             for model in self.models
@@ -83,6 +87,11 @@ class StateTable:
         if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
             raise CaptureError(
                 f"{name} has no shape yet (a lazy module)", "run the model once on a batch before you submit"
+            )
+        if tensor.device.type == "cuda" and self.runs_on == "cuda":
+            raise CaptureError(
+                f"{name} is on {tensor.device}; the daemon keeps the job's state on its own GPU, and this process needs none",
+                "keep the local model on the CPU: model.to('cpu') before you make the optimizer",
             )
         if tensor.device.type != self._device or tensor.layout != torch.strided:
             raise CaptureError(

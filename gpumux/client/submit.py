@@ -68,7 +68,7 @@ def submit(
     session = Session.connect(endpoint)
     job: Job | None = None
     try:
-        table = StateTable(models, optimizers, _tensors_on(session))
+        table = StateTable(models, optimizers, *_devices(session))
         refuse_stale(table)
         kept = find_kept(session, resume) if resume is not None else None
         if kept is not None:
@@ -89,15 +89,18 @@ def submit(
     return job
 
 
-def _tensors_on(session: Session) -> str:
-    """The device type a job's tensors must be on. Warns of a daemon that computes nothing."""
+def _devices(session: Session) -> tuple[str, str]:
+    """The device type a job's local tensors must be on, which is where its steps are traced, and the one that they run
+    on. Warns of a daemon that computes nothing."""
     device = session.welcome.device
+    if device["kind"] == "cuda":
+        return "cpu", "cuda"  # the daemon runs on its GPU what was traced on the CPU; clients need no GPU
     if device["kind"] != "sim":
-        return str(device["kind"])
+        return str(device["kind"]), str(device["kind"])
     warnings.warn(
         f"the daemon only SIMULATES its device ({device['name']}): steps take time, every result is "
         "zero and nothing is trained. For real results submit to a daemon on a real device (gpumux serve --device cpu)",
         SimulatedDeviceWarning,
         stacklevel=3,
     )
-    return "cpu"  # where steps for it are traced
+    return "cpu", "cpu"

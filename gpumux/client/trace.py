@@ -106,7 +106,9 @@ class Tracer:
 
         observer = Observer()
         layers = Layers(self.table.models)
-        rec = Recorder(scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device, layers)
+        rec = Recorder(
+            scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device, layers, self.table.runs_on
+        )  # fmt: skip
         if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
             raise CaptureError(
                 "autocast is active around the step, where its cache of casted weights would outlive the step",
@@ -128,7 +130,7 @@ class Tracer:
             torch.clear_autocast_cache()  # it may hold real casts now, and would hold fake ones after
             drawn = prints.random_states()
             try:
-                with patched(scope, tape), rec, observer:
+                with patched(scope, tape, self.table.runs_on), rec, observer:
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
                 refuse_batch_gradients(leaves, fakes)

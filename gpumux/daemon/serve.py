@@ -1,7 +1,8 @@
 """Start-up and shut-down of a daemon: open everything in order, serve, close it in reverse.
 
-Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 75 the endpoint is
-taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the configuration read again (daemon/reload.py).
+Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 74 the device failed beyond repair (every
+client was told), 75 the endpoint is taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the
+configuration read again (daemon/reload.py).
 SIGTERM and SIGINT ask for a clean stop, at any time from the first line of `run` on; more of them change nothing, since stopping is bounded
 (drain_s, and 10 s for the device), and who can't wait has SIGKILL.
 """
@@ -31,7 +32,7 @@ from gpumux.daemon.report import Identity
 from gpumux.daemon.settings import shared_limit, wire_limits
 from gpumux.device import registry
 from gpumux.device.contract import Device
-from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
+from gpumux.errors import ConfigError, DeviceLost, EndpointBusy, GpumuxError
 from gpumux.metrics.collector import GaugeCollector
 from gpumux.metrics.registry import Metrics
 from gpumux.metrics.server import MetricsServer
@@ -42,7 +43,7 @@ from gpumux.wire.curve import ServerCurve
 from gpumux.wire.messages import FROM_CLIENT
 from gpumux.wire.router import Router
 
-EX_OK, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 70, 75, 78
+EX_OK, EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL, EX_CONFIG = 0, 70, 74, 75, 78
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
 LEAST_FILES = 1024
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -101,6 +102,9 @@ def _run(config: Config, stop: StopRequest, reload: Hangup, again: Callable[[], 
     except ConfigError as error:
         log.error("%s", error)
         return EX_CONFIG
+    except DeviceLost as error:
+        log.critical("%s", error)
+        return EX_IOERR
     except GpumuxError as error:
         log.error("%s: %s", type(error).__name__, error)
         return EX_SOFTWARE
@@ -152,7 +156,11 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     where = ", ".join(router.addresses)
     log.info("gpumux %s serves %s at %s", __version__, device.info.name, where)
     manager.ready(f"serves {device.info.name} at {where}")
-    loop.run()
+    try:
+        loop.run()
+    except DeviceLost as error:
+        stop.reason = stop.reason or error.message  # what `leave` tells every client
+        raise
     log.info("stopped: %s", stop.reason)
 
 
@@ -190,6 +198,7 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo: no job comes before another
     device = registry.make(
         config.device,
+        gpu=config.gpu,
         threads=config.threads,
         low_nice=low_nice,
         gpu_model=config.gpu_model,
@@ -225,7 +234,7 @@ def choice(name: str, driver: Path = DRIVER) -> str:
     if name != "auto":
         return f"{name}, as asked"
     if driver.exists():
-        return "the CPU: there is an NVIDIA driver, but this version can't run work on a GPU yet"
+        return "the CPU: there is an NVIDIA driver, but the GPU has to be asked for (--device cuda): it is new and unproven"
     return "the CPU: there is no NVIDIA driver on this machine"
 
 

@@ -222,7 +222,8 @@ class Device(Protocol):
         """When to call poll() even if no descriptor turned readable, on the device's clock; inf: never."""
 
     def poll(self) -> list[DeviceEvent]:
-        """All events so far. Never waits."""
+        """All events so far. Never waits. Raises DeviceLost when nothing will run on the device any more: there are
+        no further events then, and it can only be closed."""
 
     def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
         """Check an encoded Program away from the hot path -> ProgramChecked or ProgramRefused."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gpumux.device.contract import Device
 from gpumux.device.cpu.device import CpuDevice
+from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
@@ -16,6 +17,7 @@ NAMES = ("auto", "cpu", "cuda", "sim")
 def make(
     name: str,
     *,
+    gpu: int = 0,
     threads: int = 0,
     low_nice: int = 0,
     gpu_model: str = "a100",
@@ -24,15 +26,16 @@ def make(
 ) -> Device:
     """The device called `name`, not opened yet. Raises ConfigError.
 
+    gpu: which GPU, for cuda: its number in nvidia-smi, among those this process may use.
     threads, low_nice: intra-op threads a piece (0 leaves it to the device) and the niceness of low jobs'
         processes, on the CPU.
     gpu_model, profiles: what a simulated GPU is, and profiles whose times count more than its cost model's.
     allow_ops: operators allowed beside the built-in list.
     """
-    if name in ("auto", "cpu"):  # auto: this version can run work on nothing else
+    if name in ("auto", "cpu"):  # auto: nothing of the cuda device has run on a GPU yet, so it has to be asked for
         return CpuDevice(threads=threads, low_nice=low_nice, allow_ops=allow_ops)
     if name == "sim":
         return SimDevice(gpu_model, known=profiles, allow_ops=allow_ops)
     if name == "cuda":
-        raise ConfigError("the cuda device is not built yet in this version", "use --device cpu")
+        return CudaDevice(gpu, allow_ops=allow_ops)
     raise ConfigError(f"unknown device {name!r}", f"use one of {', '.join(NAMES)}")

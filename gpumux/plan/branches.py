@@ -119,6 +119,16 @@ class Paths:
         seconds = self.last[:, way, mode, cap, g] + self.allowed[:, h, way, mode]
         return seconds.tolist(), self.moved[:, h, way, mode].tolist()
 
+    def quickest(
+        self, ways: Sequence[int], modes: Sequence[int], caps: Sequence[int], g: int, h: int
+    ) -> tuple[list[float], list[float], list[int]]:
+        """Of several ways, the least of `options`, the transfer with it, and the last layer's count."""
+        some, at = list(ways), list(modes)
+        seconds = self.last[:, some, at, list(caps), g] + self.allowed[:, h, some, at]
+        ends = seconds.argmin(0)
+        every = range(len(some))
+        return seconds[ends, every].tolist(), self.moved[ends, h, some, at].tolist(), ends.tolist()
+
     def back(self, way: int, step: int, mode: int, cap: int, g: int, count: int) -> int:
         """The count of the layer before, where the way's layer number `step` has `count`."""
         chunk, i = divmod(way, self.size)

@@ -231,12 +231,12 @@ class BlockTable:
         """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its limit
         together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
         room = float(self.group.room[self.at, h])
+        seconds, moved, ends = self._quickest(split, g, h)
+        if sum(moved) <= room:  # mostly so
+            at_home = sum([each for each, mode in zip(seconds, split.modes, strict=True) if mode == HOME])
+            away = max([each for each, mode in zip(seconds, split.modes, strict=True) if mode == AWAY], default=0.0)
+            return max(at_home, away), tuple(ends)
         options = [self._choices(i, mode, cap, g, h) for i, mode, cap in zip(count(), split.modes, split.caps)]
-        quickest = [each[0] if each else (inf, inf, 0) for each in options]
-        if sum([each[1] for each in quickest]) <= room:  # mostly so
-            at_home = sum([each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == HOME])
-            away = max([each[0] for each, mode in zip(quickest, split.modes, strict=True) if mode == AWAY], default=0.0)
-            return max(at_home, away), tuple([each[2] for each in quickest])
         least = [0.0]  # transfers of all branches from here on, at the least
         for each in reversed(options):
             least.append(least[-1] + min((pair[1] for pair in each), default=inf))
@@ -258,6 +258,15 @@ class BlockTable:
 
         visit(0, 0.0, 0.0, 0.0, ())
         return best
+
+    def _quickest(self, split: Split, g: int, h: int) -> tuple[list[float], list[float], list[int]]:
+        """Of each branch the least seconds, the transfer at the end then, and the last layer's count."""
+        group = self.group
+        if group.empty or group.paths is None:
+            found = [self._choices(i, mode, cap, g, h) for i, mode, cap in zip(count(), split.modes, split.caps)]
+            first = [each[0] if each else (inf, inf, 0) for each in found]
+            return [each[0] for each in first], [each[1] for each in first], [each[2] for each in first]
+        return group.paths.quickest([ways[self.at] for ways in group.ways], split.modes, split.caps, g, h)
 
     def _choices(self, i: int, mode: int, cap: int, g: int, h: int) -> list[tuple[float, float, int]]:
         """(seconds, transfer, last count) of branch `i`, the quickest first, each with a smaller transfer than those before."""

@@ -68,9 +68,8 @@ class Connections:
                 self._accepted(fd)
 
     def _accepted(self, fd: int) -> None:
-        try:
-            connection = socket.socket(fileno=os.dup(fd))
-        except OSError:
+        connection = _copy(fd)
+        if connection is None:
             return  # it is gone already
         with connection:
             try:
@@ -93,6 +92,19 @@ class Connections:
             self._by_uid[uid] -= 1
             if not self._by_uid[uid]:
                 del self._by_uid[uid]
+
+
+def _copy(fd: int) -> socket.socket | None:
+    """A socket of our own for a descriptor of libzmq's; None if it is no socket any more: its number may be anything's."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
 
 
 def most(limits: Limits) -> tuple[int, int]:

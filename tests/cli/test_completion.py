@@ -12,7 +12,6 @@ import pytest
 
 from gpumux.cli.completion import SHELLS, script
 from gpumux.cli.main import EX_USAGE, JOB_VERBS, main
-from tests.deploy.packages import need
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
@@ -104,10 +103,10 @@ def test_each_script_is_printed_and_names_every_command(shell, capsys):
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_find_no_mistake_in_their_script(shell, tmp_path):
-    tool = shutil.which(shell) or need(shell, shell)
+    tool = shutil.which(shell)
+    if tool is None:
+        pytest.skip(f"there is no {shell} here")
     path = tmp_path / "script"
     path.write_text(script(shell) + "\n")
     done = subprocess.run([tool, "-n", path], capture_output=True, text=True, timeout=60)
-    if "shared libraries" in done.stderr:  # of a package that was unpacked and not installed
-        pytest.skip(f"the {shell} of the package does not run here: {done.stderr}")
     assert (done.returncode, done.stderr) == (0, "")

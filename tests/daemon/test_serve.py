@@ -42,7 +42,7 @@ def test_auto_says_what_it_chose_and_why(tmp_path):
     assert serve.choice("cpu") == "cpu, as asked"
     assert "no NVIDIA driver" in serve.choice("auto", tmp_path / "none")
     (tmp_path / "version").write_text("x")
-    assert "can't run work on a GPU yet" in serve.choice("auto", tmp_path / "version")
+    assert "has to be asked for" in serve.choice("auto", tmp_path / "version")
 
 
 def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(tmp_path):

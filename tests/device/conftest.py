@@ -11,6 +11,7 @@ import pytest
 from gpumux.device.contract import Device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.sim.device import SimDevice
+from tests.device.cuda.fake import fake_device, poll_wait
 from tests.device.harness import Case, Driver
 
 CORES = len(os.sched_getaffinity(0))
@@ -41,6 +42,7 @@ CASES = [
         wait=CLOCK.wait,
         computes=False,
     ),
+    Case("cuda", wide=fake_device, narrow=lambda: fake_device(parallel=1), wait=poll_wait),
 ]
 
 

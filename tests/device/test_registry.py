@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from gpumux.config import GPU_MODELS
@@ -28,10 +32,22 @@ def test_every_model_has_its_name_in_the_configuration() -> None:
     assert set(GPU_MODELS) == set(PRESETS)
 
 
-def test_what_is_not_built_yet_says_what_to_use() -> None:
-    with pytest.raises(ConfigError, match="not built yet") as raised:
-        make("cuda")
+def test_without_a_gpu_cuda_says_what_is_missing_when_it_is_opened() -> None:
+    device = make("cuda", gpu=40)  # no machine has so many
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError) as raised:
+        device.open()
     assert "--device cpu" in raised.value.remedy
+    assert device.poll() == []
+    device.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_importing_the_cuda_device_needs_neither_torch_nor_a_driver() -> None:
+    code = (
+        "import sys, gpumux.device.cuda.device; assert not {'torch', 'cuda'} & {m.split('.')[0] for m in sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

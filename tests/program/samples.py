@@ -5,7 +5,9 @@ Each says what its inputs, scalars, state and results are. No torch here.
 
 from __future__ import annotations
 
-from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, ScalarRef, Storage, StorageKind, TensorRef, View
+from dataclasses import replace
+
+from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, ScalarRef, Span, Storage, StorageKind, TensorRef, View
 
 
 class _Draft:
@@ -141,7 +143,14 @@ def dropout(size: int = 64) -> Program:
     return d.program(inputs=(x,), results=tuple(results))
 
 
+def layered() -> Program:
+    """`dropout` as if each mask were a layer of its own, the last two in the backward pass."""
+    names = ("drop.0", "drop.1", "drop.2")
+    return replace(dropout(), layers=names, spans=tuple(Span(2 * i, 2, i, i > 0) for i in range(3)))
+
+
 ALL = {
     "empty": empty, "add_one": add_one, "counter": counter, "sgd_linear": sgd_linear,
     "crash_maxpool": crash_maxpool, "crash_div": crash_div, "dropout": dropout,
+    "layered": layered,
 }  # fmt: skip

@@ -82,3 +82,12 @@ def test_the_lowest_free_number_tells_that_little_is_left(monkeypatch):
     monkeypatch.setattr(connections, "file_limit", lambda: lowest + 1)
     with pytest.raises(connections.AdmissionRefused):
         connections.check_descriptors()
+
+
+def test_a_number_that_is_something_else_by_now_is_left_alone():
+    before = sorted(os.listdir("/proc/self/fd"))
+    bell = os.eventfd(0)
+    assert connections._copy(bell) is None, "libzmq let go of the connection, and the number was taken"
+    os.close(bell)
+    assert connections._copy(bell) is None
+    assert sorted(os.listdir("/proc/self/fd")) == before

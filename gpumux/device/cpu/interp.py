@@ -92,7 +92,7 @@ class Interpreter:
 
     def _keep(self, frame: Frame, op: Op, index: int, returned: Any, verify: bool) -> None:
         born = self.context.liveness.born
-        for view_index, tensor in _outputs(op, returned):
+        for view_index, tensor in outputs(op, returned):
             view = self.context.program.views[view_index]
             if verify:
                 _verify(self.context, self._owners, index, view, tensor)
@@ -101,7 +101,7 @@ class Interpreter:
                 frame.temps[view.storage] = tensor
 
 
-def _outputs(op: Op, returned: Any) -> list[tuple[int, torch.Tensor]]:
+def outputs(op: Op, returned: Any) -> list[tuple[int, torch.Tensor]]:
     values: Sequence[Any] = returned if isinstance(returned, tuple) else (returned,)
     pairs: list[tuple[int, torch.Tensor]] = []
 

@@ -1,0 +1,172 @@
+"""What torch does on the GPU: memory, streams, random numbers, captured graphs. A fake can stand in for it.
+
+Captures are made by one thread, one at a time: torch registers the default generator with every capture, and
+cuBLAS workspaces belong to a thread and a stream. So each job has a capture stream of its own, workspaces are dropped
+before and after each capture (they then lie in the job's own pool), and the default generator is the job's
+while its operators run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from gpumux.device.cuda.driver import Driver
+from gpumux.errors import ConfigError, GpumuxError, JobFailed
+from gpumux.program.schemas import schema
+
+
+class Graph(Protocol):
+    """A captured piece."""
+
+    def replay(self, stream: int) -> None: ...
+
+    def drop(self) -> None:
+        """Give its memory back. Nothing of it may be running."""
+
+
+class Compute(Protocol):
+    """Everything but `Graph.replay` is called by one thread."""
+
+    device: torch.device
+
+    def enter(self) -> None:
+        """Once in every thread that calls anything here."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Zeroed bytes on the device. Raises torch.OutOfMemoryError."""
+
+    def on(self, stream: int) -> AbstractContextManager[None]:
+        """Operators called inside go to the stream."""
+
+    def generator(self, seed: int) -> Any: ...
+
+    def drawing_from(self, generator: Any) -> AbstractContextManager[None]:
+        """Operators called inside draw from it."""
+
+    def pool(self) -> Any:
+        """A pool of memory for one job's graphs, which never run at once."""
+
+    def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
+        """The operators that `body` calls as one graph. They are not run. Raises what `body` does, JobFailed."""
+
+    def supports(self, target: str) -> bool:
+        """Whether the device has a kernel for an operator."""
+
+    def reserved(self) -> int:
+        """Bytes torch holds on the device."""
+
+    def trim(self) -> None:
+        """Give back what torch holds and nobody uses. Waits for the device."""
+
+
+class CudaGraph:
+    """A torch.cuda.CUDAGraph: its replay also moves the job's random stream on."""
+
+    def __init__(self, graph: Any, on: Callable[[int], AbstractContextManager[None]]) -> None:
+        self._graph = graph
+        self._on = on
+
+    def replay(self, stream: int) -> None:
+        with self._on(stream):
+            self._graph.replay()
+
+    def drop(self) -> None:
+        self._graph.reset()
+
+
+class CudaCompute:
+    """The real one. `ordinal` is the GPU's number."""
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
+        if not torch.backends.cuda.is_built():
+            raise ConfigError(
+                f"torch {torch.__version__} is built without CUDA", "install a CUDA build of torch, or use --device cpu"
+            )
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"torch {torch.__version__} can't use the GPU (it is built for CUDA {torch.version.cuda})",
+                "install the torch build that fits the driver (nvidia-smi says which CUDA it has), or use --device cpu",
+            )
+        torch.cuda.init()  # the default generators are there afterwards
+        self._driver = driver
+        self.device = torch.device("cuda", ordinal)
+        self._streams: dict[int, Any] = {}
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def on(self, stream: int) -> AbstractContextManager[None]:
+        known = self._streams.get(stream)
+        if known is None:
+            known = self._streams[stream] = torch.cuda.ExternalStream(stream, device=self.device)
+        return torch.cuda.stream(known)
+
+    def generator(self, seed: int) -> Any:
+        return torch.Generator(device=self.device).manual_seed(seed)
+
+    @contextmanager
+    def drawing_from(self, generator: Any) -> Iterator[None]:
+        default = torch.cuda.default_generators[self.device.index]
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(before)
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
+        # Not the context manager torch.cuda.graph: it synchronises the device and empties the cache first.
+        graph = torch.cuda.CUDAGraph()
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with self.on(stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    body()
+                except BaseException:
+                    try:
+                        graph.capture_end()  # what it says of the broken capture is of no use beside the reason
+                    except RuntimeError:
+                        pass
+                    raise
+                graph.capture_end()
+        except RuntimeError as error:
+            if isinstance(error, GpumuxError):
+                raise
+            self._driver.idle(stream)  # raises DeviceLost when it was no matter of this capture
+            raise JobFailed(
+                f"a piece can't be captured: {_first_line(error)}", "report the step that made it"
+            ) from error
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        self._upload(graph, stream)
+        return CudaGraph(graph, self.on)
+
+    def supports(self, target: str) -> bool:
+        name = schema(target).overload.name()
+        return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA"))
+
+    def reserved(self) -> int:
+        return int(torch.cuda.memory_reserved(self.device))
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+    def _upload(self, graph: Any, stream: int) -> None:
+        executable = getattr(graph, "raw_cuda_graph_exec", None)
+        if executable is not None:  # else the first replay uploads it
+            self._driver.upload(int(executable()), stream)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:400]

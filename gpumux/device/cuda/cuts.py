@@ -1,0 +1,105 @@
+"""How a program is cut into pieces, and when to cut it again. Pure: it is told times.
+
+    cut 0   guessed, and run operator by operator: the first step warms up, the second is timed
+    cut 1   by those times, as graphs. Operators launched one by one are timed with the gaps between them, so
+    cut 2   after SETTLE_STEPS steps the pieces' own times count, if they are far from what was aimed at
+
+Steps keep the cut they began with, so the one before the newest stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+from gpumux.program.cut import cut, cut_unmeasured, piece_seconds
+
+LOW_S, HIGH_S, HIGH_LEAST_S = 300e-6, 500e-6, 250e-6  # how long pieces should be, by class
+GUESSED_OP_S = 20e-6
+SETTLE_STEPS = 8
+FAR = 1.5  # pieces this many times longer or shorter than aimed at are worth cutting again
+LEAST_OP_S = 0.5e-6
+
+
+class Cuts:
+    """`target_s`, `least_s`: how long pieces should be, and below what they join a neighbour."""
+
+    def __init__(
+        self, operators: int, target_s: float, least_s: float | None = None, gates: Sequence[int] = ()
+    ) -> None:
+        self._target_s, self._least_s, self._gates = target_s, least_s, tuple(gates)
+        self._bounds = {0: cut_unmeasured(operators, target_s, gates)}
+        self._steps = 0  # whole steps done under the newest cut
+        self._pieces: list[list[float]] = []
+        self.newest = 0
+        self.op_s: tuple[float, ...] = ()
+        self._predicted = {0: piece_seconds([GUESSED_OP_S] * operators, self._bounds[0])}
+
+    def bounds(self, number: int) -> tuple[int, ...] | None:
+        """Where the pieces of a cut start, and the number of operators at the end; None: no such cut (any more)."""
+        return self._bounds.get(number)
+
+    def seconds(self, number: int) -> tuple[float, ...]:
+        """Predicted seconds of each piece of a cut that is there."""
+        return self._predicted[number]
+
+    @property
+    def warming(self) -> bool:
+        """Whether the next step of cut 0 is the first."""
+        return self.newest == 0 and self._steps == 0
+
+    @property
+    def timing(self) -> bool:
+        """Whether the operators of the next step of cut 0 are to be timed."""
+        return self.newest == 0 and self._steps == 1
+
+    def timed(self, op_s: Sequence[float]) -> None:
+        """What the operators of the next piece took, in order, while `timing`."""
+        self.op_s += tuple(max(seconds, LEAST_OP_S) for seconds in op_s)
+
+    def ran(self, number: int, piece: int, seconds: float) -> None:
+        """A piece ran as a graph."""
+        if number == self.newest == 1 and self._steps < SETTLE_STEPS:
+            self._pieces[piece].append(seconds)
+
+    def stepped(self, number: int) -> None:
+        """A whole step of a cut is done."""
+        self._steps += number == self.newest
+
+    def wanted(self) -> tuple[int, ...] | None:
+        """Asked after a whole step: a new cut, if there is reason for one. `cut` makes it the newest."""
+        if self.newest == 0 and self._steps == 2:
+            return self._cut(self.op_s)
+        if self.newest == 1 and self._steps == SETTLE_STEPS:
+            op_s = self._scaled()
+            real = piece_seconds(op_s, self._bounds[1])
+            long = max(real, default=0.0) > FAR * self._target_s
+            short = len(real) > 1 and sum(real) / len(real) < self._target_s / FAR
+            again = self._cut(op_s)
+            if (long or short) and again != self._bounds[1]:
+                self.op_s = op_s
+                return again
+        return None
+
+    def cut(self, bounds: tuple[int, ...]) -> None:
+        """`bounds` are ready to run: they are the newest cut."""
+        self._bounds.pop(self.newest - 1, None)
+        self._predicted.pop(self.newest - 1, None)
+        self.newest += 1
+        self._bounds[self.newest], self._steps = bounds, 0
+        self._predicted[self.newest] = piece_seconds(self.op_s, bounds)
+        self._pieces = [[] for _ in bounds[1:]]
+
+    def _cut(self, op_s: Sequence[float]) -> tuple[int, ...]:
+        return cut(op_s, self._target_s, self._least_s, self._gates)
+
+    def _scaled(self) -> tuple[float, ...]:
+        """Each operator's time, multiplied by how wrong its piece's prediction was."""
+        op_s = list(self.op_s)
+        for (start, stop), samples in zip(pairwise(self._bounds[1]), self._pieces, strict=True):
+            predicted = sum(op_s[start:stop])
+            if samples and predicted > 0:
+                factor = median(samples) / predicted
+                op_s[start:stop] = [seconds * factor for seconds in op_s[start:stop]]
+        return tuple(op_s)

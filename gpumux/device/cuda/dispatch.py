@@ -1,0 +1,326 @@
+"""What becomes of a job's commands: launched here, or given to the worker, each when its turn has come.
+
+A job's commands keep their order. Those for the worker start when nothing of the job is in the air, and nothing of the
+job is launched until they are over. A lost job's commands are all answered; what it holds is given back once the GPU
+has done with it, and only then is the job said to be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gpumux.device import contract as dev
+from gpumux.device.contract import DeviceEvent, Launch
+from gpumux.device.cpu.checks import Checks
+from gpumux.device.cpu.keeper import Keeper
+from gpumux.device.cpu.schedule import Schedule
+from gpumux.device.cuda.flights import Flights, Landed
+from gpumux.device.cuda.jobs import Capture, Command, CudaJob, Load, Move, Profile, release, unanswered
+from gpumux.device.cuda.turns import Turns
+from gpumux.device.cuda.worker import Worker
+from gpumux.errors import DeviceLost, GpumuxError, JobFailed, ProgramError
+from gpumux.model import Fault, JobId, Priority, ProgramId
+
+if TYPE_CHECKING:
+    from gpumux.device.cuda.engine import Engine
+    from gpumux.device.cuda.loaded import LoadedProgram
+
+ANY_NUMBER = 1 << 20
+Flown = tuple[CudaJob, Launch, bool]  # the last: it ends its step
+
+
+def as_fault(error: BaseException) -> Fault:
+    if isinstance(error, GpumuxError):
+        return Fault(error.code, error.message, error.remedy)
+    known = JobFailed(
+        f"an error inside gpumux: {type(error).__name__}: {error}"[:500], "report it with the daemon's log"
+    )
+    return Fault(known.code, known.message, known.remedy)
+
+
+class Dispatch:
+    """The jobs of a device and their commands. `_worker`, `_engine`, `_flights`, `_turns` and `_keeper` are there while
+    it is open."""
+
+    _worker: Worker
+    _engine: Engine
+    _flights: Flights[Flown]
+    _turns: Turns
+    _keeper: Keeper
+    _name = ""
+
+    def __init__(self, checks: Checks, parallel: int | None) -> None:
+        self._checks = checks
+        self._schedule: Schedule[Command] = Schedule(parallel or ANY_NUMBER)
+        self._jobs: dict[JobId, CudaJob] = {}
+        self._events: list[DeviceEvent] = []
+        self._lost: DeviceLost | None = None
+        self._untrimmed = False
+        self._answers: dict[type, Callable[[CudaJob, Any, Any, Fault | None], None]] = {
+            Launch: self._ran, Load: self._loaded, Move: self._moved, Profile: self._told_profile,
+            Capture: self._captured,
+        }  # fmt: skip
+
+    def _tell(self, *events: DeviceEvent) -> None:
+        raise NotImplementedError
+
+    def _live(self, job: JobId) -> CudaJob | None:
+        held = self._jobs.get(job)
+        return None if held is None or held.over else held
+
+    def _submit(self, job: JobId, command: Command, stream: int | None) -> None:
+        self._schedule.submit(job, command, stream)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        for job, command in self._schedule.hand_over():
+            self._accept(self._jobs[job], command)
+
+    def _accept(self, job: CudaJob, command: Command) -> None:
+        job.backlog.append(command)
+        self._advance(job)
+
+    def _advance(self, job: CudaJob) -> None:
+        """Start what can start of a job, in order."""
+        while job.backlog and not job.busy and not job.over:
+            command = job.backlog[0]
+            try:
+                if isinstance(command, Launch):
+                    loaded = self._program(job, command)
+                    if loaded.is_captured(command.cut):
+                        self._fly(job, command, loaded)
+                        job.backlog.popleft()
+                        continue
+                if job.airborne:
+                    return
+                job.backlog.popleft()
+                self._work(job, command)
+            except DeviceLost as lost:
+                self._lost = lost
+                self._tell()
+                return
+            except GpumuxError as error:
+                assert isinstance(command, Launch)
+                self._lose(job, as_fault(error), command)
+
+    def _program(self, job: CudaJob, launch: Launch) -> LoadedProgram:
+        loaded = job.programs.get(launch.program)
+        if loaded is None:
+            fault = "load a program before launching it"
+            raise ProgramError(f"no program {launch.program} is loaded", fault)
+        return loaded
+
+    def _fly(self, job: CudaJob, launch: Launch, loaded: LoadedProgram) -> None:
+        """Launch a captured piece. Raises GpumuxError."""
+        last = loaded.check(launch.step, launch.cut, launch.piece)
+        stream = self._stream(job, launch.stream)
+        operands = loaded.operands
+        if launch.piece == 0:
+            operands.feed(launch.slot, launch.scalars, stream)
+
+        def work() -> None:
+            loaded.replay(launch.cut, launch.piece, stream)
+            if last:
+                operands.collect(launch.slot, stream)
+
+        self._flights.launch((job, launch, last), stream, loaded.expected(launch.cut, launch.piece), work)
+        job.airborne += 1
+
+    def _landed(self, landed: Landed[tuple[CudaJob, Launch, bool]]) -> None:
+        job, launch, last = landed.what
+        job.airborne -= 1
+        if job.over:
+            return
+        self._schedule.done(job.id)
+        self._events.append(dev.LaunchDone(launch.launch, landed.started, landed.ended))
+        cuts = job.programs[launch.program].cuts
+        cuts.ran(launch.cut, launch.piece, landed.ended - landed.started)
+        if last:
+            cuts.stepped(launch.cut)
+        self._after(job, launch if last else None)
+
+    def _work(self, job: CudaJob, command: Command | Capture) -> None:
+        """Give a command to the worker. Raises GpumuxError for a launch that can't be."""
+        engine = self._engine
+        work: Callable[[], Any]
+        if isinstance(command, Launch):
+            loaded = self._program(job, command)
+            last = loaded.check(command.step, command.cut, command.piece)
+            stream = self._stream(job, command.stream)
+            work = partial(engine.run, job, command, loaded, stream, last=last)
+        elif isinstance(command, Load):
+            work = partial(engine.load, job, command)
+        elif isinstance(command, Move):
+            work = partial(engine.move, job, command, self._stream(job, int(job.spec.priority)))
+        elif isinstance(command, Capture):
+            work = engine.capturing(job, command, job.programs[command.program])
+        else:
+            work = partial(self._profiled, job, command.program)
+        job.busy, job.at = True, command
+        self._worker.submit(work, partial(self._worked, job, command), int(job.spec.priority))
+
+    def _profiled(self, job: CudaJob, program: ProgramId) -> bytes:
+        loaded = job.programs.get(program)
+        if loaded is None:
+            raise ProgramError(f"no program {program} is loaded", "name one that is")
+        return self._engine.profile(loaded, self._name)
+
+    def _worked(self, job: CudaJob, command: Command | Capture, value: Any, error: BaseException | None) -> None:
+        """The worker has finished a command."""
+        job.busy = False
+        if isinstance(error, DeviceLost):
+            raise error
+        if job.over:
+            if isinstance(command, Load) and value is not None:
+                job.programs[command.program] = value  # to be let go of with the rest
+            if isinstance(command, Capture) and value is not None:
+                job.garbage += [graph for graph in value[0] if graph is not None]
+            self._let_go(job)
+            return
+        if not isinstance(command, Capture):
+            self._schedule.done(job.id)
+        fault = None if error is None else as_fault(error)
+        self._answers[type(command)](job, command, value, fault)
+
+    # ---- what the worker's answers come to -------------------------------------------------------
+
+    def _ran(self, job: CudaJob, launch: Launch, value: Any, fault: Fault | None) -> None:
+        if fault is not None:
+            self._lose(job, fault, launch)
+            return
+        self._events.append(dev.LaunchDone(launch.launch, *value))
+        cuts = job.programs[launch.program].cuts
+        bounds = cuts.bounds(launch.cut)
+        last = bounds is not None and launch.piece == len(bounds) - 2
+        if last:
+            cuts.stepped(launch.cut)
+        self._after(job, launch if last else None)
+
+    def _loaded(self, job: CudaJob, load: Load, value: Any, fault: Fault | None) -> None:
+        if fault is not None:
+            job.charged -= load.charge
+            del job.transients[load.program]
+            self._events.append(dev.ProgramRefused(job.id, load.program, fault))
+        else:
+            job.programs[load.program] = value
+            job.charged += sum(load.new_buffers) + value.operands.held_bytes - load.charge
+            bounds = value.cuts.bounds(0)
+            self._events.append(dev.ProgramLoaded(job.id, load.program, value.cuts.seconds(0), bounds))
+        self._after(job, None)
+
+    def _moved(self, job: CudaJob, move: Move, value: Any, fault: Fault | None) -> None:
+        self._events.append(dev.TransferDone(job.id, move.transfer, fault))
+        self._after(job, None)
+
+    def _told_profile(self, job: CudaJob, asked: Profile, value: Any, fault: Fault | None) -> None:
+        self._events.append(dev.ProgramProfiled(job.id, asked.program, value or b"", fault))
+        self._after(job, None)
+
+    def _captured(self, job: CudaJob, capture: Capture, value: Any, fault: Fault | None) -> None:
+        if fault is not None:
+            self._lose(job, fault, None)
+            return
+        graphs, grown = value
+        loaded = job.programs[capture.program]
+        job.garbage += [graph for graph in loaded.accept(capture.bounds, graphs) if graph is not None]
+        job.transients[capture.program] = max(job.transients[capture.program], grown)
+        number = loaded.cuts.newest
+        self._untrimmed = True
+        self._events.append(dev.Recut(job.id, capture.program, number, loaded.cuts.seconds(number), capture.bounds))
+        self._after(job, None)
+
+    def _after(self, job: CudaJob, ended: Launch | None) -> None:
+        """Something of a job is over: cut a program whose step it ended if it is time, and go on."""
+        if ended is not None:
+            number, cuts = ended.program, job.programs[ended.program].cuts
+            bounds = cuts.wanted()
+            # A step of an older cut may be under way until one of the newest has ended.
+            if bounds is None and number in job.stale and ended.cut == cuts.newest:
+                bounds = cuts.bounds(cuts.newest)
+            if bounds is not None:
+                job.stale.discard(number)
+                job.backlog.appendleft(Capture(number, bounds))
+        self._advance(job)
+        self._hand_over()
+        self._rest(job)
+
+    def _stream(self, job: CudaJob, number: int) -> int:
+        job.stream = self._turns.take(job.id, number)
+        return job.stream
+
+    def _rest(self, job: CudaJob) -> None:
+        if job.quiet and job.stream:
+            self._turns.leave(job.id)
+            job.stream = 0
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def _lose(self, job: CudaJob, fault: Fault, launch: Launch | None) -> None:
+        """A job's work failed, in `launch` if it is known: nothing of it will run any more."""
+        job.fault = fault
+        for token in self._checks.forget(job.id):
+            self._keeper.kill(token)
+        unfinished = self._schedule.drop(job.id)
+        job.backlog.clear()
+        if launch is not None:
+            self._events.append(dev.LaunchFailed(launch.launch, fault))
+        for command in unfinished:
+            if command is not launch:
+                self._events += unanswered(job.id, command, fault)
+        self._let_go(job)
+        self._hand_over()
+        self._tell()
+
+    def _drop(self, job: CudaJob) -> None:
+        """Somebody wants a job gone: what it was asked is not answered."""
+        job.unloading = True
+        for command in self._schedule.drop(job.id):
+            if not (job.busy and command is job.at):  # the worker closes what it has
+                release(command)
+        job.backlog.clear()
+        self._let_go(job)
+        self._hand_over()
+
+    def _abandon(self) -> None:
+        """The GPU is lost: nothing can be given back but what is ours."""
+        for job in self._jobs.values():
+            for command in self._schedule.drop(job.id):
+                release(command)
+            for loaded in job.programs.values():
+                loaded.operands.abandon()
+        self._jobs.clear()
+
+    def _let_go(self, job: CudaJob) -> None:
+        """Give back what a job that is over holds, after what the worker does for it."""
+        if job.busy or job.releasing:
+            return
+        job.releasing = True
+        self._worker.submit(partial(self._engine.release, job, job.stream), partial(self._released, job), Priority.HIGH)
+
+    def _released(self, job: CudaJob, value: None, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+        self._turns.leave(job.id)
+        del self._jobs[job.id]
+        self._untrimmed = True
+        assert job.fault is not None or job.unloading
+        self._events.append(
+            dev.JobUnloaded(job.id) if job.fault is None or job.unloading else dev.JobLost(job.id, job.fault)
+        )
+
+    def _trim(self) -> None:
+        """Have memory that nobody uses given back while nothing runs: that makes the GPU stop for a moment."""
+        if (
+            self._untrimmed
+            and not len(self._flights)
+            and not any(job.busy or job.releasing for job in self._jobs.values())
+        ):
+            self._untrimmed = False
+            self._worker.submit(self._engine.trim, _trimmed, -1)
+
+
+def _trimmed(value: None, error: BaseException | None) -> None:
+    if error is not None:
+        raise error

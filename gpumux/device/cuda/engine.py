@@ -1,0 +1,232 @@
+"""What the worker's thread does for jobs: the part of the device that imports torch.
+
+Methods that are given a job run on that thread and may take long; the device leaves the job alone until it hears
+back. `capturing` alone only makes such work.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+
+from gpumux.device.contract import Launch
+from gpumux.device.cpu.interp import first_lines
+from gpumux.device.cpu.numerics import CurrentNumerics
+from gpumux.device.cuda.compute import Compute
+from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
+from gpumux.device.cuda.driver import Driver
+from gpumux.device.cuda.jobs import Capture, CudaJob, Load, Move
+from gpumux.device.cuda.loaded import CaptureRun, LoadedProgram, wait
+from gpumux.device.cuda.operands import Operands, SharedSegment
+from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
+from gpumux.model import Priority
+from gpumux.program.codec import decode
+from gpumux.program.ir import aligned
+from gpumux.program.profile import dumps
+
+CHUNK = 4 << 20
+
+
+class Engine:
+    """`priorities`: the driver's number for each class of job."""
+
+    def __init__(self, driver: Driver, compute: Compute, priorities: dict[int, int]) -> None:
+        self._driver, self._compute, self._priorities = driver, compute, priorities
+        self._numerics = CurrentNumerics()
+        self._capture_streams: dict[int, list[int]] = {}  # free ones, by class
+        self._made_streams: list[int] = []
+        # One for each class: a copy waits until a step has taken what lies where it goes, and others behind it wait too.
+        self._copy_streams = {number: driver.stream(priority) for number, priority in priorities.items()}
+        self._chunk = driver.pin(CHUNK)
+        self.torch_version = str(torch.__version__)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """What the worker's thread lives in."""
+        self._driver.enter()
+        self._compute.enter()
+        with torch.inference_mode():
+            yield
+
+    def load(self, job: CudaJob, load: Load) -> LoadedProgram:
+        """Raises AdmissionRefused, ProgramError; the job's memory is as it was then."""
+        kept = len(job.buffers)
+        data: SharedSegment | None = None
+        operands: Operands | None = None
+        copies = self._copy_streams[int(job.spec.priority)]
+        try:
+            self._equip(job)
+            program = decode(load.encoded)
+            if program.device != "cpu":
+                raise ProgramError(
+                    f"the program was traced for {program.device!r}, and this daemon takes programs traced on the CPU",
+                    "submit from gpumux's own client",
+                )
+            with self._compute.on(job.capture_stream):
+                job.buffers += [self._compute.allocate(nbytes) for nbytes in load.new_buffers]
+                bound = [_buffer(job, index) for index in load.binding]
+                data = SharedSegment(self._driver, load.held.fds[0], load.nbytes)
+                operands = Operands(
+                    program, bound, data, load.slots, self._driver, self._compute, copies
+                )  # fmt: skip
+            gates = sorted({gate.op for gate in program.gates})
+            high = job.spec.priority is Priority.HIGH
+            cuts = Cuts(len(program.ops), HIGH_S if high else LOW_S, HIGH_LEAST_S if high else None, gates)
+            loaded = LoadedProgram(program, operands, self._driver, self._compute, cuts)
+            wait(self._driver, job.capture_stream)  # what was zeroed there is so before another stream reads it
+            return loaded
+        except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
+            self._driver.idle(copies)  # raises DeviceLost
+            del job.buffers[kept:]
+            if operands is not None:
+                operands.close()
+            elif data is not None:
+                data.close()
+            raise _refusal(error) from error
+        finally:
+            load.held.close()
+
+    def run(
+        self, job: CudaJob, launch: Launch, loaded: LoadedProgram, stream: int, *, last: bool
+    ) -> tuple[float, float]:
+        """A piece of cut 0. Its start and end. Raises JobFailed and its kin."""
+        self._numerics.apply(loaded.program.numerics)
+        started = monotonic()
+        try:
+            if launch.piece == 0:
+                loaded.operands.feed(launch.slot, launch.scalars, stream)
+            with self._compute.drawing_from(job.generator):
+                loaded.run(launch.piece, stream)
+            if last:
+                loaded.operands.collect(launch.slot, stream)
+        except GpumuxError:
+            self._driver.idle(stream)  # raises DeviceLost when it was no failure of this job alone
+            raise
+        wait(self._driver, stream)
+        return started, monotonic()
+
+    def capturing(self, job: CudaJob, capture: Capture, loaded: LoadedProgram) -> Callable[[], Any]:
+        """Work for the thread, done piece by piece: the graphs of a new cut, and bytes they made torch hold."""
+        run: CaptureRun | None = None
+        before = 0
+
+        def part() -> Any:
+            nonlocal run, before
+            if job.over:
+                return run.stop() if run is not None else None
+            if run is None:
+                self.sweep(job)
+                run = CaptureRun(loaded, capture.bounds, self._capture_stream(job), job.pool)
+                before = self._compute.reserved()
+            self._numerics.apply(loaded.program.numerics)
+            with self._compute.drawing_from(job.generator):
+                more = run.part()
+            return more if more is not None else (run.graphs, max(0, self._compute.reserved() - before))
+
+        return part
+
+    def move(self, job: CudaJob, move: Move, stream: int) -> None:
+        """Copy buffers to or from shared memory, through page-locked memory of our own: a copy of ordinary memory
+        would hold up the driver."""
+        try:
+            with mmap.mmap(move.held.fds[0], move.nbytes) as memory:
+                at = 0
+                for index in move.buffers:
+                    buffer = _buffer(job, index)
+                    if at + buffer.numel() > move.nbytes:
+                        raise JobFailed(
+                            f"the transfer's segment has {move.nbytes} bytes, too few for its buffers", "make it larger"
+                        )
+                    self._move(memory, at, buffer.data_ptr(), buffer.numel(), stream, move.into_device)
+                    at += aligned(buffer.numel())
+        finally:
+            move.held.close()
+
+    def profile(self, loaded: LoadedProgram, device: str) -> bytes:
+        return dumps(loaded.profile(device)).encode()
+
+    def release(self, job: CudaJob, stream: int) -> None:
+        """Give all of a job's memory back, once nothing of it runs any more."""
+        for used in {stream, job.capture_stream, *self._copy_streams.values()} - {0}:
+            wait(self._driver, used)
+        self.sweep(job)
+        for loaded in job.programs.values():
+            loaded.close()
+        job.programs.clear()
+        job.buffers.clear()
+        job.pool = job.generator = None
+        if job.capture_stream:
+            self._capture_streams.setdefault(job.capture_class, []).append(job.capture_stream)
+            job.capture_stream = 0
+
+    def sweep(self, job: CudaJob) -> None:
+        """Drop graphs that no step can use any more. Nothing of the job runs."""
+        for graph in job.garbage:
+            graph.drop()
+        job.garbage.clear()
+
+    def trim(self) -> None:
+        """Give back to the driver what torch holds for nobody. It makes the GPU finish what it is at first."""
+        self._compute.trim()
+
+    def close(self) -> None:
+        for stream in (*self._copy_streams.values(), *self._made_streams):
+            self._driver.destroy_stream(stream)
+        self._driver.unpin(self._chunk)
+
+    def _equip(self, job: CudaJob) -> None:
+        self._capture_stream(job)
+        if job.pool is None:
+            job.generator = self._compute.generator(job.spec.seed)
+            job.pool = self._compute.pool()
+
+    def _capture_stream(self, job: CudaJob) -> int:
+        """A stream of the job's own, of its class's priority, which the kernels captured on it get."""
+        number = int(job.spec.priority)
+        if job.capture_stream and job.capture_class == number:
+            return job.capture_stream
+        if job.capture_stream:
+            self._capture_streams.setdefault(job.capture_class, []).append(job.capture_stream)
+        free = self._capture_streams.get(number)
+        if free:
+            job.capture_stream = free.pop()
+        else:
+            job.capture_stream = self._driver.stream(self._priorities[number])
+            self._made_streams.append(job.capture_stream)
+        job.capture_class = number
+        return job.capture_stream
+
+    def _move(self, memory: mmap.mmap, at: int, address: int, nbytes: int, stream: int, into_device: bool) -> None:
+        for start in range(0, nbytes, CHUNK):
+            size = min(CHUNK, nbytes - start)
+            chunk = self._chunk.view()[:size]
+            if into_device:
+                chunk[:] = memoryview(memory)[at + start : at + start + size]
+                self._driver.copy_in(address + start, self._chunk.address, size, stream)
+                wait(self._driver, stream)
+            else:
+                self._driver.copy_out(self._chunk.address, address + start, size, stream)
+                wait(self._driver, stream)
+                memory[at + start : at + start + size] = chunk
+            sleep(0)  # let the thread that launches have the interpreter
+
+
+def _buffer(job: CudaJob, index: int) -> torch.Tensor:
+    if not 0 <= index < len(job.buffers):
+        raise ProgramError(f"no state buffer {index}", "name buffers by their order of allocation")
+    buffer: torch.Tensor = job.buffers[index]
+    return buffer
+
+
+def _refusal(error: BaseException) -> GpumuxError:
+    if isinstance(error, GpumuxError):
+        return error
+    text = first_lines(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in text:
+        return AdmissionRefused(f"there is no memory for the program: {text}", "free some, or use smaller batches")
+    return ProgramError(f"the program can't be loaded: {text}", "check its state bindings and sizes")

@@ -1,0 +1,144 @@
+"""A Program's operators called one by one through torch: the first steps, and what a capture listens to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpumux.device.cpu.frame import Liveness
+from gpumux.device.cpu.interp import failed, outputs
+from gpumux.device.cuda import retarget
+from gpumux.device.cuda.compute import Compute
+from gpumux.device.cuda.operands import Operands
+from gpumux.errors import JobFailed, ProgramError
+from gpumux.program.ir import Op, Program
+
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError)
+
+
+@dataclass(slots=True)
+class Frame:
+    """One step in progress. `temps` holds, by storage, the tensor born there, until its last use; `drawn`, by random
+    slot, numbers that a later operator draws again."""
+
+    temps: list[torch.Tensor | None]
+    drawn: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Runner:
+    """Runs ranges of a program's operators. Raises ProgramError, when made, for what the device can't run."""
+
+    def __init__(self, program: Program, operands: Operands, compute: Compute) -> None:
+        self.program = program
+        self._operands, self._compute = operands, compute
+        self._calls = [retarget.call(index, op, compute.supports) for index, op in enumerate(program.ops)]
+        self._placed = [retarget.placed(op) for op in program.ops]
+        self._kept = retarget.kept_draws(program)
+        self._live = Liveness.of(program)
+        self._dies: list[list[int]] = [[] for _ in program.ops]
+        for storage, last in self._live.last.items():
+            if last < len(program.ops):
+                self._dies[last].append(storage)
+
+    def frame(self) -> Frame:
+        return Frame([None] * len(self.program.storages))
+
+    def run(self, frame: Frame, start: int, stop: int, between: Callable[[], None] | None = None) -> None:
+        """Run operators start..stop-1, and bring out the results if these are the last. `between` is called before
+        each. Raises JobFailed when an operator does, ProgramError when one can't be as declared."""
+        for index in range(start, stop):
+            if between is not None:
+                between()
+            op = self.program.ops[index]
+            try:
+                arguments, keywords = self._arguments(frame, index, op)
+                returned = self._call(frame, index, op, arguments, keywords)
+            except torch.OutOfMemoryError as error:
+                raise JobFailed(
+                    f"the GPU's memory is used up at operator {index} ({op.target})",
+                    "use smaller batches, or wait for other jobs to end",
+                ) from error
+            except _FAILURES as error:
+                raise failed(error, f"operator {index} ({op.target})") from error
+            self._keep(frame, index, op, returned, [*arguments, *keywords.values()])
+            for storage in self._dies[index]:
+                frame.temps[storage] = None
+        if stop == len(self.program.ops):
+            for target, view in zip(self._operands.results, self.program.results, strict=True):
+                target.copy_(self._tensor(frame, view))
+
+    def live_at(self, bound: int) -> list[int]:
+        """Temporary storages that hold something between operator `bound` - 1 and `bound`."""
+        live = self._live
+        return [storage for storage, born in live.born.items() if born < bound <= live.last[storage]]
+
+    def _arguments(self, frame: Frame, index: int, op: Op) -> tuple[list[Any], dict[str, Any]]:
+        def tensor(view: int) -> torch.Tensor:
+            return self._tensor(frame, view)
+
+        numbers, device = self._operands.numbers, self._compute.device
+        arguments = [retarget.evaluate(arg, tensor, numbers, device) for arg in op.args]
+        keywords = {name: retarget.evaluate(arg, tensor, numbers, device) for name, arg in op.kwargs}
+        if self._placed[index]:
+            keywords["device"] = device
+        return arguments, keywords
+
+    def _call(self, frame: Frame, index: int, op: Op, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if op.random is None or op.random not in self._kept:
+            return self._calls[index](*arguments, **keywords)
+        drawn = frame.drawn.get(op.random)
+        if drawn is None:
+            returned: torch.Tensor = self._calls[index](*arguments, **keywords)
+            frame.drawn[op.random] = returned.clone()
+            return returned
+        in_place = op.target.split(".")[1].endswith("_")
+        target: torch.Tensor = arguments[0]
+        return target.copy_(drawn) if in_place else drawn.clone()
+
+    def _tensor(self, frame: Frame, index: int) -> torch.Tensor:
+        made = self._operands.views[index]
+        if made is not None:
+            return made
+        view = self.program.views[index]
+        base = frame.temps[view.storage]
+        assert base is not None, "used before it is made: the Program was checked for this"
+        return base if view == self._live.birth[view.storage] else retarget.window(base, view)
+
+    def _keep(self, frame: Frame, index: int, op: Op, returned: Any, arguments: list[Any]) -> None:
+        born = [
+            (view, made)
+            for view, made in outputs(op, returned)
+            if self._live.born.get(self.program.views[view].storage) == index
+        ]
+        if not born:
+            return
+        memory = frozenset(_memory(arguments))
+        for view_index, made in born:
+            view = self.program.views[view_index]
+            storage = view.storage
+            try:
+                tensor = retarget.conforming(made, view, self.program.storages[storage].nbytes, memory)
+            except ProgramError as error:
+                raise ProgramError(f"operator {index} ({op.target}): {error.message}", error.remedy) from error
+            if frame.temps[storage] is None:
+                frame.temps[storage] = tensor
+            elif tensor is not made or _start(tensor) != _start(frame.temps[storage]):
+                raise ProgramError(
+                    f"operator {index} ({op.target}) returned tensors that share memory otherwise than declared",
+                    "write the step without it, or use --device cpu",
+                )
+
+
+def _memory(arguments: Any) -> list[int]:
+    if isinstance(arguments, torch.Tensor):
+        return [arguments.untyped_storage().data_ptr()] if arguments.numel() else []
+    if isinstance(arguments, list):
+        return [start for item in arguments for start in _memory(item)]
+    return []
+
+
+def _start(tensor: torch.Tensor | None) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor is not None else 0

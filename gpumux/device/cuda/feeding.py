@@ -1,0 +1,310 @@
+"""Host scalars through device memory.
+
+A captured kernel keeps the numbers it was captured with. Learning rates and bias corrections change from step to
+step, so operators that take a host scalar run in another form here: the step's numbers lie in device memory, and
+the form reads them there. Each is what the operator is defined to compute, in the precision in which torch's
+kernel computes it (float32 for the half types); sums of products may round once more than torch's fused kernel.
+An operator without such a form is refused when the program is loaded, never captured with a stale number.
+
+The forms run the same way operator by operator and captured, so that a job's numbers don't change at capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from gpumux.errors import ProgramError
+from gpumux.program.ir import Op, Program, ScalarRef
+from gpumux.program.schemas import schema
+from gpumux.program.validate import leaves, op_args
+
+Tensor = torch.Tensor
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One host scalar of the current step, in device memory, 0-dimensional in each type a kernel may want.
+    `is_float`: as the client declared it."""
+
+    f64: Tensor
+    f32: Tensor
+    i64: Tensor
+    is_float: bool
+
+    def beside(self, dtype: torch.dtype) -> Tensor:
+        """As a kernel takes it that computes on `dtype`."""
+        if dtype == torch.float64:
+            return self.f64
+        if dtype in (torch.float32, *_HALF):
+            return self.f32
+        if dtype.is_complex:
+            return self.f64.to(dtype)
+        return self.f32 if self.is_float else self.i64  # integers with a float are computed as floats
+
+    def value(self, dtype: torch.dtype) -> Tensor:
+        """As an element of a tensor of `dtype`."""
+        return (self.f64 if self.is_float else self.i64).to(dtype)
+
+
+Scalar = Number | float | int
+
+
+class NumberTable:
+    """The step's scalars in one block of device memory: as float64, int64 and float32, one after the other."""
+
+    BYTES = 8 + 8 + 4
+
+    def __init__(self, block: Tensor, program: Program) -> None:
+        count = len(program.scalars)
+        f64 = block[: 8 * count].view(torch.float64)
+        i64 = block[8 * count : 16 * count].view(torch.int64)
+        f32 = block[16 * count : 20 * count].view(torch.float32)
+        self.numbers = [Number(f64[i], f32[i], i64[i], kind == "float") for i, kind in enumerate(program.scalars)]
+
+    @staticmethod
+    def write(memory: memoryview, values: Sequence[float | int], kinds: Sequence[str]) -> None:
+        """The same block on the host. Raises OverflowError for an integer of more than 64 bits."""
+        count = len(values)
+        if not count:
+            return
+        f64 = numpy.frombuffer(memory, numpy.float64, count)
+        i64 = numpy.frombuffer(memory, numpy.int64, count, 8 * count)
+        f32 = numpy.frombuffer(memory, numpy.float32, count, 16 * count)
+        f64[:] = values
+        with numpy.errstate(over="ignore"):  # beyond float32 is infinity, as on the device
+            f32[:] = f64
+        for i, kind in enumerate(kinds):
+            if kind == "int":
+                i64[i] = values[i]
+
+
+# ---- arithmetic of one tensor and one number
+
+
+def _beside(x: Tensor, s: Scalar) -> Tensor | float | int:
+    return s.beside(x.dtype) if isinstance(s, Number) else s
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in _HALF else x
+
+
+def _elementwise(compute: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The functional and the in-place form of a formula. Numbers come 0-dimensional, tensors at the precision that
+    kernels compute in; the formula's last operator writes to `out`."""
+
+    def functional(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = tuple(_operand(x, a) for a in args), {k: _operand(x, a) for k, a in kwargs.items()}
+        made = compute(_widened(x), *args, out=None, **kwargs)
+        return made.to(x.dtype) if x.dtype in _HALF and made.is_floating_point() else made
+
+    def in_place(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.dtype in _HALF:
+            return x.copy_(functional(x, *args, **kwargs))
+        args, kwargs = tuple(_operand(x, a) for a in args), {k: _operand(x, a) for k, a in kwargs.items()}
+        return compute(x, *args, out=x, **kwargs)
+
+    return functional, in_place
+
+
+def _operand(x: Tensor, arg: Any) -> Any:
+    if isinstance(arg, Number):
+        return arg.beside(x.dtype)
+    return _widened(arg) if isinstance(arg, Tensor) else arg
+
+
+def _times(x: Any, alpha: Any) -> Any:
+    return x if isinstance(alpha, int) and alpha == 1 else x * alpha
+
+
+def _add(x: Tensor, other: Any, alpha: Any = 1, *, out: Tensor | None) -> Tensor:
+    return torch.add(x, _times(other, alpha), out=out)
+
+
+def _sub(x: Tensor, other: Any, alpha: Any = 1, *, out: Tensor | None) -> Tensor:
+    return torch.sub(x, _times(other, alpha), out=out)
+
+
+def _rsub(x: Tensor, other: Any, alpha: Any = 1, *, out: Tensor | None) -> Tensor:
+    return torch.add(_times(x, alpha).neg(), other, out=out)
+
+
+def _div(x: Tensor, other: Any, *, out: Tensor | None) -> Tensor:
+    if x.is_cuda and x.is_floating_point() and isinstance(other, Tensor):
+        # torch's kernel multiplies floats by the reciprocal of a number it knows on the host.
+        return torch.mul(x, torch.reciprocal(other), out=out)
+    return torch.div(x, other, out=out)
+
+
+def _addcmul(x: Tensor, a: Tensor, b: Tensor, value: Any = 1, *, out: Tensor | None) -> Tensor:
+    return torch.add(x, _times(a * b, value), out=out)
+
+
+def _addcdiv(x: Tensor, a: Tensor, b: Tensor, value: Any = 1, *, out: Tensor | None) -> Tensor:
+    return torch.add(x, _times(a / b, value), out=out)
+
+
+def _clamp(x: Tensor, least: Any = None, most: Any = None, *, out: Tensor | None) -> Tensor:
+    if least is None:
+        return torch.clamp(x, max=most, out=out)
+    least_done = torch.clamp(x, min=least, out=out)
+    return least_done if most is None else torch.clamp(least_done, max=most, out=out)
+
+
+def _clamp_max(x: Tensor, most: Any, *, out: Tensor | None) -> Tensor:
+    return _clamp(x, None, most, out=out)
+
+
+_FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "add.Scalar": _add, "sub.Scalar": _sub, "rsub.Scalar": _rsub, "mul.Scalar": torch.mul, "div.Scalar": _div,
+    "pow.Tensor_Scalar": torch.pow, "add.Tensor": _add, "sub.Tensor": _sub, "addcmul.default": _addcmul,
+    "addcdiv.default": _addcdiv, "lerp.Scalar": torch.lerp, "clamp.default": _clamp, "clamp_min.default": _clamp,
+    "clamp_max.default": _clamp_max, "eq.Scalar": torch.eq, "ne.Scalar": torch.ne, "lt.Scalar": torch.lt,
+    "le.Scalar": torch.le, "gt.Scalar": torch.gt, "ge.Scalar": torch.ge,
+}  # fmt: skip
+_IN_PLACE_NAMES = {"pow.Tensor_Scalar": "pow_.Scalar"}
+
+
+# ---- tensors made of a number
+
+
+def _fill_(x: Tensor, value: Number) -> Tensor:
+    return x.copy_(value.value(x.dtype))
+
+
+def _full(size: Sequence[int], value: Number, *, dtype: torch.dtype | None = None, **where: Any) -> Tensor:
+    dtype = dtype or (torch.get_default_dtype() if value.is_float else torch.int64)
+    return torch.empty(size, dtype=dtype, **where).copy_(value.value(dtype))
+
+
+def _full_like(x: Tensor, value: Number, **options: Any) -> Tensor:
+    return _fill_(torch.empty_like(x, **options), value)
+
+
+def _scalar_tensor(value: Number, *, dtype: torch.dtype | None = None, **where: Any) -> Tensor:
+    return _full((), value, dtype=dtype or torch.get_default_dtype(), **where)
+
+
+def _masked_fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    return torch.masked_fill(x, mask, value.value(x.dtype))
+
+
+def _masked_fill_(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    return x.masked_fill_(mask, value.value(x.dtype))
+
+
+# ---- lists of tensors
+
+
+def _same(scalars: Any, count: int) -> Scalar | None:
+    """The one number that stands for all of a list; None where they differ."""
+    if not isinstance(scalars, list):
+        return scalars  # type: ignore[no-any-return]
+    first = scalars[0]
+    return first if all(s is first for s in scalars) and len(scalars) == count else None
+
+
+def _alike(xs: Sequence[Tensor]) -> bool:
+    return len({x.dtype for x in xs}) == 1 and xs[0].dtype not in _HALF and xs[0].is_floating_point()
+
+
+def _foreach(single: Callable[..., Tensor], together: Callable[..., None] | None) -> Callable[..., None]:
+    """In place: all at once where one number serves tensors of one type, else one by one with `single`."""
+
+    def run(xs: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        *lists, scalars = [*args, *kwargs.values()]
+        one = _same(scalars, len(xs))
+        if together is not None and one is not None and _alike([*xs, *[x for tensors in lists for x in tensors]]):
+            together(xs, *lists, _beside(xs[0], one))
+            return
+        each = scalars if isinstance(scalars, list) else [scalars] * len(xs)
+        for x, *rest, s in zip(xs, *lists, each, strict=True):
+            single(x, *rest, s)
+
+    return run
+
+
+def _out_of_place(run: Callable[..., None]) -> Callable[..., list[Tensor]]:
+    def functional(xs: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+        made = [x.clone() for x in xs]
+        run(made, *args, **kwargs)
+        return made
+
+    return functional
+
+
+def _add_list(xs: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
+    torch._foreach_add_(xs, torch._foreach_mul(others, alpha))
+
+
+def _sub_list(xs: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
+    torch._foreach_sub_(xs, torch._foreach_mul(others, alpha))
+
+
+def _addcmul_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Tensor) -> None:
+    torch._foreach_add_(xs, torch._foreach_mul(torch._foreach_mul(a, b), value))
+
+
+def _addcdiv_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Tensor) -> None:
+    torch._foreach_add_(xs, torch._foreach_mul(torch._foreach_div(a, b), value))
+
+
+def _lerp_list(xs: list[Tensor], ends: list[Tensor], weight: Tensor) -> None:
+    torch._foreach_add_(xs, torch._foreach_mul(torch._foreach_sub(ends, xs), weight))
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    table: dict[str, Callable[..., Any]] = {
+        "fill_.Scalar": _fill_, "fill.Scalar": lambda x, value: _fill_(torch.empty_like(x), value),
+        "full.default": _full, "full_like.default": _full_like, "scalar_tensor.default": _scalar_tensor,
+        "masked_fill.Scalar": _masked_fill, "masked_fill_.Scalar": _masked_fill_,
+    }  # fmt: skip
+    for name, formula in _FORMULAS.items():
+        functional, in_place = _elementwise(formula)
+        base, overload = name.split(".")
+        table[name] = functional
+        table[_IN_PLACE_NAMES.get(name, f"{base}_.{overload}")] = in_place
+
+    def foreach(names: str, single: str, together: Callable[..., Any]) -> None:
+        run = _foreach(table[single], together)
+        for name in names.split():
+            base, overload = name.split(".")
+            table[f"_foreach_{base}_.{overload}"] = run
+            table[f"_foreach_{base}.{overload}"] = _out_of_place(run)
+
+    foreach("add.Scalar add.ScalarList", "add_.Scalar", torch._foreach_add_)
+    foreach("sub.Scalar sub.ScalarList", "sub_.Scalar", lambda xs, s: torch._foreach_add_(xs, -s))
+    foreach("mul.Scalar mul.ScalarList", "mul_.Scalar", torch._foreach_mul_)
+    foreach("div.Scalar div.ScalarList", "div_.Scalar", torch._foreach_div_)
+    foreach("add.List", "add_.Tensor", _add_list)
+    foreach("sub.List", "sub_.Tensor", _sub_list)
+    foreach("addcmul.Scalar addcmul.ScalarList", "addcmul_.default", _addcmul_list)
+    foreach("addcdiv.Scalar addcdiv.ScalarList", "addcdiv_.default", _addcdiv_list)
+    foreach("lerp.Scalar lerp.ScalarList", "lerp_.Scalar", _lerp_list)
+    return {f"aten.{name}": function for name, function in table.items()}
+
+
+FORMS = _functions()
+
+
+def takes_numbers(op: Op) -> bool:
+    """Whether a host scalar is among the operator's arguments."""
+    return any(isinstance(leaf, ScalarRef) for leaf in leaves(op_args(op)))
+
+
+def form(index: int, op: Op) -> Callable[..., Any]:
+    """The form of an operator that reads its numbers from device memory. Raises ProgramError when there is none."""
+    known = FORMS.get(op.target)
+    if known is None:
+        schema(op.target)  # an operator this torch lacks is another error
+        raise ProgramError(
+            f"operator {index} ({op.target}) takes a number that changes from step to step, which a captured piece can't",
+            "pass the number as a tensor argument of the step, or use --device cpu",
+        )
+    return known

@@ -1,0 +1,148 @@
+"""Launches on their way: when each began and ended, without ever waiting for the GPU.
+
+A launch is a *flight*: an event before it, its work, an event behind it, and a number that the GPU stores in
+page-locked memory (ring.py). Streams are in order, so only the oldest flight of each is looked at. The GPU's
+clock is tied to the host's by an *anchor*: an event recorded on a stream of its own at a known host time, at
+most ANCHOR_S old, because the driver gives times between events as single-precision milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Generic, TypeVar
+
+from gpumux.device.cuda.driver import Driver
+from gpumux.device.cuda.ring import Ring, Ticket
+from gpumux.errors import JobFailed
+
+ANCHOR_S = 1.0
+PLACES = 4096  # flights in the air at most; windows keep them to a handful
+POLL_S = 2e-3  # a flight expected later than this need not be looked at yet
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Anchor:
+    event: int
+    host_s: float
+    users: int = 0
+
+
+@dataclass(slots=True)
+class _Flight(Generic[T]):
+    what: T
+    start: int
+    end: int
+    ticket: Ticket
+    anchor: _Anchor
+    launched: float
+    expected: float
+
+
+@dataclass(frozen=True, slots=True)
+class Landed(Generic[T]):
+    what: T
+    started: float
+    ended: float
+
+
+class Flights(Generic[T]):
+    """`clock` is the device's clock; `priority` that of the anchors' stream: the greatest there is."""
+
+    def __init__(self, driver: Driver, clock: Callable[[], float], priority: int, places: int = PLACES) -> None:
+        self._driver, self._clock = driver, clock
+        self._memory = driver.pin(places * 4)
+        self._ring = Ring(self._memory.view())
+        self._stream = driver.stream(priority)
+        self._air: dict[int, deque[_Flight[T]]] = {}  # by stream, oldest first
+        self._events: list[int] = []  # free, timed
+        self._anchor: _Anchor | None = None
+        self._old: list[_Anchor] = []
+        self._ended: dict[int, float] = {}  # the last end told, by stream
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def launch(self, what: T, stream: int, expected_s: float, work: Callable[[], None]) -> None:
+        """Give the stream `work`, with the times taken around it. Raises what `work` does, and JobFailed when
+        there are PLACES flights in the air already."""
+        ticket = self._ring.take()
+        if ticket is None:
+            raise JobFailed(f"{PLACES} launches are outstanding", "this is a bug in the daemon: report it")
+        anchor = self._anchored()
+        start, end = self._event(), self._event()
+        launched = self._clock()
+        try:
+            self._driver.record(start, stream)
+            work()
+            self._driver.record(end, stream)
+            self._driver.write_value(self._memory.device_address + self._ring.offset(ticket), ticket.number, stream)
+        except BaseException:
+            self._ring.give(ticket)  # what it stores, if it still does, is no later launch's number
+            self._events += [start, end]
+            raise
+        anchor.users += 1
+        flight = _Flight(what, start, end, ticket, anchor, launched, launched + expected_s)
+        self._air.setdefault(stream, deque()).append(flight)
+
+    def landed(self) -> list[Landed[T]]:
+        """Flights that are over, each told once; those of one stream in order."""
+        over: list[Landed[T]] = []
+        for stream, flights in self._air.items():
+            while flights and self._ring.reached(flights[0].ticket):
+                flight = flights[0]
+                if not self._driver.reached(flight.anchor.event):
+                    break  # it can't be told when it was; next time
+                flights.popleft()
+                over.append(self._land(flight, stream))
+        if over:
+            self._air = {stream: flights for stream, flights in self._air.items() if flights}
+        return over
+
+    def due(self) -> float:
+        """When to look next: a little before the first is expected to be over; inf when none is in the air."""
+        first = min([flights[0].expected for flights in self._air.values()], default=inf)
+        return first - POLL_S
+
+    def close(self) -> None:
+        """Nothing is in the air any more, or nobody will ask."""
+        for flight in [flight for flights in self._air.values() for flight in flights]:
+            self._events += [flight.start, flight.end]
+        anchors = [*self._old, *([self._anchor] if self._anchor else [])]
+        for event in [*self._events, *[anchor.event for anchor in anchors]]:
+            self._driver.destroy_event(event)
+        self._air.clear()
+        self._driver.destroy_stream(self._stream)
+        self._driver.unpin(self._memory)
+
+    def _land(self, flight: _Flight[T], stream: int) -> Landed[T]:
+        elapsed, anchor = self._driver.elapsed, flight.anchor
+        started = anchor.host_s + elapsed(anchor.event, flight.start)
+        ended = anchor.host_s + elapsed(anchor.event, flight.end)
+        # Anchors differ by microseconds: nothing begins before it was launched, or before what it waited for ended.
+        started = max(started, flight.launched, self._ended.get(stream, -inf))
+        ended = max(started, min(ended, self._clock()))
+        self._ended[stream] = ended
+        self._ring.give(flight.ticket)
+        self._events += [flight.start, flight.end]
+        anchor.users -= 1
+        return Landed(flight.what, started, ended)
+
+    def _event(self) -> int:
+        return self._events.pop() if self._events else self._driver.event(timed=True)
+
+    def _anchored(self) -> _Anchor:
+        now = self._clock()
+        if self._anchor is None or now - self._anchor.host_s > ANCHOR_S:
+            if self._anchor is not None:
+                self._old.append(self._anchor)
+            unused = [anchor for anchor in self._old if anchor.users == 0]
+            self._old = [anchor for anchor in self._old if anchor.users]
+            self._events += [anchor.event for anchor in unused]
+            event = self._event()
+            self._driver.record(event, self._stream)
+            self._anchor = _Anchor(event, self._clock())
+        return self._anchor

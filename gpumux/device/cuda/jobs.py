@@ -1,0 +1,125 @@
+"""What the CUDA device remembers of each job, and what it can be asked to do. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gpumux.device import contract as dev
+from gpumux.device.contract import DeviceEvent, Launch
+from gpumux.device.cpu.descriptors import Descriptors
+from gpumux.model import Fault, Footprint, JobId, JobSpec, ProgramId, TransferId
+
+if TYPE_CHECKING:
+    from gpumux.device.cuda.loaded import LoadedProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    program: ProgramId
+    encoded: bytes
+    new_buffers: tuple[int, ...]
+    binding: tuple[int, ...]
+    held: Descriptors  # the data segment
+    nbytes: int
+    slots: int
+    charge: int  # bytes it was admitted with
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    transfer: TransferId
+    buffers: tuple[int, ...]
+    held: Descriptors
+    nbytes: int
+    into_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    program: ProgramId
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A program is to be cut anew; nobody asked for it."""
+
+    program: ProgramId
+    bounds: tuple[int, ...]
+
+
+Command = Launch | Load | Move | Profile
+
+
+@dataclass(slots=True)
+class CudaJob:
+    """One job. `backlog` holds commands handed over that wait for what runs: while `busy`, for the worker's thread;
+    what goes to that thread also waits until nothing of the job is in the air."""
+
+    id: JobId
+    spec: JobSpec
+    backlog: deque[Command | Capture] = field(default_factory=deque)
+    busy: bool = False
+    at: Command | Capture | None = None  # what the worker does, or did last
+    airborne: int = 0
+    releasing: bool = False
+    unloading: bool = False
+    fault: Fault | None = None  # why it is lost
+    stream: int = 0  # the one it holds; 0: none
+    charged: int = 0  # bytes of its buffers and its programs' blocks
+    transients: dict[ProgramId, int] = field(default_factory=dict)  # its programs, loaded or loading
+    programs: dict[ProgramId, LoadedProgram] = field(default_factory=dict)
+    buffers: list[Any] = field(default_factory=list)  # of torch.Tensor; the worker's
+    garbage: list[Any] = field(default_factory=list)  # graphs no step can use; the worker drops them
+    capture_stream: int = 0
+    capture_class: int = 0  # the class whose priority that stream has, and the kernels of what was captured on it
+    stale: set[ProgramId] = field(default_factory=set)  # programs to capture anew: the job's class has changed
+    generator: Any = None
+    pool: Any = None
+
+    @property
+    def over(self) -> bool:
+        return self.unloading or self.fault is not None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it has nothing outstanding."""
+        return not (self.busy or self.airborne or self.backlog)
+
+    @property
+    def memory(self) -> int:
+        """Bytes it holds. Its programs never run at once, so they share the transient part."""
+        return self.charged + max(self.transients.values(), default=0)
+
+    def refuses(self, program: ProgramId, wanted: int, footprint: Footprint | None, free: int) -> Fault | None:
+        """Why a program that adds `wanted` bytes can't be loaded, if it can't."""
+        if footprint is None:
+            return Fault("program", "the program was not checked", "check these bytes before loading them")
+        if program in self.transients:
+            return Fault("program", f"program {program} is loaded already", "choose another number")
+        wanted += footprint.transient_bytes
+        if wanted <= free:
+            return None
+        message = f"the program needs {wanted} bytes and {free} are free on the GPU"
+        return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
+
+
+def release(command: Command | Capture) -> None:
+    """Close what a command that will never be carried out holds."""
+    if isinstance(command, Load | Move):
+        command.held.close()
+
+
+def unanswered(job: JobId, command: Command | Capture, fault: Fault) -> list[DeviceEvent]:
+    """What a lost job's command comes to."""
+    release(command)
+    if isinstance(command, Launch):
+        return [dev.LaunchFailed(command.launch, fault)]
+    if isinstance(command, Load):
+        return [dev.ProgramRefused(job, command.program, fault)]
+    if isinstance(command, Move):
+        return [dev.TransferDone(job, command.transfer, fault)]
+    if isinstance(command, Profile):
+        return [dev.ProgramProfiled(job, command.program, b"", fault)]
+    return []

@@ -1,0 +1,181 @@
+"""A program on the GPU: its cuts, its first steps operator by operator, its pieces captured and replayed.
+
+Between pieces a step's temporaries lie in the job's pool, at the addresses where the capture put them. A tensor that
+crosses a boundary is held while the next pieces are captured, so that none of them takes its place, and let go after
+its last use: pieces run in the order they were captured in, one step after the other, whatever the program, so
+later captures of the same job may use that memory again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from time import gmtime, sleep, strftime
+from typing import Any
+
+import torch
+
+from gpumux import __version__
+from gpumux.device.cuda.compute import Compute, Graph
+from gpumux.device.cuda.cuts import Cuts
+from gpumux.device.cuda.driver import Driver
+from gpumux.device.cuda.execute import Frame, Runner
+from gpumux.device.cuda.operands import Operands
+from gpumux.device.cuda.worker import PENDING
+from gpumux.errors import ProgramError
+from gpumux.program.ir import Program
+from gpumux.program.profile import OpProfile, StepProfile, batch_size, op_nbytes, op_shapes
+
+_BUG = "this is a bug in the daemon: report it"
+
+
+class LoadedProgram:
+    """One program bound to its job's buffers. Its operators are called, and its pieces captured, by the worker's
+    thread; `check`, `feed`, `replay` and `collect` never wait and may be called by the daemon's."""
+
+    def __init__(self, program: Program, operands: Operands, driver: Driver, compute: Compute, cuts: Cuts) -> None:
+        self.program, self.operands, self.cuts = program, operands, cuts
+        self._driver, self._compute = driver, compute
+        self._runner = Runner(program, operands, compute)
+        self._frame: Frame | None = None
+        self._next: tuple[int, int, int] | None = None  # step, cut and piece that must come next
+        self._graphs: dict[int, list[Graph | None]] = {}  # by cut; None: a piece of nothing
+
+    # ---- any thread
+
+    def check(self, step: int, cut: int, piece: int) -> bool:
+        """Before each launch, in order: whether it ends its step. Raises ProgramError for what is not there."""
+        bounds = self.cuts.bounds(cut)
+        if bounds is None or not 0 <= piece < len(bounds) - 1:
+            raise ProgramError(f"no piece {piece} of cut {cut}", _BUG)
+        if piece and self._next != (step, cut, piece):
+            raise ProgramError(f"piece {piece} of step {step} is out of order", _BUG)
+        last = piece == len(bounds) - 2
+        self._next = None if last else (step, cut, piece + 1)
+        return last
+
+    def is_captured(self, cut: int) -> bool:
+        return cut in self._graphs
+
+    def expected(self, cut: int, piece: int) -> float:
+        return self.cuts.seconds(cut)[piece]
+
+    def replay(self, cut: int, piece: int, stream: int) -> None:
+        graph = self._graphs[cut][piece]
+        if graph is not None:
+            graph.replay(stream)
+
+    # ---- the worker's thread
+
+    def run(self, piece: int, stream: int) -> None:
+        """Run a piece of cut 0 on `stream`, operator by operator, and wait until it is over."""
+        bounds = self.cuts.bounds(0)
+        assert bounds is not None
+        start, stop = bounds[piece], bounds[piece + 1]
+        if piece == 0 or self._frame is None:
+            self._frame = self._runner.frame()
+        frame, timing = self._frame, self.cuts.timing
+        marks: list[int] = []
+
+        def mark() -> None:
+            event = self._driver.event(timed=True)
+            marks.append(event)
+            self._driver.record(event, stream)
+
+        try:
+            with self._compute.on(stream):
+                self._runner.run(frame, start, stop, mark if timing else None)
+            if timing:
+                mark()
+                wait(self._driver, stream)
+                self.cuts.timed([self._driver.elapsed(a, b) for a, b in pairwise(marks)])
+        finally:
+            for event in marks:
+                self._driver.destroy_event(event)
+        if stop == len(self.program.ops):
+            self._frame = None
+
+    def close(self) -> None:
+        """Nothing of the program may be running."""
+        for graphs in self._graphs.values():
+            for graph in graphs:
+                if graph is not None:
+                    graph.drop()
+        self._graphs.clear()
+        self._frame = None
+        self.operands.close()
+
+    def capture(self, frame: Frame, start: int, stop: int, stream: int, pool: Any) -> Graph | None:
+        """Capture operators start..stop-1 as one piece. Raises JobFailed."""
+        if start == stop and not (stop == len(self.program.ops) and self.program.results):
+            return None
+        return self._compute.capture(stream, pool, lambda: self._runner.run(frame, start, stop))
+
+    def frame(self) -> Frame:
+        return self._runner.frame()
+
+    # ---- the daemon's thread
+
+    def accept(self, bounds: tuple[int, ...], graphs: list[Graph | None]) -> list[Graph | None]:
+        """The captured pieces are the newest cut. Returns graphs that no step can use any more, to be dropped when
+        nothing of the job runs."""
+        self.cuts.cut(bounds)
+        self._graphs[self.cuts.newest] = graphs
+        return self._graphs.pop(self.cuts.newest - 2, [])
+
+    def profile(self, device: str) -> StepProfile:
+        """What each operator was measured to take. Raises ProgramError before the first measured cut."""
+        if self.cuts.newest == 0:
+            raise ProgramError("the program's operators are not measured yet", "run two steps of it first")
+        program = self.program
+        rows = [
+            OpProfile(op.target, op_shapes(program, op), seconds, op_nbytes(program, op), source="measured")
+            for op, seconds in zip(program.ops, self.cuts.op_s, strict=True)
+        ]
+        return StepProfile(
+            name="", device=device, ops=tuple(rows),
+            versions={"torch": str(torch.__version__), "gpumux": __version__},
+            recorded_at=strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()),
+            batch=batch_size(program),
+            note="by events around each operator, launched one by one: short ones are measured with the gap behind them",
+        )  # fmt: skip
+
+
+class CaptureRun:
+    """The capture of all pieces of a cut, in order, one a call of `part`."""
+
+    def __init__(self, loaded: LoadedProgram, bounds: Sequence[int], stream: int, pool: Any) -> None:
+        self._loaded, self._stream, self._pool = loaded, stream, pool
+        self._left = deque(pairwise(bounds))
+        self._frame = loaded.frame()
+        self.graphs: list[Graph | None] = []
+
+    def part(self) -> object | None:
+        """Capture the next piece; PENDING, or None when it was the last. Raises JobFailed, with nothing kept."""
+        start, stop = self._left.popleft()
+        try:
+            self.graphs.append(self._loaded.capture(self._frame, start, stop, self._stream, self._pool))
+        except BaseException:
+            self.stop()
+            raise
+        return PENDING if self._left else None
+
+    def stop(self) -> None:
+        """Give up, and drop what was captured."""
+        for graph in self.graphs:
+            if graph is not None:
+                graph.drop()
+        self.graphs.clear()
+
+
+def wait(driver: Driver, stream: int) -> None:
+    """Until what the stream was given so far is done. On the worker's thread, which nobody waits for: it sleeps
+    between looks, so that the interpreter's lock and the driver's stay free for the thread that launches."""
+    event = driver.event(timed=False)
+    try:
+        driver.record(event, stream)
+        while not driver.reached(event):
+            sleep(100e-6)
+    finally:
+        driver.destroy_event(event)

@@ -1,0 +1,261 @@
+"""Where a Program's tensors lie on the GPU, and how a batch gets there and its results back.
+
+A captured piece reads and writes fixed addresses. So a program has one block for its batch and the step's numbers,
+and one for its results; both are laid out like a slot of its shared memory, so that one copy moves each. The batch
+of the next step is copied in while the last one runs: on the copy stream, into one of two blocks beside, from which a
+step takes it with a copy on the device.
+
+    slot of shared memory --copy stream--> stage 0 or 1 --job's stream--> block --piece 0 ... piece n--> results --> slot
+
+Indices in the batch are first copied to private host memory and range-checked there: what the client could still
+change must not point a kernel out of its bounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from gpumux.device.cpu.ranges import index_checks
+from gpumux.device.cpu.schema import DTYPES, views_written
+from gpumux.device.cuda.compute import Compute
+from gpumux.device.cuda.driver import Driver
+from gpumux.device.cuda.feeding import NumberTable
+from gpumux.device.cuda.retarget import window
+from gpumux.errors import JobFailed, ProgramError
+from gpumux.program.ir import Program, aligned, slot_layout
+
+STAGES = 2
+
+
+class SharedSegment:
+    """A data segment mapped here, page-locked so that the GPU copies from it without staging."""
+
+    def __init__(self, driver: Driver, fd: int, nbytes: int) -> None:
+        self._driver = driver
+        self._map = mmap.mmap(fd, nbytes) if nbytes else None
+        self.nbytes = nbytes
+        self.address = 0
+        if self._map is not None:
+            self._bytes = (ctypes.c_char * nbytes).from_buffer(self._map)
+            self.address = ctypes.addressof(self._bytes)
+            driver.register(self.address, nbytes)
+
+    def close(self) -> None:
+        """No copy of it may be under way."""
+        if self._map is not None:
+            self._driver.unregister(self.address)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close it without the driver, which is lost."""
+        if self._map is not None:
+            del self._bytes
+            self._map.close()
+            self._map = None
+
+
+class Operands:
+    """All operands of one loaded program. `buffers` are the job's, by the program's state slot; `copy_stream` is the
+    device's."""
+
+    def __init__(
+        self, program: Program, buffers: Sequence[torch.Tensor], data: SharedSegment, slots: int,
+        driver: Driver, compute: Compute, copy_stream: int,
+    ) -> None:  # fmt: skip
+        self.program, self.slots = program, slots
+        self._driver, self._compute, self._copies, self._data = driver, compute, copy_stream, data
+        self._layout = slot_layout(program)
+        self._in_bytes = sum(aligned(program.storages[program.views[v].storage].nbytes) for v in program.inputs)
+        self._number_bytes = aligned(NumberTable.BYTES * len(program.scalars))
+        if data.nbytes < slots * self._layout.nbytes:
+            raise ProgramError(
+                f"a data segment of {data.nbytes} bytes is too small for {slots} slots", "make it larger"
+            )
+        written = {program.views[v].storage for op in program.ops for v in views_written(op)}
+        found = index_checks(program, written)
+        self._checks = found.checks
+        positions = {program.views[v].storage: i for i, v in enumerate(program.inputs)}
+        self._private_inputs = sorted(positions[storage] for storage in found.storages)
+        self.views: list[torch.Tensor | None] = []  # of what is no temporary, by the Program's views
+        self.results: list[torch.Tensor] = []  # where the last piece puts them
+        self._stages: tuple[_Stage, ...] = ()
+        self._next = 0
+        self._allocate(buffers)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory this program holds beside the job's buffers and its pieces' pool."""
+        return sum(block.numel() for block in self._blocks)
+
+    def feed(self, slot: int, values: Sequence[float | int], stream: int) -> None:
+        """Bring a step's batch and numbers to where its pieces read them: what runs on `stream` from now on finds
+        them. Raises ProgramError, JobFailed for an index out of range."""
+        if not 0 <= slot < self.slots:
+            raise ProgramError(f"step in slot {slot} of {self.slots}", "send steps in slots the daemon gave")
+        if len(values) != len(self.program.scalars):
+            raise ProgramError(
+                f"{len(values)} scalars where the program takes {len(self.program.scalars)}", "send one each"
+            )
+        if not self._in_bytes + self._number_bytes:
+            return
+        driver, stage = self._driver, self._stages[self._next]
+        private = self._private(slot, values)
+        driver.wait(self._copies, stage.taken)
+        base = self._data.address + slot * self._layout.nbytes
+        if self._in_bytes:
+            driver.copy_in(stage.block.data_ptr(), base, self._in_bytes, self._copies)
+        for part in self._private_parts:
+            driver.copy_in(stage.block.data_ptr() + part.offset, private + part.at, part.nbytes, self._copies)
+        driver.record(stage.filled, self._copies)
+        driver.wait(stream, stage.filled)
+        driver.copy_within(self._block.data_ptr(), stage.block.data_ptr(), self._block.numel(), stream)
+        driver.record(stage.taken, stream)
+        self._next = (self._next + 1) % STAGES
+
+    def collect(self, slot: int, stream: int) -> None:
+        """Copy the results to the slot when all the stream has is done."""
+        nbytes = self._results_block.numel() if self.results else 0
+        if nbytes:
+            at = self._data.address + slot * self._layout.nbytes + self._layout.results[0]
+            self._driver.copy_out(at, self._results_block.data_ptr(), nbytes, stream)
+
+    def close(self) -> None:
+        """Give everything back. Nothing of the program may be running."""
+        for stage in self._stages:
+            self._driver.destroy_event(stage.filled)
+            self._driver.destroy_event(stage.taken)
+        if self._host is not None:
+            self._driver.unpin(self._host)
+        self._blocks.clear()
+        self._stages = ()
+        self.views.clear()
+        self.results.clear()
+        self._data.close()
+
+    def abandon(self) -> None:
+        """Let go of what is not the GPU's, which is lost."""
+        self._data.abandon()
+
+    # ---- making them
+
+    def _allocate(self, buffers: Sequence[torch.Tensor]) -> None:
+        program, compute, driver = self.program, self._compute, self._driver
+        block_bytes = self._in_bytes + self._number_bytes
+        result_bytes = self._layout.nbytes - self._in_bytes if program.results else 0
+        self._blocks = [compute.allocate(n) for n in (block_bytes, result_bytes, *([block_bytes] * STAGES))]
+        self._block, self._results_block, *stages = self._blocks
+        bases: dict[int, torch.Tensor] = {}
+        for storage, entry in enumerate(program.storages):
+            if entry.kind == "state":
+                bases[storage] = self._state(buffers[entry.slot], entry.nbytes)
+            elif entry.kind == "const":
+                bases[storage] = self._const(program.consts[entry.slot], entry.nbytes)
+        inputs: dict[int, tuple[torch.Tensor, int]] = {}  # by storage: the block, and where in it
+        for position, index in enumerate(program.inputs):
+            inputs[program.views[index].storage] = (self._block, self._layout.inputs[position])
+        for view in program.views:
+            if view.storage in inputs:
+                block, offset = inputs[view.storage]
+                at = offset // DTYPES[view.dtype].itemsize + view.offset
+                self.views.append(_typed(block, view.dtype).as_strided(view.size, view.stride, at))
+            elif view.storage in bases:
+                self.views.append(window(bases[view.storage], view))
+            else:
+                self.views.append(None)
+        self.numbers = NumberTable(self._block[self._in_bytes :], program).numbers
+        for position, index in enumerate(program.results):
+            view = program.views[index]
+            dtype = DTYPES[view.dtype]
+            start = self._layout.results[position] - self._in_bytes
+            flat = self._results_block[start : start + prod(view.size) * dtype.itemsize]
+            self.results.append(flat.view(dtype).view(view.size))
+        self._stages = tuple(_Stage(block, driver.event(timed=False), driver.event(timed=False)) for block in stages)
+        self._pin_private()
+
+    def _state(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
+        if buffer.numel() < nbytes:
+            raise ProgramError(
+                f"a state buffer has {buffer.numel()} bytes where the program needs {nbytes}",
+                "bind each state slot to a buffer of its size",
+            )
+        return buffer
+
+    def _const(self, data: bytes, nbytes: int) -> torch.Tensor:
+        base = self._compute.allocate(nbytes)
+        if nbytes:
+            base.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._blocks.append(base)
+        return base
+
+    def _pin_private(self) -> None:
+        """Host memory of a slot's own: index inputs, then the numbers. A slot is not used again before its step
+        is answered, so neither is its part of this."""
+        program, at = self.program, 0
+        self._index_parts: dict[int, _Part] = {}  # by position
+        for position in self._private_inputs:
+            nbytes = program.storages[program.views[program.inputs[position]].storage].nbytes
+            if nbytes:
+                self._index_parts[position] = _Part(self._layout.inputs[position], at, nbytes)
+                at += aligned(nbytes)
+        self._private_parts = [*self._index_parts.values()]
+        self._numbers_at = at
+        if program.scalars:
+            nbytes = NumberTable.BYTES * len(program.scalars)
+            self._private_parts.append(_Part(self._in_bytes, at, nbytes))
+            at += aligned(nbytes)
+        self._private_bytes = at
+        self._host = self._driver.pin(at * self.slots) if at else None
+
+    def _private(self, slot: int, values: Sequence[float | int]) -> int:
+        """Fill a slot's private part and check its indices; its address."""
+        if self._host is None:
+            return 0
+        start = slot * self._private_bytes
+        address = self._host.address + start
+        shared = self._data.address + slot * self._layout.nbytes
+        for part in self._index_parts.values():
+            ctypes.memmove(address + part.at, shared + part.offset, part.nbytes)
+        memory = self._host.view()[start : start + self._private_bytes]
+        self._check(memory)
+        try:
+            NumberTable.write(memory[self._numbers_at :], values, self.program.scalars)
+        except (OverflowError, ValueError, TypeError) as error:
+            raise JobFailed(f"a host scalar is no number of 64 bits: {error}", "send numbers of 64 bits") from error
+        return address
+
+    def _check(self, memory: memoryview) -> None:
+        for check in self._checks:
+            part, view = self._index_parts.get(check.position), self.program.views[check.view]
+            if part is None or 0 in view.size:
+                continue
+            flat = torch.from_numpy(numpy.frombuffer(memory[part.at : part.at + part.nbytes], numpy.uint8))
+            check.run(flat.view(DTYPES[view.dtype]).as_strided(view.size, view.stride, view.offset))
+
+
+class _Part(NamedTuple):
+    """Bytes of a slot's private memory: where they go in the block, where they lie in the part."""
+
+    offset: int
+    at: int
+    nbytes: int
+
+
+class _Stage:
+    """`filled`: the copy stream has put a batch there; `taken`: a step has copied it on."""
+
+    def __init__(self, block: torch.Tensor, filled: int, taken: int) -> None:
+        self.block, self.filled, self.taken = block, filled, taken
+
+
+def _typed(part: torch.Tensor, dtype: str) -> torch.Tensor:
+    """All of the storage that `part` lies on."""
+    storage, kind = part.untyped_storage(), DTYPES[dtype]
+    whole = torch.empty(0, dtype=kind, device=part.device)
+    return whole.set_(storage, 0, (storage.nbytes() // kind.itemsize,), (1,))

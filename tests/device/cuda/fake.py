@@ -1,0 +1,379 @@
+"""A GPU made of host memory: streams that run what they are given in order, when they are let, and graphs that do
+again what was captured, at the same addresses, with the same numbers.
+
+tests/device/cuda/test_driver.py holds the fake driver to the rules that tests/gpu holds the real one to. What it can't show:
+how long anything takes, kernels that run at once, and memory that a captured graph uses again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpumux.device.contract import Device
+from gpumux.device.cuda.device import CudaDevice
+from gpumux.device.cuda.driver import Driver, Facts, Pinned
+from gpumux.device.cuda.faults import fault
+from tests.device.harness import GIVE_UP_S
+
+MEMORY = 1 << 34
+
+
+@dataclass
+class Stream:
+    priority: int
+    work: deque[Callable[[], bool]] = field(default_factory=deque)  # each says whether it is done
+
+
+@dataclass
+class Event:
+    timed: bool
+    recorded: int = 0
+    reached: int = 0
+    at: float = 0.0
+
+
+class FakeDriver:
+    """`auto`: the GPU gets on whenever somebody asks whether something is over; else only when told to (`advance`)."""
+
+    def __init__(self, *, auto: bool = True) -> None:
+        self.auto = auto
+        self.lock = threading.RLock()
+        self.streams: dict[int, Stream] = {}
+        self.events: dict[int, Event] = {}
+        self.pinned: dict[int, Any] = {}
+        self.registered: dict[int, int] = {}
+        self.broken = ""
+        self.log: list[tuple[str, int]] = []  # (call, stream), of what goes to streams
+        self.opened = False
+        self._handle = 0
+
+    # ---- the GPU
+
+    def advance(self, count: int = 1 << 30) -> int:
+        """Run up to `count` things, those of the most important streams first; how many there were."""
+        done = 0
+        while done < count and self._one():
+            done += 1
+        return done
+
+    def _one(self) -> bool:
+        with self.lock:
+            for stream in sorted(self.streams.values(), key=lambda s: s.priority):
+                if stream.work and stream.work[0]():
+                    stream.work.popleft()
+                    return True
+        return False
+
+    def drain(self, handle: int) -> None:
+        """Run until a stream is empty."""
+        with self.lock:
+            while self.streams[handle].work:
+                assert self._one(), "the stream waits for something that nobody gave the GPU"
+
+    def enqueue(self, call: str, handle: int, work: Callable[[], object]) -> None:
+        self._check(call)
+        with self.lock:
+            self.log.append((call, handle))
+            self.streams[handle].work.append(lambda: (work(), True)[1])
+
+    def break_with(self, name: str) -> None:
+        """Every call fails from now on, as after a kernel that went out of its bounds."""
+        self.broken = name
+
+    def _check(self, call: str) -> None:
+        if self.broken:
+            raise fault(self.broken, call, "the fake was told so")
+
+    def _new(self) -> int:
+        self._handle += 1
+        return self._handle
+
+    # ---- the protocol
+
+    def open(self, ordinal: int) -> Facts:
+        self.opened = True
+        return Facts("a GPU of host memory", MEMORY, 132, (9, 0), 13000, (0, -5))
+
+    def enter(self) -> None:
+        self._check("enter")
+
+    def close(self) -> None:
+        self.opened = False
+
+    def memory(self) -> tuple[int, int]:
+        return MEMORY, MEMORY
+
+    def stream(self, priority: int) -> int:
+        self._check("stream")
+        handle = self._new()
+        self.streams[handle] = Stream(priority)
+        return handle
+
+    def destroy_stream(self, stream: int) -> None:
+        self._check("destroy_stream")
+        del self.streams[stream]
+
+    def idle(self, stream: int) -> bool:
+        self._check("idle")
+        if self.auto:
+            self.advance(1)
+        return not self.streams[stream].work
+
+    def event(self, *, timed: bool) -> int:
+        self._check("event")
+        handle = self._new()
+        self.events[handle] = Event(timed)
+        return handle
+
+    def destroy_event(self, event: int) -> None:
+        del self.events[event]
+
+    def record(self, event: int, stream: int) -> None:
+        known = self.events[event]
+        known.recorded += 1
+        version = known.recorded
+
+        def reach() -> None:
+            known.reached, known.at = version, monotonic()
+
+        self.enqueue("record", stream, reach)
+
+    def reached(self, event: int) -> bool:
+        self._check("reached")
+        if self.auto:
+            self.advance(1)
+        known = self.events[event]
+        return known.reached == known.recorded
+
+    def elapsed(self, start: int, end: int) -> float:
+        a, b = self.events[start], self.events[end]
+        assert a.timed
+        assert b.timed
+        assert a.reached == a.recorded
+        assert b.reached == b.recorded
+        return b.at - a.at
+
+    def wait(self, stream: int, event: int) -> None:
+        self._check("wait")
+        known = self.events[event]
+        version = known.recorded
+        with self.lock:
+            self.log.append(("wait", stream))
+            self.streams[stream].work.append(lambda: known.reached >= version)
+
+    def pin(self, nbytes: int) -> Pinned:
+        self._check("pin")
+        memory = (ctypes.c_char * nbytes)()
+        address = ctypes.addressof(memory)
+        self.pinned[address] = memory
+        return Pinned(address, address, nbytes)
+
+    def unpin(self, memory: Pinned) -> None:
+        del self.pinned[memory.address]
+
+    def register(self, address: int, nbytes: int) -> None:
+        assert address not in self.registered
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def copy_in(self, device_address: int, address: int, nbytes: int, stream: int) -> None:
+        assert self._locked(address, nbytes), "a copy from memory that is not page-locked"
+        self.enqueue("copy_in", stream, lambda: ctypes.memmove(device_address, address, nbytes))
+
+    def copy_out(self, address: int, device_address: int, nbytes: int, stream: int) -> None:
+        assert self._locked(address, nbytes), "a copy to memory that is not page-locked"
+        self.enqueue("copy_out", stream, lambda: ctypes.memmove(address, device_address, nbytes))
+
+    def copy_within(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.enqueue("copy_within", stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def write_value(self, device_address: int, value: int, stream: int) -> None:
+        def store() -> None:
+            ctypes.c_uint32.from_address(device_address).value = value
+
+        self.enqueue("write_value", stream, store)
+
+    def upload(self, executable: int, stream: int) -> None:
+        self._check("upload")
+
+    def partition(self, multiprocessors: int) -> int:
+        raise fault("CUDA_ERROR_NOT_SUPPORTED", "cuGreenCtxCreate", "the fake has no green contexts")
+
+    def confined_stream(self, partition: int, priority: int) -> int:
+        raise fault("CUDA_ERROR_NOT_SUPPORTED", "cuGreenCtxStreamCreate", "the fake has no green contexts")
+
+    def destroy_partition(self, partition: int) -> None:
+        raise AssertionError("there is none")
+
+    def _locked(self, address: int, nbytes: int) -> bool:
+        ranges = [*self.registered.items(), *((a, len(m)) for a, m in self.pinned.items())]
+        return any(start <= address and address + nbytes <= start + size for start, size in ranges)
+
+
+class Recording(TorchDispatchMode):
+    """Remembers every operator with its very tensors and numbers, and undoes what they did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                self._save(tensor)
+        out = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                self._made.add(tensor.untyped_storage().data_ptr())
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        start = tensor.untyped_storage().data_ptr()
+        if start not in self._before and start not in self._made:
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self._before[start] = (whole, whole.clone())
+
+    def undo(self) -> None:
+        for whole, before in self._before.values():
+            whole.copy_(before)
+
+
+_WINDOWS = (torch.ops.aten.empty.memory_format, torch.ops.aten.detach.default)
+
+
+class FakeGraph:
+    def __init__(self, compute: FakeCompute, calls: list[Any], generator: Any) -> None:
+        self._compute, self._calls, self._generator = compute, calls, generator
+        self.dropped = False
+        self.out = 0  # replays given to a stream and not run
+
+    def replay(self, stream: int) -> None:
+        assert not self.dropped
+        self.out += 1
+        self._compute.driver.enqueue("graph", stream, self._run)
+
+    def _run(self) -> None:
+        self.out -= 1
+        assert not self.dropped, "a graph ran that had been dropped"
+        with torch.inference_mode(), self._compute.drawing_from(self._generator):
+            for func, args, kwargs, outs in self._calls:
+                if func in _WINDOWS or "set_" in func.name():
+                    continue  # memory and windows onto it are there already
+                made = func(*args, **kwargs)
+                for old, new in zip(pytree.tree_leaves(outs), pytree.tree_leaves(made), strict=True):
+                    if isinstance(old, torch.Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+    def drop(self) -> None:
+        assert not self.out, "a graph was dropped while a launch of it was out"
+        self.dropped = True
+        self._calls = []
+
+
+class FakeCompute:
+    def __init__(self, driver: FakeDriver, ordinal: int) -> None:
+        self.driver = driver
+        self.device = torch.device("cpu")
+        self.graphs: list[FakeGraph] = []
+        self.pools = 0
+        self.trims = 0
+        self.before_capture: Callable[[], None] = lambda: None
+        self._generator: Any = None
+        self._capturing = threading.Lock()
+
+    def enter(self) -> None:
+        pass
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        self.driver.drain(stream)  # operators called one by one run at once here
+        yield
+
+    def generator(self, seed: int) -> Any:
+        return torch.Generator().manual_seed(seed)
+
+    @contextmanager
+    def drawing_from(self, generator: Any) -> Iterator[None]:
+        # Two jobs that draw at the same time would mix here: torch's CPU has one default generator for all threads.
+        before, outer = torch.default_generator.get_state(), self._generator
+        torch.default_generator.set_state(generator.get_state())
+        self._generator = generator
+        try:
+            yield
+        finally:
+            generator.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(before)
+            self._generator = outer
+
+    def pool(self) -> Any:
+        self.pools += 1
+        return self.pools
+
+    def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> FakeGraph:
+        assert self._capturing.acquire(blocking=False), "two captures at once"
+        try:
+            self.before_capture()
+            recording, drawn = Recording(), torch.default_generator.get_state()
+            try:
+                with recording:
+                    body()
+            finally:
+                recording.undo()
+                torch.default_generator.set_state(drawn)
+        finally:
+            self._capturing.release()
+        graph = FakeGraph(self, recording.calls, self._generator)
+        self.graphs.append(graph)
+        return graph
+
+    def supports(self, target: str) -> bool:
+        return "mkldnn" not in target and "_for_cpu" not in target
+
+    def reserved(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        self.trims += 1
+
+
+def fake_device(*, parallel: int | None = None, auto: bool = True, **options: Any) -> CudaDevice:
+    """A CudaDevice on a fake GPU, not opened."""
+    return CudaDevice(parallel=parallel, driver=FakeDriver(auto=auto), compute=fake_compute, **options)
+
+
+def fake_compute(driver: Driver, ordinal: int) -> FakeCompute:
+    assert isinstance(driver, FakeDriver)
+    return FakeCompute(driver, ordinal)
+
+
+def poll_wait(device: Device) -> None:
+    """Wait as the daemon's loop does: a device that is due is looked at without a word."""
+    if isinstance(device, CudaDevice) and isinstance(device._driver, FakeDriver) and device._driver.auto:
+        device._driver.advance()
+    if device.due() < inf:
+        select.select(device.filenos(), [], [], 0)
+        return
+    ready, _, _ = select.select(device.filenos(), [], [], GIVE_UP_S)
+    assert ready, "the device said nothing for too long"

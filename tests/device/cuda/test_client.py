@@ -1,0 +1,211 @@
+"""A client without a GPU and a daemon that has one (of host memory): programs traced here run there. What is traced
+on the CPU is carried out in other forms there, so results are close, not equal bit for bit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import nn
+
+from gpumux import client
+from gpumux.errors import CaptureError, GpumuxError, JobFailed
+from tests.client.parity import Work, batches, plain, simple_loop, through
+from tests.conftest import PREFIX
+
+START_S = 60.0
+
+
+@contextmanager
+def serving(code: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A daemon that is to end with exit code `code`."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
+        endpoint = f"ipc://{directory}/gpumux.sock"
+        command = [sys.executable, "-m", "tests.device.cuda.served", "--endpoint", endpoint, "--metrics-port", "-1"]
+        log = Path(directory) / "log"
+        with log.open("w") as stderr:
+            daemon = subprocess.Popen(command, stderr=stderr)
+        try:
+            for _ in range(int(START_S * 10)):
+                if " serves " in log.read_text() or daemon.poll() is not None:
+                    break
+                with suppress(subprocess.TimeoutExpired):
+                    daemon.wait(0.1)
+            assert " serves " in log.read_text(), log.read_text()
+            yield endpoint, daemon
+        finally:
+            daemon.terminate()
+            ended = daemon.wait(START_S)
+        assert ended == code, log.read_text()
+        for path in Path(directory).glob("*.lock"):
+            path.unlink()
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with serving() as (endpoint, _):
+        yield endpoint
+
+
+def close(want: Any, got: Any, tolerance: float) -> None:
+    a, b = pytree.tree_leaves(want), pytree.tree_leaves(got)
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, torch.Tensor):
+            torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)
+        elif isinstance(x, float):
+            assert y == pytest.approx(x)
+
+
+def training(make_optimizer: Callable[..., Any], steps: int = 12, schedule: bool = False) -> Callable[[], Work]:
+    def make() -> Work:
+        model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 10)).double()
+        optimizer = make_optimizer(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9) if schedule else None
+        data = [(x.double(), y) for x, y in batches((8, 12))]
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Work(
+            [model], [optimizer], [(step, data[0])], simple_loop(data, steps, scheduler.step if scheduler else None)
+        )
+
+    return make
+
+
+optim = torch.optim
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+        lambda p: optim.AdamW(p, lr=1e-2),
+        lambda p: optim.Adam(p, lr=1e-2, foreach=False),
+    ],
+    ids=["sgd", "adamw", "adam-single"],
+)
+def test_training_with_a_schedule_is_what_it_is_on_the_cpu(make_optimizer: Any, endpoint: str) -> None:
+    """Through all cuts: 12 steps, with a learning rate that changes under captured pieces."""
+    make = training(make_optimizer, schedule=True)
+    want, want_state = plain(make)
+    got, got_state = through(make, endpoint)
+    close(want, got, 1e-9)
+    close(want_state, got_state, 1e-9)
+
+
+def test_convolutions_norms_attention_and_pooling_move(endpoint: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+            self.mix, self.out = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.Linear(8, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
+            return self.out(self.mix(x.flatten(2).transpose(1, 2)).mean(1))
+
+    def make() -> Work:
+        model = Net().double()
+        optimizer = optim.SGD(model.parameters(), lr=0.05)
+        data = [(x.double(), y) for x, y in batches((4, 1, 8, 8))]
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Work([model], [optimizer], [(step, data[0])], simple_loop(data, 5))
+
+    want, want_state = plain(make)
+    got, got_state = through(make, endpoint)
+    close(want, got, 1e-9)
+    close(want_state, got_state, 1e-9)
+
+
+def test_many_tensors_at_once_is_the_default_as_it_is_on_a_gpu(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[set[str]] = []
+    import gpumux.client.variants as variants
+
+    lower = variants.lower
+
+    def watch(*args: Any) -> Any:
+        lowered = lower(*args)
+        captured.append({op.target for op in lowered.program.ops})
+        return lowered
+
+    monkeypatch.setattr(variants, "lower", watch)
+    through(training(lambda p: optim.Adam(p, lr=1e-2), steps=3), endpoint)
+    assert all(any("_foreach_addcdiv_" in target for target in targets) for targets in captured)
+
+
+def test_dropout_draws_from_the_jobs_own_stream_and_goes_on(endpoint: str) -> None:
+    def run() -> list[float]:
+        model = nn.Dropout(0.5)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return model(x).sum()
+
+        with client.submit(step, example=(torch.ones(64),), model=model, seed=5, endpoint=endpoint) as job:
+            return [float(job.step(torch.ones(64))) for _ in range(8)]
+
+    first = run()
+    assert first == run()
+    assert len(set(first)) > 2
+
+
+def test_a_label_out_of_range_fails_its_job_alone(endpoint: str) -> None:
+    def submit() -> client.Job:
+        model = nn.Linear(4, 3)
+        return client.submit(lambda x, y: F.cross_entropy(model(x), y), example=good, model=model, endpoint=endpoint)
+
+    good = (torch.ones(2, 4), torch.tensor([0, 2]))
+    with submit() as other:
+        job = submit()
+        for _ in range(4):
+            job.step(*good).result()
+        with pytest.raises(JobFailed, match="index 7"):
+            job.step(good[0], torch.tensor([0, 7])).result()
+        with suppress(GpumuxError):
+            job.close(drain=False)
+        other.step(*good).result()
+
+
+def test_autocast_for_the_gpu_is_refused_where_it_would_do_nothing(endpoint: str, monkeypatch: Any) -> None:
+    model = nn.Linear(4, 3)
+    on = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind == "cuda" or on(kind))
+    with pytest.raises(CaptureError, match="autocast") as raised:
+        client.submit(lambda x: model(x).sum(), example=(torch.ones(2, 4),), model=model, endpoint=endpoint)
+    assert "'cpu'" in raised.value.remedy
+
+
+def test_a_lost_gpu_is_told_to_its_clients_and_ends_the_daemon() -> None:
+    model = nn.Linear(4, 3)
+    with serving(code=74) as (endpoint, daemon):
+        job = client.submit(lambda x: model(x).sum(), example=(torch.ones(2, 4),), model=model, endpoint=endpoint)
+        job.step(torch.ones(2, 4)).result()
+        daemon.send_signal(signal.SIGUSR1)
+        with pytest.raises(GpumuxError, match="context is lost"):  # noqa: PT012  any step may be the one that hears of it
+            for _ in range(1000):
+                job.step(torch.ones(2, 4)).result()
+        with suppress(GpumuxError):
+            job.close(drain=False)
+        assert daemon.wait(START_S) == 74

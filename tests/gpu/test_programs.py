@@ -1,0 +1,151 @@
+"""Programs on a real GPU: captured runs beside runs operator by operator, clients without a GPU, and a big low job
+that is admitted while a high one runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumux import client
+from gpumux.device.contract import ProgramLoaded, Recut
+from gpumux.model import Priority
+from gpumux.program.ir import Op, Program, Storage, TensorRef, View
+from tests.conftest import PREFIX
+from tests.daemon.live import LiveDaemon
+from tests.device.harness import Driver
+from tests.device.test_contract import floats
+from tests.program import samples
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
+        daemon = LiveDaemon(Path(directory), "--device", "cuda")  # the last --device counts
+        yield daemon.endpoint
+        assert daemon.stop() == 0, daemon.log
+        for path in Path(directory).glob("*.lock"):
+            path.unlink()
+
+
+def test_captured_pieces_do_what_operators_one_by_one_did_bit_for_bit(driver: Driver) -> None:
+    job = driver.open()
+    program = job.load(samples.sgd_linear(64, 16), [64])
+    batch = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(*size, generator=batch) for size in ((64, 16), (64,)))
+    start = torch.randn(16, generator=batch)
+
+    def step() -> tuple[bytes, bytes]:
+        job.transfer([0], [64], bytes(start.numpy().tobytes()))
+        job.put(program, 0, x.numpy().tobytes())
+        job.put(program, 1, y.numpy().tobytes())
+        job.step(program, [0.1])
+        return job.get(program, 0, 4), job.transfer([0], [64])[:64]
+
+    first = step()  # warms up, operator by operator
+    assert step() == first  # timed
+    driver.until(Recut, job.job)
+    for _ in range(12):  # as graphs, through the next cut
+        assert step() == first
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(12, 64), nn.GELU(), nn.Linear(64, 10)),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Linear(8, 10)
+    ),
+    "norm": lambda: nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 10)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inference_equals_the_plain_run_on_the_gpu_bit_for_bit(name: str, endpoint: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    batches = [torch.randn(8, 12) for _ in range(14)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    with client.submit(step, example=(batches[0],), model=model, endpoint=endpoint) as job:
+        got = [job.step(x).result() for x in batches]
+    model.cuda()
+    for x, result in zip(batches, got, strict=True):
+        assert torch.equal(result, step(x.cuda()).cpu())
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_training_is_what_it_is_in_the_plain_run_on_the_gpu(name: str, endpoint: str) -> None:
+    """In float64 and to a tolerance: numbers that change from step to step are read from memory, which rounds once more."""
+
+    def make(device: str) -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
+        torch.manual_seed(0)
+        model = MODELS["linear"]().double().to(device)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, optimizer, step
+
+    draw = torch.Generator().manual_seed(5)
+    data = [
+        (torch.randn(8, 12, generator=draw).double(), torch.randint(0, 10, (8,), generator=draw)) for _ in range(14)
+    ]
+    model, optimizer, step = make("cpu")
+    with client.submit(step, example=data[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        got = [float(job.step(*batch)) for batch in data]
+        job.sync()
+    reference, _, plain = make("cuda")
+    want = [float(plain(x.cuda(), y.cuda())) for x, y in data]
+    assert got == pytest.approx(want, rel=1e-9)
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b.cpu(), rtol=1e-8, atol=1e-10)
+
+
+def products(size: int, count: int) -> Program:
+    """input 0: float32[size, size] -> its `count`-fold product with itself: work, and `count` operators to capture."""
+    nbytes = 4 * size * size
+    storages = tuple(Storage(kind, nbytes, 0 if kind == "input" else -1) for kind in ["input", *["temp"] * count])
+    views = tuple(View(i, "float32", (size, size), (size, 1)) for i in range(count + 1))
+    ops = tuple(Op("aten.mm.default", (TensorRef(i), TensorRef(0)), (), (i + 1,)) for i in range(count))
+    return Program(storages, views, ops, (0,), (count,))
+
+
+def test_a_high_job_goes_on_while_a_big_low_one_is_admitted(driver: Driver) -> None:
+    """From the low job's load to its captured pieces, no launch of the high job waits for it: steps end all the
+    while. How long they take is for the benchmarks to say."""
+    high = driver.open(priority=Priority.HIGH)
+    urgent = high.load(samples.add_one())
+    for _ in range(2):
+        high.step(urgent)
+    driver.until(Recut, high.job)
+    low = driver.open()
+    number = low.try_load(products(1024, 400))
+
+    def steps_until(kind: type) -> int:
+        count = 0
+        while not [e for e in driver.unread if isinstance(e, kind) and e.job == low.job]:
+            high.put(urgent, 0, floats(1, 2, 3, 4))
+            high.step(urgent)
+            count += 1
+        return count
+
+    assert steps_until(ProgramLoaded) >= 1
+    loaded = driver.until(ProgramLoaded, low.job)
+    low.pieces[number], low.cut[number] = loaded.pieces, 0
+    for _ in range(2):
+        low.launch(number)
+    assert steps_until(Recut) >= 10
