@@ -243,7 +243,7 @@ class Executor:
         at = 0
         for index in buffers:
             if index == GENERATOR:
-                move_generator(memory, at, nbytes, into_device)
+                move_generator(torch.default_generator, memory, at, nbytes, into_device)
                 return
             buffer = self._buffer(index)
             if at + buffer.numel() > nbytes:

@@ -55,12 +55,12 @@ class Replays:
             generator.set_state(before)
 
 
-def move_generator(memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -> None:
-    """Copy the state of the job's generator to or from a transfer's segment. Raises JobFailed for what is none."""
+def move_generator(generator: torch.Generator, memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -> None:
+    """Copy the state of a job's generator to or from a transfer's segment. Raises JobFailed for what is none."""
     if at + GENERATOR_BYTES > nbytes:
         raise JobFailed(f"the transfer's segment has {nbytes} bytes, too few for a generator", "make it larger")
     if not into_device:
-        drawn = torch.default_generator.get_state().numpy().tobytes()
+        drawn = generator.get_state().numpy().tobytes()
         memory[at : at + 8 + len(drawn)] = len(drawn).to_bytes(8, "little") + drawn
         return
     length = int.from_bytes(memory[at : at + 8], "little")
@@ -70,6 +70,6 @@ def move_generator(memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -
         raise JobFailed(f"a generator of {length} bytes", "put back what a snapshot holds")
     state = torch.frombuffer(bytearray(memory[at + 8 : at + 8 + length]), dtype=torch.uint8)
     try:
-        torch.default_generator.set_state(state)
+        generator.set_state(state)
     except (RuntimeError, TypeError, ValueError) as error:
         raise JobFailed("these bytes are no generator's state", "put back what a snapshot holds") from error

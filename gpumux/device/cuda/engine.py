@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from gpumux.device.contract import Launch
+from gpumux.device.contract import GENERATOR, Launch
 from gpumux.device.cpu.interp import first_lines
 from gpumux.device.cpu.numerics import CurrentNumerics
+from gpumux.device.cpu.randomness import move_generator
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
 from gpumux.device.cuda.driver import Driver
@@ -24,7 +25,7 @@ from gpumux.device.cuda.jobs import Capture, CudaJob, Load, Move
 from gpumux.device.cuda.loaded import CaptureRun, LoadedProgram, wait
 from gpumux.device.cuda.operands import Operands, SharedSegment
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
-from gpumux.model import Priority
+from gpumux.model import GENERATOR_BYTES, Priority
 from gpumux.program.codec import decode
 from gpumux.program.ir import aligned
 from gpumux.program.profile import dumps
@@ -137,6 +138,11 @@ class Engine:
             with mmap.mmap(move.held.fds[0], move.nbytes) as memory:
                 at = 0
                 for index in move.buffers:
+                    if index == GENERATOR:  # it is the host's to advance, so launches before this one have done that
+                        self._equip(job)
+                        move_generator(job.generator, memory, at, move.nbytes, move.into_device)
+                        at += GENERATOR_BYTES
+                        continue
                     buffer = _buffer(job, index)
                     if at + buffer.numel() > move.nbytes:
                         raise JobFailed(
