@@ -82,7 +82,7 @@ class Plan:
     @property
     def idle(self) -> float:
         """GPU-seconds of the cluster that other jobs can have in each iteration."""
-        return self.gpus * self.seconds - self.busy
+        return max(0.0, self.gpus * self.seconds - self.busy)  # where nothing is, rounding may go below
 
     @property
     def speedup(self) -> float:

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from gpumux.device.sim.cost import EFFICIENCY, FLOOR_S, product, stream
 from gpumux.device.sim.spec import GpuSpec
+from gpumux.errors import CaptureError
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
 from gpumux.plan.trace import VIEW_MODULES, VIEWS, Traced, TracedModel, function_name, tensors
 
@@ -17,7 +18,7 @@ BATCHES = tuple(1 << i for i in range(11))
 
 
 def profile(traced: TracedModel, spec: GpuSpec, batches: Sequence[int] = BATCHES) -> ModelProfile:
-    """Every layer modelled on that GPU, at each of `batches`. float32 products run as TF32, as on the simulator."""
+    """Every layer modelled on that GPU, at each of `batches`. Raises CaptureError for one that mixes samples. float32 products run as TF32, as on the simulator."""
     layers = tuple(modelled(traced, layer, spec, batches) for layer in traced.layers)
     note = "Modelled from layer shapes by gpumux.plan.roofline; nothing here was measured."
     return ModelProfile(traced.name, spec.name, layers, note=note)
@@ -53,6 +54,14 @@ def node_seconds(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) 
     given = [
         batch * each.numel() // traced.batch for source in node.all_input_nodes for each in tensors(source.meta["val"])
     ]
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        wide = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+        if out[0] < wide:
+            raise CaptureError(
+                f"layer {node.target!r} makes less than one row for each sample of a batch of {traced.batch}: it mixes samples, "
+                "or the batch's size is written into the model",
+                "plan a model that keeps samples apart, with the batch in dimension 0 of all that its layers take",
+            )
     peak = spec.flops["tf32" if item == 4 else "float16" if item == 2 else "float32"]
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         taps = prod(module.kernel_size)

@@ -138,6 +138,20 @@ def test_batches_and_repeats_make_sense():
             measure.profile(it, device="cpu", **({"repeats": 1} | wrong))
 
 
+def test_a_layer_over_the_whole_batch_is_named():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.l(x.view(1, -1))
+
+    traced = trace(Loaded("flat", Flat(), (torch.randn(2, 8),)))
+    with pytest.raises(CaptureError, match="layer 'l' makes less than one row for each sample of a batch of 2"):
+        roofline.profile(traced, A100)
+
+
 def test_modelled_times_grow_with_the_batch_and_are_marked():
     found = roofline.profile(trace(models.find("alexnet")), A100)
     assert found.sources() == {"model": 11}
