@@ -1,4 +1,4 @@
-"""How much of the host's memory this process may still take.
+"""How much of the host's memory this process may still take, and files in it.
 
 Two things bound it: what the kernel calls available, and every memory control group the process is
 in, its own and all above it. A group's usage counts the page cache of files its processes read and
@@ -8,7 +8,8 @@ wrote; the kernel drops the inactive part of that before it refuses anybody memo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,3 +82,18 @@ def _available(root: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo does not say how much memory is available")
+
+
+def memory_file(name: str, parts: Sequence[bytes]) -> int:
+    """A memfd holding `parts` end to end, for what is too long for a message. The caller closes it. Raises OSError when
+    there is no memory or no descriptor left."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        for part in parts:
+            view = memoryview(part)
+            while len(view):
+                view = view[os.write(fd, view) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

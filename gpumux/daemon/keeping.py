@@ -24,6 +24,7 @@ from gpumux.daemon.restoring import OwnTransfers, Restoring, there
 from gpumux.daemon.segments import SharedSegment
 from gpumux.device.contract import GENERATOR
 from gpumux.errors import AdmissionRefused, GpumuxError, ProtocolError, SnapshotFailed
+from gpumux.hostmemory import memory_file
 from gpumux.model import Fault, JobId
 from gpumux.recovery.layout import staged_bytes
 from gpumux.recovery.link import Link
@@ -170,7 +171,7 @@ class Keeping:
             facts = {"uid": uid, "job": job.id, "number": m.snapshot, "name": job.spec.name, "steps": m.steps}
             room = {"limit": self._desk.config.max_snapshot_bytes_per_user or 1 << 62, "living": self._living(uid)}
             try:
-                beside = _memory([b"".join(n.to_bytes(8, "little") for n in sizes), notes])
+                beside = memory_file("gpumux-notes", [b"".join(n.to_bytes(8, "little") for n in sizes), notes])
             except OSError as error:
                 ended(0, SnapshotFailed(f"no memory for the snapshot's notes: {error.strerror}", "free some"))
                 return
@@ -276,17 +277,3 @@ class Keeping:
 def _expected(answer: Any) -> None:
     if isinstance(answer, GpumuxError):
         log.warning("snapshots: %s", answer)
-
-
-def _memory(parts: Sequence[bytes]) -> int:
-    """A memfd with `parts` end to end."""
-    fd = os.memfd_create("gpumux-notes", os.MFD_CLOEXEC)
-    try:
-        for part in parts:
-            view = memoryview(part)
-            while len(view):
-                view = view[os.write(fd, view) :]
-    except OSError:
-        os.close(fd)
-        raise
-    return fd

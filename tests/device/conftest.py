@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from math import inf
 
 import pytest
@@ -12,7 +11,8 @@ from gpumux.device.contract import Device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.sim.device import SimDevice
 from tests.device.cuda.fake import fake_device, poll_wait
-from tests.device.harness import Case, Driver
+from tests.device.fixtures import driver, narrow, narrow_device, wide_device  # noqa: F401
+from tests.device.harness import Case
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -49,35 +49,3 @@ CASES = [
 @pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
-
-
-@pytest.fixture(scope="session")
-def wide_device(case: Case) -> Iterator[Device]:
-    device = case.wide()
-    device.open()
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="session")
-def narrow_device(case: Case) -> Iterator[Device]:
-    device = case.narrow()
-    device.open()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def driver(case: Case, wide_device: Device) -> Iterator[Driver]:
-    """Drives a device that may run two pieces at once."""
-    driver = Driver(case, wide_device)
-    yield driver
-    driver.finish()
-
-
-@pytest.fixture
-def narrow(case: Case, narrow_device: Device) -> Iterator[Driver]:
-    """Drives a device that runs one piece at a time."""
-    driver = Driver(case, narrow_device)
-    yield driver
-    driver.finish()

@@ -3,18 +3,15 @@ cuda-bindings, or has a torch that can't use it, fails them."""
 
 from __future__ import annotations
 
-import select
-from collections.abc import Iterator
-from math import inf
 from pathlib import Path
 
 import pytest
 
-from gpumux.device.contract import Device
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.driver import bindings
 from gpumux.errors import ConfigError
-from tests.device.harness import GIVE_UP_S, Case, Driver
+from tests.device.fixtures import driver, narrow, narrow_device, wide_device  # noqa: F401
+from tests.device.harness import Case, wait_polled
 
 
 def gpus() -> int:
@@ -40,45 +37,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(absent)
 
 
-def gpu_wait(device: Device) -> None:
-    """Wait as the daemon's loop does: a device that is due is looked at without a word."""
-    if device.due() < inf:
-        select.select(device.filenos(), [], [], 0)
-        return
-    ready, _, _ = select.select(device.filenos(), [], [], GIVE_UP_S)
-    assert ready, "the device said nothing for too long"
-
-
 @pytest.fixture(scope="session")
 def case() -> Case:
-    return Case("cuda", wide=CudaDevice, narrow=lambda: CudaDevice(parallel=1), wait=gpu_wait)
-
-
-@pytest.fixture(scope="session")
-def wide_device(case: Case) -> Iterator[Device]:
-    device = case.wide()
-    device.open()
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="session")
-def narrow_device(case: Case) -> Iterator[Device]:
-    device = case.narrow()
-    device.open()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def driver(case: Case, wide_device: Device) -> Iterator[Driver]:
-    driver = Driver(case, wide_device)
-    yield driver
-    driver.finish()
-
-
-@pytest.fixture
-def narrow(case: Case, narrow_device: Device) -> Iterator[Driver]:
-    driver = Driver(case, narrow_device)
-    yield driver
-    driver.finish()
+    return Case("cuda", wide=CudaDevice, narrow=lambda: CudaDevice(parallel=1), wait=wait_polled)

@@ -16,7 +16,6 @@ their own, so that the hot path is a plain recv. Bodies longer than a packet go 
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -126,17 +125,3 @@ class Channel:
         if not data:
             raise EOFError
         return data[0], memoryview(data)[1:], list(fds)
-
-
-def memory_file(name: str, parts: Sequence[bytes]) -> int:
-    """A memfd holding `parts` end to end, for bodies too long for the socket. The caller closes it."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    try:
-        for part in parts:
-            view = memoryview(part)
-            while len(view):
-                view = view[os.write(fd, view) :]
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

@@ -14,6 +14,7 @@ from gpumux.device.cpu import channel as wire
 from gpumux.device.cpu.channel import CHECKED, REFUSED, Channel, unpack
 from gpumux.device.cpu.jobs import ending
 from gpumux.device.cpu.warm import WarmProcess
+from gpumux.hostmemory import memory_file
 from gpumux.model import Fault, Footprint, JobId, ProgramId
 from gpumux.program.limits import Limits
 
@@ -65,7 +66,7 @@ class Checks:
             ours, theirs = wire.pair()
             ours.setblocking(False)
             check.channel = Channel(ours)
-            program = wire.memory_file("gpumux-check", [check.encoded])
+            program = memory_file("gpumux-check", [check.encoded])
             check.token = warm.fork("checker", self._settings, (theirs.detach(), program))
             check.encoded = b""
             self._running[check.token] = check

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpumux.device.charges import Charges
 from gpumux.device.contract import AnswerForm, Launch, LaunchDone, Segment
 from gpumux.device.cpu.channel import (
     DESCRIPTORS,
@@ -28,14 +29,14 @@ from gpumux.device.cpu.channel import (
     RECALL,
     TRANSFER,
     Channel,
-    memory_file,
     pack,
     pair,
 )
 from gpumux.device.cpu.descriptors import Descriptors
 from gpumux.device.cpu.loans import Lend, Loan, Recall
 from gpumux.device.cpu.warm import WarmProcess
-from gpumux.model import Fault, Footprint, JobId, LaunchId, ProgramId, TransferId
+from gpumux.hostmemory import memory_file
+from gpumux.model import Fault, JobId, LaunchId, ProgramId, TransferId
 
 UNKNOWN_STATUS = "ended, and nobody could say how"
 _NO_SCALARS = pack(())
@@ -114,7 +115,7 @@ class Listing:
 
 
 @dataclass(slots=True)
-class Executor:
+class Executor(Charges):
     """One job's process, seen from the daemon. `page` holds one more than the operator it runs when it
     runs them one by one; `failure` is what it said before it ended."""
 
@@ -132,23 +133,6 @@ class Executor:
     told: LaunchId | None = None  # the launch whose end was told before it said so
     loan: Loan | None = None  # while it reads its client's lane
     at: Launch | None = None  # what it died of, if that was a step it had taken there
-
-    @property
-    def memory(self) -> int:
-        """Bytes it holds. Its programs never run at once, so they share the transient part."""
-        return self.charged + max(self.transients.values(), default=0)
-
-    def refuses(self, program: ProgramId, wanted: int, footprint: Footprint | None, free: int) -> Fault | None:
-        """Why a program that adds `wanted` bytes of buffers and data can't be loaded, if it can't."""
-        if footprint is None:
-            return Fault("program", "the program was not checked", "check these bytes before loading them")
-        if program in self.transients:
-            return Fault("program", f"program {program} is loaded already", "choose another number")
-        wanted += footprint.transient_bytes
-        if wanted <= free:
-            return None
-        message = f"the program needs {wanted} bytes and {free} are free"
-        return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
 
     def answered(self, launch: Launch) -> LaunchDone | None:
         """What became of a launch whose step the process has answered, though it has not said so yet."""

@@ -25,13 +25,14 @@ from gpumux.device.contract import DeviceEvent, Launch, Segment
 from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, of_job
 from gpumux.device.cpu.checks import Checks
 from gpumux.device.cpu.descriptors import Descriptors
+from gpumux.device.cpu.jobs import Move, Profile
 from gpumux.device.cpu.keeper import Keeper
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.device.cuda.cuts import HIGH_S, LOW_S
 from gpumux.device.cuda.dispatch import Dispatch
 from gpumux.device.cuda.driver import CudaDriver, Driver, Facts
 from gpumux.device.cuda.flights import Flights
-from gpumux.device.cuda.jobs import CudaJob, Load, Move, Profile
+from gpumux.device.cuda.jobs import CudaJob, Load
 from gpumux.device.cuda.turns import Turns
 from gpumux.device.cuda.worker import Worker
 from gpumux.errors import ConfigError, DeviceLost, GpumuxError

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from gpumux.device import contract as dev
 from gpumux.device.contract import DeviceEvent, Launch
 from gpumux.device.cpu.checks import Checks
+from gpumux.device.cpu.jobs import Move, Profile
 from gpumux.device.cpu.keeper import Keeper
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cuda.flights import Flights, Landed
-from gpumux.device.cuda.jobs import Capture, Command, CudaJob, Load, Move, Profile, release, unanswered
+from gpumux.device.cuda.jobs import Capture, Command, CudaJob, Load, release, unanswered
 from gpumux.device.cuda.turns import Turns
 from gpumux.device.cuda.worker import Worker
 from gpumux.errors import DeviceLost, GpumuxError, JobFailed, ProgramError

@@ -16,12 +16,13 @@ import torch
 
 from gpumux.device.contract import GENERATOR, Launch
 from gpumux.device.cpu.interp import first_lines
+from gpumux.device.cpu.jobs import Move
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.randomness import move_generator
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
 from gpumux.device.cuda.driver import Driver
-from gpumux.device.cuda.jobs import Capture, CudaJob, Load, Move
+from gpumux.device.cuda.jobs import Capture, CudaJob, Load
 from gpumux.device.cuda.loaded import CaptureRun, LoadedProgram, wait
 from gpumux.device.cuda.operands import Operands, SharedSegment
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumux.device import contract as dev
+from gpumux.device.charges import Charges
 from gpumux.device.contract import DeviceEvent, Launch
 from gpumux.device.cpu.descriptors import Descriptors
-from gpumux.model import Fault, Footprint, JobId, JobSpec, ProgramId, TransferId
+from gpumux.device.cpu.jobs import Move, Profile
+from gpumux.model import Fault, JobId, JobSpec, ProgramId
 
 if TYPE_CHECKING:
     from gpumux.device.cuda.loaded import LoadedProgram
@@ -28,20 +30,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    transfer: TransferId
-    buffers: tuple[int, ...]
-    held: Descriptors
-    nbytes: int
-    into_device: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    program: ProgramId
-
-
-@dataclass(frozen=True, slots=True)
 class Capture:
     """A program is to be cut anew; nobody asked for it."""
 
@@ -53,10 +41,11 @@ Command = Launch | Load | Move | Profile
 
 
 @dataclass(slots=True)
-class CudaJob:
+class CudaJob(Charges):
     """One job. `backlog` holds commands handed over that wait for what runs: while `busy`, for the worker's thread;
     what goes to that thread also waits until nothing of the job is in the air."""
 
+    WHERE: ClassVar[str] = " on the GPU"
     id: JobId
     spec: JobSpec
     backlog: deque[Command | Capture] = field(default_factory=deque)
@@ -86,23 +75,6 @@ class CudaJob:
     def quiet(self) -> bool:
         """Whether it has nothing outstanding."""
         return not (self.busy or self.airborne or self.backlog)
-
-    @property
-    def memory(self) -> int:
-        """Bytes it holds. Its programs never run at once, so they share the transient part."""
-        return self.charged + max(self.transients.values(), default=0)
-
-    def refuses(self, program: ProgramId, wanted: int, footprint: Footprint | None, free: int) -> Fault | None:
-        """Why a program that adds `wanted` bytes can't be loaded, if it can't."""
-        if footprint is None:
-            return Fault("program", "the program was not checked", "check these bytes before loading them")
-        if program in self.transients:
-            return Fault("program", f"program {program} is loaded already", "choose another number")
-        wanted += footprint.transient_bytes
-        if wanted <= free:
-            return None
-        message = f"the program needs {wanted} bytes and {free} are free on the GPU"
-        return Fault("admission_refused", message, "use smaller batches, or wait for other jobs to end")
 
 
 def release(command: Command | Capture) -> None:

@@ -8,13 +8,11 @@ how long anything takes, kernels that run at once, and memory that a captured gr
 from __future__ import annotations
 
 import ctypes
-import select
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import inf
 from time import monotonic
 from typing import Any
 
@@ -26,7 +24,7 @@ from gpumux.device.contract import Device
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.driver import Driver, Facts, Pinned
 from gpumux.device.cuda.faults import fault
-from tests.device.harness import GIVE_UP_S
+from tests.device.harness import wait_polled
 
 MEMORY = 1 << 34
 
@@ -369,11 +367,7 @@ def fake_compute(driver: Driver, ordinal: int) -> FakeCompute:
 
 
 def poll_wait(device: Device) -> None:
-    """Wait as the daemon's loop does: a device that is due is looked at without a word."""
+    """The fake GPU gets on with its work, and the device is waited for."""
     if isinstance(device, CudaDevice) and isinstance(device._driver, FakeDriver) and device._driver.auto:
         device._driver.advance()
-    if device.due() < inf:
-        select.select(device.filenos(), [], [], 0)
-        return
-    ready, _, _ = select.select(device.filenos(), [], [], GIVE_UP_S)
-    assert ready, "the device said nothing for too long"
+    wait_polled(device)
