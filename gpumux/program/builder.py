@@ -92,9 +92,10 @@ class ProgramBuilder:
         kwargs: Mapping[str, Arg] | None = None,
         outs: Iterable[Out] = (),
         random: int | None = None,
+        stream: int | None = None,
     ) -> int:
         """An operator call -> its position."""
-        self._ops.append(Op(target, args, tuple(sorted((kwargs or {}).items())), tuple(outs), random))
+        self._ops.append(Op(target, args, tuple(sorted((kwargs or {}).items())), tuple(outs), random, stream))
         return len(self._ops) - 1
 
     def call(
@@ -105,10 +106,11 @@ class ProgramBuilder:
         size: Iterable[int],
         kwargs: Mapping[str, Arg] | None = None,
         random: int | None = None,
+        stream: int | None = None,
     ) -> TensorRef:
         """An operator whose one output is a new dense tensor -> that tensor."""
         out = self.add_tensor("temp", dtype, size)
-        self.add_op(target, *args, kwargs=kwargs, outs=(out,), random=random)
+        self.add_op(target, *args, kwargs=kwargs, outs=(out,), random=random, stream=stream)
         return TensorRef(out)
 
     def input(self, dtype: str, size: Iterable[int]) -> TensorRef:

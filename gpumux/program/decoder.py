@@ -223,7 +223,10 @@ class _Decoder:
         return Gate(self._nat(op), GATE_KINDS[self._nat(code)], self._text(name))
 
     def _op(self, value: Any) -> Op:
-        target, args, kwargs, outs, random = self._list(value, 5, exact=True)
+        row = self._list(value, 6)
+        if len(row) < 5:
+            raise malformed("an operator of fewer than five parts")
+        target, args, kwargs, outs, random, *stream = row
         name = self._name(target)
         flat = self._list(kwargs, 2 * self._limits.names)
         if len(flat) % 2:
@@ -234,6 +237,7 @@ class _Decoder:
             tuple([(self._name(k), self._args([v], 0)[0]) for k, v in zip(flat[::2], flat[1::2], strict=True)]),
             tuple([self._out(o) for o in self._list(outs, self._limits.views)]),
             None if random is None else self._nat(random),
+            self._nat(stream[0]) if stream else None,
         )
 
     def _out(self, value: Any) -> Out:

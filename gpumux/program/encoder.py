@@ -112,7 +112,8 @@ def _encode_op(op: Op, names: dict[str, int]) -> list[object]:
     kwargs: list[object] = []
     for name, value in op.kwargs:
         kwargs += (names.setdefault(name, len(names)), _encode_arg(value))
-    return [target, args, kwargs, op.outs, op.random]
+    call: list[object] = [target, args, kwargs, op.outs, op.random]
+    return call if op.stream is None else [*call, op.stream]
 
 
 def _encode_int(value: int) -> int:

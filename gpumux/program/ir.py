@@ -13,7 +13,9 @@ slice, detach ...) are not operators here: the views they would make are in the 
 Host scalars are numbers the client computes anew for every step (learning rates, bias corrections
 from step counters); operators name them by index. `random` on an operator is its random slot: two
 operators with one slot draw the same numbers (recomputation under checkpointing), in the order the
-slots are numbered otherwise.
+slots are numbered otherwise. `stream` is a view on a state storage that holds a random generator of
+its own, as bytes (torch.Generator.get_state): the operator draws from that one instead of the job's,
+and leaves it where it stands then. So the models of one job draw what each would draw alone.
 
 Everything is frozen and hashable; equal steps give equal Programs, whoever captured them.
 """
@@ -93,6 +95,7 @@ class Op:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     outs: tuple[Out, ...] = ()
     random: int | None = None
+    stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ ITEM_BYTES: dict[str, int] = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+STREAM_BYTES = 8192  # at most, of a random generator's state
 ALIGN = 64  # every buffer starts on this many bytes, as torch's own allocator does
 
 

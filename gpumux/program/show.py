@@ -27,6 +27,8 @@ def describe_op(program: Program, index: int) -> str:
     op = program.ops[index]
     args = [_arg(program, a) for a in op.args] + [f"{name}={_arg(program, v)}" for name, v in op.kwargs]
     random = "" if op.random is None else f" random {op.random}"
+    if op.stream is not None:
+        random += f" from {describe_view(program, op.stream)}"
     return f"{index:>5}  {_outs(program, op)} = {op.target}({', '.join(args)}){random}"
 
 

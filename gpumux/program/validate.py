@@ -16,6 +16,7 @@ from gpumux.program import allowlist
 from gpumux.program.ir import (
     IR_VERSION,
     ITEM_BYTES,
+    STREAM_BYTES,
     Arg,
     Op,
     Out,
@@ -84,6 +85,8 @@ def written_storages(program: Program) -> frozenset[int]:
         if not known:
             args += [value for _, value in op.kwargs]
         found.update(program.views[ref.view].storage for ref in tensor_refs(tuple(args)))
+        if op.stream is not None:
+            found.add(program.views[op.stream].storage)
     return frozenset(found)
 
 
@@ -288,9 +291,11 @@ def _results(program: Program, born: list[bool], limits: Limits) -> None:
 
 def _random(program: Program) -> None:
     may: Callable[[str], bool] = lambda t: t in allowlist.RANDOM or t in allowlist.PERHAPS_RANDOM  # noqa: E731
-    targets: list[str] = []
+    targets: list[tuple[str, int | None]] = []
     for index, op in enumerate(program.ops):
         where = f"operator {index}, {op.target}"
+        if op.stream is not None:
+            _stream(program, op, where)
         if op.random is None:
             if op.target in allowlist.RANDOM:
                 _fail(where, "it draws random numbers and has no random slot")
@@ -298,8 +303,20 @@ def _random(program: Program) -> None:
         if op.target in allowlist.ALLOWED and not may(op.target):
             _fail(where, "it draws no random numbers and has a random slot")
         if op.random == len(targets):
-            targets.append(op.target)
+            targets.append((op.target, op.stream))
         elif not 0 <= op.random < len(targets):
             _fail(where, f"random slot {op.random} before slot {len(targets)}")
-        elif targets[op.random] != op.target:
-            _fail(where, f"shares random slot {op.random} with {targets[op.random]}")
+        elif targets[op.random] != (op.target, op.stream):
+            _fail(where, f"shares random slot {op.random} with {targets[op.random][0]} or with another random stream")
+
+
+def _stream(program: Program, op: Op, where: str) -> None:
+    if op.random is None:
+        _fail(where, "it has a random stream and no random slot")
+    if op.stream is None or not 0 <= op.stream < len(program.views):
+        _fail(where, f"its random stream, view {op.stream}, does not exist")
+    view = program.views[op.stream]
+    if program.storages[view.storage].kind != "state" or view.dtype != "uint8" or len(view.size) != 1:
+        _fail(where, "its random stream is no line of bytes in the job's state")
+    if view.stride != (1,) or not 0 < view.size[0] <= STREAM_BYTES:
+        _fail(where, f"its random stream has gaps, or not 1 to {STREAM_BYTES} bytes")

@@ -68,14 +68,17 @@ def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
     scalars = draw(st.lists(st.sampled_from(["float", "int"]), max_size=3))
     for kind in scalars:
         b.scalar(kind)
-    slots = 0
+    generator = b.state("uint8", (16,)).view
+    streams: list[int | None] = []  # by random slot
     for _ in range(draw(st.integers(0, max_ops))):
         given = draw(args(views, len(scalars)))
-        random = None
+        random = stream = None
         target = draw(st.sampled_from(["aten.add.Tensor", "aten.cat.default", "aten.bernoulli.p"]))
         if target == "aten.bernoulli.p":
-            random = draw(st.integers(0, slots))
-            slots = max(slots, random + 1)
+            random = draw(st.integers(0, len(streams)))
+            if random == len(streams):
+                streams.append(draw(st.sampled_from([None, generator])))
+            stream = streams[random]
         kwargs = draw(st.dictionaries(st.sampled_from(["alpha", "dtype", "out_dtype"]), PLAIN, max_size=2))
         outs: list[object] = []
         for _ in range(draw(st.integers(0, 2))):
@@ -88,7 +91,7 @@ def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
                 views.append(b.add_view(base.storage, dtype, (size[0] - 1, *size[1:]), base.stride, base.stride[0]))
             outs.append(draw(st.sampled_from([out, (out,)])))
         outs += [None] * draw(st.integers(0, 1))
-        b.add_op(target, *given, kwargs=kwargs, outs=outs, random=random)  # type: ignore[arg-type]
+        b.add_op(target, *given, kwargs=kwargs, outs=outs, random=random, stream=stream)  # type: ignore[arg-type]
     if views:
         for view in draw(st.lists(st.sampled_from(views), max_size=3)):
             b.result(view)

@@ -9,7 +9,20 @@ from hypothesis import given, settings
 
 from gpumux.errors import ProgramError
 from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import Gate, Numerics, Op, Program, ScalarRef, Span, Storage, Tag, TensorRef, View, slot_layout
+from gpumux.program.ir import (
+    STREAM_BYTES,
+    Gate,
+    Numerics,
+    Op,
+    Program,
+    ScalarRef,
+    Span,
+    Storage,
+    Tag,
+    TensorRef,
+    View,
+    slot_layout,
+)
 from gpumux.program.limits import Limits
 from gpumux.program.validate import const_bytes, state_slots, validate, written_storages
 from tests.program import samples
@@ -161,6 +174,38 @@ def test_random_slots():
     for slots in ([(draw, None)], [(draw, 1)], [(draw, 0), (other, 0)], [(draw, 0), (draw, 2)], [(draw, -1)]):
         with pytest.raises(ProgramError, match="random"):
             validate(random_ops(*slots))
+
+
+def streamed(size: int = 16, dtype: str = "uint8", slot: int | None = 0, stream: int = 1) -> Program:
+    b = ProgramBuilder()
+    x = b.input("float32", (4,))
+    b.add_tensor("state", dtype, (size,))
+    b.add_view(0, "uint8", (16,))
+    b.call("aten.bernoulli.p" if slot is not None else "aten.neg.default", x, size=(4,), random=slot, stream=stream)
+    return b.build()
+
+
+def test_a_random_stream_is_a_line_of_bytes_in_the_state():
+    validate(streamed())
+    assert written_storages(streamed()) == {1}
+    for wrong in (
+        streamed(size=STREAM_BYTES + 1), streamed(size=0), streamed(dtype="int8"), streamed(slot=None),
+        streamed(stream=9), streamed(stream=-1), streamed(stream=0), streamed(stream=2),
+    ):  # fmt: skip
+        with pytest.raises(ProgramError, match="random stream"):
+            validate(wrong)
+
+
+def test_a_slot_is_drawn_from_one_stream():
+    b = ProgramBuilder()
+    x = b.input("float32", (4,))
+    streams = [b.state("uint8", (16,)).view for _ in range(2)]
+    for stream in (*streams, streams[0]):
+        b.call("aten.bernoulli.p", x, 0.5, size=(4,), random=0 if stream == streams[0] else 1, stream=stream)
+    validate(b.build())
+    b.call("aten.bernoulli.p", x, 0.5, size=(4,), random=0, stream=streams[1])
+    with pytest.raises(ProgramError, match="another random stream"):
+        validate(b.build())
 
 
 def test_counts_are_limited():

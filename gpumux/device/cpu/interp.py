@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gpumux.device.cpu.frame import Context, Frame
+from gpumux.device.cpu.randomness import drawing_from
 from gpumux.device.cpu.schema import DTYPES, evaluate, overload
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.ir import Op, Out, Program, View
@@ -65,7 +66,7 @@ class Interpreter:
                 kwargs = {name: evaluate(arg, tensor, frame.scalars) for name, arg in op.kwargs}
                 self._progress(index)
                 began = perf_counter()
-                returned = self._call(index, op, args, kwargs)
+                returned = self._call(frame, index, op, args, kwargs)
                 seconds.append(perf_counter() - began)
             except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
                 raise failed(error, f"operator {index} ({op.target})") from error
@@ -84,7 +85,13 @@ class Interpreter:
             self._owners.pop(temp.untyped_storage().data_ptr(), None)
         frame.temps[storage] = None
 
-    def _call(self, index: int, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _call(self, frame: Frame, index: int, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if op.stream is not None:
+            with drawing_from(self.context.tensor(frame, op.stream)):
+                return self._drawn(index, op, args, kwargs)
+        return self._drawn(index, op, args, kwargs)
+
+    def _drawn(self, index: int, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if op.random is not None and op.random in self.context.replays.slots:
             with self.context.replays.drawing(op.random):
                 return self._calls[index](*args, **kwargs)

@@ -86,7 +86,7 @@ class PieceBuilder:
 
     def _needs_python(self, index: int) -> bool:
         context, op = self._context, self._context.program.ops[index]
-        if op.random is not None and op.random in context.replays.slots:
+        if op.stream is not None or (op.random is not None and op.random in context.replays.slots):
             return True  # the generator is moved around such an operator
         reason = expressible(context.program, context.liveness.birth, op)
         if reason:

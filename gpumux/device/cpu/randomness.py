@@ -55,6 +55,20 @@ class Replays:
             generator.set_state(before)
 
 
+@contextmanager
+def drawing_from(stream: torch.Tensor) -> Iterator[None]:
+    """Run one operator of a random stream inside this: it draws from the generator whose state `stream` holds, which
+    moves on. Raises RuntimeError when the bytes are no generator's state."""
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.set_state(stream)
+    try:
+        yield
+        stream.copy_(generator.get_state())
+    finally:
+        generator.set_state(before)
+
+
 def move_generator(generator: torch.Generator, memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -> None:
     """Copy the state of a job's generator to or from a transfer's segment. Raises JobFailed for what is none."""
     if at + GENERATOR_BYTES > nbytes:

@@ -57,6 +57,8 @@ def named_arguments(op: Op) -> list[tuple[Any, Arg, bool]]:
 def views_read(op: Op) -> Iterator[int]:
     for ref in tensor_refs(op_args(op)):
         yield ref.view
+    if op.stream is not None:
+        yield op.stream
 
 
 def views_made(op: Op) -> Iterator[int]:
@@ -64,9 +66,11 @@ def views_made(op: Op) -> Iterator[int]:
 
 
 def views_written(op: Op) -> Iterator[int]:
-    """The views an operator changes in place, batch norm's running statistics included."""
+    """The views an operator changes in place, batch norm's running statistics and random streams included."""
     for ref in tensor_refs(tuple(written(op))):
         yield ref.view
+    if op.stream is not None:
+        yield op.stream
 
 
 def evaluate(arg: Arg, views: Any, scalars: Sequence[float | int]) -> Any:

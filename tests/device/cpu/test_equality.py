@@ -17,7 +17,8 @@ from gpumux.device.cpu import loaded
 from gpumux.device.cpu.graph import expressible, turn_off_optimisation
 from gpumux.device.cpu.loaded import LoadedProgram
 from gpumux.device.cpu.operands import allocate
-from gpumux.errors import ProgramError
+from gpumux.errors import JobFailed, ProgramError
+from gpumux.program.builder import ProgramBuilder
 from gpumux.program.check import check
 from gpumux.program.codec import encode
 from gpumux.program.ir import Complex, Op, Program, ScalarRef, Storage, Tag, TensorRef, View, slot_layout
@@ -243,6 +244,44 @@ def test_a_random_slot_named_again_repeats_its_draws_and_disturbs_nothing_else(b
             bench.step(())
             got = [bench.memory[at : at + 256] for at in bench.layout.results]
             assert got == [t.numpy().tobytes() for t in (first, first, second)]
+
+
+def test_random_streams_are_drawn_from_as_if_each_were_alone() -> None:
+    """Two models' dropout, one generator each in the state, and one draw from the job's own between them."""
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    states = [bytes(g.get_state().numpy()) for g in generators]
+    builder, x = ProgramBuilder(), torch.rand(64)
+    batch = builder.input("float32", (64,))
+    streams = [builder.state("uint8", (len(state),)).view for state in states]
+    sources = [streams[0], streams[1], None, streams[0], streams[0]]
+    slots = [0, 1, 2, 0, 3]  # the fourth draws the first one's numbers again
+    for source, slot in zip(sources, slots, strict=True):
+        builder.result(builder.call("aten.bernoulli.p", batch, 0.5, size=(64,), random=slot, stream=source))
+    program, raw = builder.build(), x.numpy().tobytes()
+    for bounds in ((0, 5), (0, 1, 2, 3, 4, 5)):
+        both_ways(program, states, [raw], (), bounds)
+        bench = Bench(program, states, [raw])
+        own = torch.Generator().manual_seed(SEED)
+        with pytest.MonkeyPatch.context() as monkey:
+            bench.cut(bounds, monkey)
+            alone = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+            for _ in range(3):
+                bench.step(())
+                first, other = (torch.bernoulli(x, 0.5, generator=g) for g in alone)
+                third = torch.bernoulli(x, 0.5, generator=own)
+                wanted = [first, other, third, first, torch.bernoulli(x, 0.5, generator=alone[0])]
+                got = [bench.memory[at : at + 256] for at in bench.layout.results]
+                assert got == [t.numpy().tobytes() for t in wanted]
+            assert [b.numpy().tobytes() for b in bench.buffers] == [g.get_state().numpy().tobytes() for g in alone]
+
+
+def test_bytes_that_are_no_generator_fail_the_step() -> None:
+    builder = ProgramBuilder()
+    batch, stream = builder.input("float32", (4,)), builder.state("uint8", (5056,)).view
+    builder.result(builder.call("aten.bernoulli.p", batch, 0.5, size=(4,), random=0, stream=stream))
+    bench = Bench(builder.build(), [bytes(5056)], [bytes(16)])
+    with pytest.raises(JobFailed, match=r"aten\.bernoulli\.p"):
+        bench.step(())
 
 
 def test_batch_norms_hidden_write_is_not_lost() -> None:
