@@ -34,5 +34,5 @@ class DigitsCNN(nn.Module):
         return logits
 
 
-def cnn(size: str = "small") -> DigitsCNN:
-    return DigitsCNN(WIDTHS[size])
+def cnn(size: str = "small", dropout: float = 0.25) -> DigitsCNN:
+    return DigitsCNN(WIDTHS[size], dropout)

@@ -80,18 +80,47 @@ class Bottleneck(nn.Module):
         return out
 
 
-class ResNet(nn.Module):
-    def __init__(self, depths: Sequence[int], widening: int, classes: int = 1000) -> None:
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a skip connection; `planes` channels behind each."""
+
+    def __init__(self, channels: int, planes: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(64)
+        self.conv1 = nn.Conv2d(channels, planes, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.conv2, self.bn2 = nn.Conv2d(planes, planes, 3, padding=1, bias=False), nn.BatchNorm2d(planes)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or channels != planes:
+            skip = nn.Conv2d(channels, planes, 1, stride=stride, bias=False)
+            self.downsample = nn.Sequential(skip, nn.BatchNorm2d(planes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        out: Tensor = self.relu(self.bn2(self.conv2(x)) + skip)
+        return out
+
+
+class ResNet(nn.Module):
+    """Stages of `depths` blocks: bottlenecks, `widening` times as wide inside as they are named, or, at `widening` 0, basic
+    blocks. `stem`: channels of the first convolution and of the first stage's blocks."""
+
+    def __init__(self, depths: Sequence[int], widening: int, classes: int = 1000, stem: int = 64) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, stem, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(stem)
         self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)
-        channels, stages = 64, []
+        channels, stages = stem, []
         for stage, depth in enumerate(depths):
-            planes = 64 << stage
-            blocks = []
+            planes = stem << stage
+            blocks: list[nn.Module] = []
             for i in range(depth):
-                blocks.append(Bottleneck(channels, planes, planes * widening, 2 if stage and i == 0 else 1))
-                channels = 4 * planes
+                stride = 2 if stage and i == 0 else 1
+                if widening:
+                    blocks.append(Bottleneck(channels, planes, planes * widening, stride))
+                    channels = 4 * planes
+                else:
+                    blocks.append(BasicBlock(channels, planes, stride))
+                    channels = planes
             stages.append(nn.Sequential(*blocks))
         self.layers = nn.Sequential(*stages)
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, classes)
