@@ -9,6 +9,7 @@
     |   +-- UnsupportedOperator an operator outside the allow-list
     |   +-- TooManyVariants     more shapes, flags or phases than the limit
     |   +-- NotSplittable       the step can't be split into microbatches
+    |   +-- NotFusible          steps are not of one kind, or hold what can't run for several models at once
     +-- StaleState              the local model was used while the daemon holds newer state
     +-- LocalWrite              the local model was written while the daemon holds its state
     +-- ProgramError            a Program is malformed or fails its checks
@@ -84,6 +85,10 @@ class TooManyVariants(CaptureError):
 
 class NotSplittable(CaptureError):
     code = "not_splittable"
+
+
+class NotFusible(CaptureError):
+    code = "not_fusible"
 
 
 class StaleState(GpumuxError):

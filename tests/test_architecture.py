@@ -41,6 +41,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
     "cli": SHARED | {"core", "wire", "device", "metrics", "recovery", "daemon", "simulate", "plan"},
     "client": SHARED | {"wire"},
+    "fuse": SHARED | {"client", "device"},  # captures as a job does, runs as the device does
     "__main__": frozenset({"cli"}),
     "gpumux": frozenset(),
 }

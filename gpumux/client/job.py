@@ -143,21 +143,8 @@ class Job(Capturing):
 
     def _advance(self, choice: Choice) -> None:
         """The Python side of the step has happened: counters, hyperparameters it changed, flags."""
-        lowered = choice.made.lowered
         self._state = choice.after(self._state.keep)
-        scalars, host, _ = lowered.counts
-        for (i, j, key, k), value in zip(lowered.groups, choice.values[scalars + host :], strict=False):
-            group = self._table.optimizers[i].param_groups[j]
-            if k is None:
-                group[key] = value
-            else:
-                items = list(group[key])
-                items[k] = value
-                group[key] = type(group[key])(items)
-        for flag in lowered.flags:
-            flag.again()
-        for optimizer in self._table.optimizers:
-            optimizer._opt_called = True  # learning-rate schedulers ask whether step() ever ran
+        choice.settle(self._table)
         self._guard.stale = True
         self._unsynced += 1
 

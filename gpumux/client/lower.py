@@ -7,6 +7,7 @@ gradient at every step for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux.client.fingerprint import Change
-from gpumux.client.host import Evaluator, Expr
+from gpumux.client.host import Evaluator, Expr, Number
 from gpumux.client.ledger import RawOp, RawStorage, Record
 from gpumux.client.numerics import numerics_now
 from gpumux.client.state import Place, StateTable
@@ -42,6 +43,13 @@ class Lowered:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "returns_leaf", self.result_spec.is_leaf())
+
+    def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Number]) -> Any:
+        """What the step function returned, put together again. `host`: the evaluator's last values."""
+        leaves = [
+            tensors[what] if kind == "tensor" else host[what] if kind == "host" else what for kind, what in self.results
+        ]
+        return leaves[0] if self.returns_leaf else pytree.tree_unflatten(leaves, self.result_spec)
 
 
 def place_of(record: Record, view: int) -> Place | None:

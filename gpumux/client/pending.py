@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from gpumux.client.future import StepFuture
 from gpumux.client.remote import Remote
@@ -23,24 +22,18 @@ from gpumux.wire.keeping import SnapshotSaved, SnapshotWanted
 
 
 class _Step:
-    __slots__ = ("future", "host", "leaf", "program", "results", "slot", "spec")
+    __slots__ = ("future", "host", "lowered", "program", "slot")
 
     def __init__(self, future: StepFuture, program: int, slot: int, choice: Choice) -> None:
-        lowered = choice.made.lowered
+        self.lowered = choice.made.lowered
         self.future = future
         self.program = program
         self.slot = slot
-        self.results = lowered.results
-        self.spec = lowered.result_spec
-        self.leaf = lowered.returns_leaf
-        self.host = choice.values[sum(lowered.counts) :]
+        self.host = choice.values[sum(self.lowered.counts) :]
 
     def value(self, tensors: list[torch.Tensor]) -> Any:
         """What the step function returned, put together again."""
-        leaves = []
-        for kind, what in self.results:
-            leaves.append(tensors[what] if kind == "tensor" else self.host[what] if kind == "host" else what)
-        return leaves[0] if self.leaf else pytree.tree_unflatten(leaves, self.spec)
+        return self.lowered.value(tensors, self.host)
 
 
 class _Rerun:

@@ -146,6 +146,23 @@ class Choice:
         scalars, host, _ = self.made.lowered.counts
         return State(self.made.lowered.exit, self.values[scalars : scalars + host], keep)
 
+    def settle(self, table: StateTable) -> None:
+        """The hyperparameters and flags that the call changes, changed in the local objects."""
+        lowered = self.made.lowered
+        scalars, host, _ = lowered.counts
+        for (i, j, key, k), value in zip(lowered.groups, self.values[scalars + host :], strict=False):
+            group = table.optimizers[i].param_groups[j]
+            if k is None:
+                group[key] = value
+            else:
+                items = list(group[key])
+                items[k] = value
+                group[key] = type(group[key])(items)
+        for flag in lowered.flags:
+            flag.again()
+        for optimizer in table.optimizers:
+            optimizer._opt_called = True  # learning-rate schedulers ask whether step() ever ran
+
 
 class StepFunction:
     def __init__(

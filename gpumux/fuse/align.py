@@ -1,0 +1,133 @@
+"""Whether B captured steps are one template, and where they differ in numbers.
+
+They may differ in the bytes of constants, in numbers given to operators (a slope, a dropout probability), in
+host scalars and in the values of state. All else must be equal: operators, sizes, strides, state slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from gpumux.errors import NotFusible
+from gpumux.program.ir import Op, Program, ScalarRef
+from gpumux.program.layers import Label, labels
+from gpumux.program.show import describe_op
+
+Source: TypeAlias = "float | int | ScalarRef"
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """A number that is another for each model: a literal, or a scalar of that model's own Program."""
+
+    values: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What B models have in common. `ops` are the first model's, with Varying where numbers differ; scalars are
+    numbered as in each model's own Program. `consts`: per constant slot, the bytes of each model."""
+
+    program: Program
+    models: int
+    ops: tuple[Op, ...]
+    labels: tuple[Label | None, ...]
+    consts: tuple[tuple[bytes, ...], ...]
+
+
+def align(programs: Sequence[Program], differs: frozenset[int] = frozenset()) -> Template:
+    """The template of some Programs. `differs`: scalars that are not equal for all models, by index. Raises
+    NotFusible, naming the first operator that differs and its layer."""
+    first = programs[0]
+    found = tuple(labels(first))
+    ops = list(first.ops)
+    for model, program in enumerate(programs[1:], 1):
+        _same_ops(first, program, model, found)
+        _same_rest(first, program, model)
+    for index in range(len(ops)):
+        ops[index] = _merged([p.ops[index] for p in programs], differs)
+    consts = tuple(tuple(p.consts[i] for p in programs) for i in range(len(first.consts)))
+    return Template(first, len(programs), tuple(ops), found, consts)
+
+
+def layer_name(label: Label | None) -> str:
+    if label is None:
+        return "outside the modules"
+    return f"in layer {label.layer!r}{', backward' if label.backward else ''}"
+
+
+def _different(first: Program, other: Program, model: int, index: int, found: Sequence[Label | None]) -> NotFusible:
+    def text(program: Program) -> str:
+        return describe_op(program, index).strip() if index < len(program.ops) else "the end of the step"
+
+    label = found[index] if index < len(found) else None
+    return NotFusible(
+        f"models 0 and {model} are not of one kind: operator {index}, {layer_name(label)}, is `{text(first)}` in one "
+        f"and `{text(other)}` in the other",
+        "put models of one architecture and batch shape into an array; learning rates, seeds and other numbers may differ",
+    )
+
+
+def _same_ops(first: Program, other: Program, model: int, found: Sequence[Label | None]) -> None:
+    for index, (a, b) in enumerate(zip(first.ops, other.ops, strict=False)):
+        same = (
+            a.target == b.target and a.outs == b.outs and a.random == b.random and _fits(a.args, b.args)
+            and [k for k, _ in a.kwargs] == [k for k, _ in b.kwargs]
+            and _fits([v for _, v in a.kwargs], [v for _, v in b.kwargs])
+            and all(first.views[v] == other.views[v] for v in _views(a))
+        )  # fmt: skip
+        if not same:
+            raise _different(first, other, model, index, found)
+    if len(first.ops) != len(other.ops):
+        raise _different(first, other, model, min(len(first.ops), len(other.ops)), found)
+
+
+def _views(op: Op) -> list[int]:
+    from gpumux.program.validate import op_args, out_views, tensor_refs
+
+    return [*(r.view for r in tensor_refs(op_args(op))), *out_views(op.outs)]
+
+
+def _is_number(arg: Any) -> bool:
+    return isinstance(arg, ScalarRef) or (isinstance(arg, (int, float)) and not isinstance(arg, bool))
+
+
+def _fits(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(_fits(x, y) for x, y in zip(a, b, strict=True))
+    if type(a) is type(b) and a == b:
+        return True
+    # Sizes and dimensions are ints; a number that may differ is a float in at least one model.
+    return _is_number(a) and _is_number(b) and not (type(a) is int and type(b) is int)
+
+
+def _same_rest(first: Program, other: Program, model: int) -> None:
+    for name, what in (
+        ("storages", "tensors of another size"), ("views", "tensors of another shape"), ("inputs", "another batch"),
+        ("results", "other results"), ("numerics", "other numeric settings"), ("device", "another device"),
+        ("gates", "other gates"),
+    ):  # fmt: skip
+        if getattr(first, name) != getattr(other, name):
+            raise NotFusible(
+                f"models 0 and {model} are not of one kind: their steps use {what}",
+                "put models of one architecture and batch shape into an array",
+            )
+
+
+def _merged(ops: Sequence[Op], differs: frozenset[int]) -> Op:
+    first = ops[0]
+    args = _merge([op.args for op in ops], differs)
+    kwargs = tuple((key, _merge([op.kwargs[i][1] for op in ops], differs)) for i, (key, _) in enumerate(first.kwargs))
+    return replace(first, args=args, kwargs=kwargs)
+
+
+def _merge(values: Sequence[Any], differs: frozenset[int]) -> Any:
+    first = values[0]
+    if isinstance(first, tuple):
+        return tuple(_merge([v[i] for v in values], differs) for i in range(len(first)))
+    if isinstance(first, ScalarRef) and first.index in differs:
+        return Varying(tuple(values))
+    same = all(type(v) is type(first) and (v == first or v != v) for v in values[1:])
+    return first if same else Varying(tuple(values))

@@ -1,0 +1,199 @@
+"""What a rule sees: one operator call of the template, with its operands in whatever form they are.
+
+A rule is a function `rule(call) -> result`, run while an Emitter is active: torch operators on the tensors it
+gets become operators of the fused Program. It returns what the operator returns, each tensor with the model
+dimension first (strides are free: `movedim` a result to that). See docs/fusion.md, "Writing a rule".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpumux.device.cpu.schema import constant
+from gpumux.fuse.align import Varying
+from gpumux.fuse.emit import Declined
+from gpumux.program.ir import Complex, Op, ScalarRef, Tag, TensorRef, View
+from gpumux.program.schemas import schema
+
+if TYPE_CHECKING:
+    from gpumux.fuse.homes import Homes
+
+
+class Operand:
+    """One tensor argument: a view of the template, and where its content is in the fused Program."""
+
+    __slots__ = ("homes", "view")
+
+    def __init__(self, homes: Homes, view: View) -> None:
+        self.homes = homes
+        self.view = view
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The size that each model's tensor has."""
+        return self.view.size
+
+    @property
+    def dim(self) -> int:
+        return len(self.view.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.view.dtype)
+        return found
+
+    @property
+    def alike(self) -> bool:
+        """Whether every model has the same content here, kept once."""
+        return self.homes.of(self.view).alike
+
+    def one(self) -> torch.Tensor:
+        """The content that all models share, of this operand's size. Only if `alike`."""
+        return self.homes.one(self.view)
+
+    def all(self, rank: int | None = None) -> torch.Tensor:
+        """All models' tensors as one of size [B, *size], without a copy where strides allow (alike: expanded).
+        `rank`: dimensions of size 1 are put after the model dimension until there are `rank` others."""
+        tensor = self.homes.all(self.view)
+        for _ in range(max(0, (rank or 0) - self.dim)):
+            tensor = tensor.unsqueeze(1)
+        return tensor
+
+    def merged(self, dim: int) -> torch.Tensor:
+        """The model dimension merged into dimension `dim`, models outermost there: size[dim] becomes
+        B * size[dim]. Without a copy where the content is, or once was brought, in that order."""
+        return self.homes.merged(self.view, dim)
+
+    def mergeable(self, dim: int) -> bool:
+        """Whether `merged(dim)` costs no copy now."""
+        return self.homes.mergeable(self.view, dim)
+
+    def of(self, model: int) -> torch.Tensor:
+        """One model's tensor."""
+        return self.homes.one_of(self.view, model)
+
+
+class Call:
+    """`args` are the operator's by name, defaults filled in: Operand, plain value, Varying, ScalarRef of the fused
+    Program, None, or lists of them."""
+
+    def __init__(self, homes: Homes, op: Op) -> None:
+        self.homes = homes
+        self.op = op
+        self.target = op.target
+        self.models = homes.models
+        self.func: Any = schema(op.target).overload
+        given = dict(op.kwargs)
+        self.args: dict[str, Any] = {}
+        self.keyword_only: set[str] = set()
+        for index, argument in enumerate(self.func._schema.arguments):
+            if argument.kwarg_only:
+                self.keyword_only.add(argument.name)
+            if index < len(op.args) and not argument.kwarg_only:
+                self.args[argument.name] = self._resolve(op.args[index])
+            elif argument.name in given:
+                self.args[argument.name] = self._resolve(given[argument.name])
+            else:
+                self.args[argument.name] = argument.default_value if argument.has_default_value() else None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def number(self, name: str) -> Any:
+        """An argument that must be one plain number. Declined where it is another for each model or at each step."""
+        value = self.args[name]
+        if isinstance(value, (Varying, ScalarRef)):
+            raise Declined(f"{name} is no constant")
+        return value
+
+    @property
+    def name(self) -> str:
+        """Without overload, as `add_` of `aten.add_.Tensor`."""
+        return self.target.split(".")[1]
+
+    def _resolve(self, arg: Any) -> Any:
+        if isinstance(arg, TensorRef):
+            return Operand(self.homes, self.homes.template.program.views[arg.view])
+        if isinstance(arg, tuple):
+            return [self._resolve(a) for a in arg]
+        if isinstance(arg, ScalarRef):
+            return self.homes.scalar(arg, 0)
+        if isinstance(arg, Tag):
+            return constant(arg) if arg.kind != "device" else torch.device(self.homes.emitter.device)
+        if isinstance(arg, Complex):
+            return complex(arg.re, arg.im)
+        return arg
+
+    def operands(self) -> Iterator[Operand]:
+        """All tensor arguments, those in lists too."""
+        yield from (v for v in flat(self.args) if isinstance(v, Operand))
+
+    def varying(self) -> Iterator[tuple[str, Varying]]:
+        """The numbers that differ between models."""
+        for name, value in self.args.items():
+            yield from ((name, v) for v in flat(value) if isinstance(v, Varying))
+
+    @property
+    def written(self) -> list[Operand]:
+        """The operands that the operator changes in place."""
+        from gpumux.client.schema import HIDDEN_WRITES
+
+        hidden = HIDDEN_WRITES.get(self.target, ())
+        found: list[Operand] = []
+        for index, argument in enumerate(self.func._schema.arguments):
+            if (argument.alias_info is not None and argument.alias_info.is_write) or index in hidden:
+                found += [v for v in flat(self.args[argument.name]) if isinstance(v, Operand)]
+        return found
+
+    def outputs(self) -> list[View | None]:
+        """The template's views of the results, lists of them flattened."""
+        views = self.homes.template.program.views
+        return [None if v is None else views[v] for v in flat(list(self.op.outs))]
+
+    def vector(self, varying: Varying, dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """Numbers that differ between models as a tensor of size [B, 1, ...] with `rank` ones, of `dtype`. Declined
+        for types that would round what the operator takes as it is."""
+        return self.homes.vector(varying, dtype).reshape(self.models, *[1] * rank)
+
+    def invoke(self, changes: dict[str, Any], func: Any = None) -> Any:
+        """The operator, or `func` with the same arguments, some of them replaced by name: the operands must be."""
+        func = func or self.func
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for argument in func._schema.arguments:
+            value = changes.get(argument.name, self.args.get(argument.name, argument.default_value))
+            if not argument.kwarg_only:
+                args.append(value)
+            elif not is_default(value, argument):
+                kwargs[argument.name] = value
+        return self.homes.emitter.emit(func, tuple(args), kwargs, self.homes.scalar_values)
+
+    def filled(self, put: Callable[[Operand], Any]) -> dict[str, Any]:
+        """All arguments, with `put(operand)` in place of each operand."""
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, Operand):
+                return put(value)
+            return [fill(v) for v in value] if isinstance(value, list) else value
+
+        return {name: fill(value) for name, value in self.args.items()}
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for v in value for leaf in flat(v)]
+    return [value]
+
+
+def is_default(value: Any, argument: Any) -> bool:
+    if isinstance(value, (torch.Tensor, ScalarRef)):
+        return False
+    return bool(type(value) is type(argument.default_value) and value == argument.default_value)
+
+
+__all__ = ["Call", "Declined", "Operand", "flat", "is_default"]

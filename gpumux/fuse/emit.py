@@ -1,0 +1,234 @@
+"""Writing the fused Program: whatever is done with fake tensors while an Emitter is active becomes its operators.
+
+So a rule is a Python function over tensors, written with torch's own operators. View operators cost nothing
+and leave no trace but a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpumux.client.ledger import leaves
+from gpumux.client.schema import bind, scalar_overload, schema_of
+from gpumux.errors import NotFusible
+from gpumux.program.allowlist import is_allowed
+from gpumux.program.ir import Arg, Complex, Numerics, Op, Out, Program, ScalarRef, Storage, StorageKind, Tag, View
+from gpumux.program.ir import TensorRef as Ref
+from gpumux.program.layers import Label, spans
+from gpumux.program.metafix import fake_call
+
+
+class Declined(Exception):
+    """A rule, or the batching default, can't do this call; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    storages: int
+    views: int
+    ops: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Emitter(TorchDispatchMode):
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
+        self.device = device
+        self.storages: list[Storage] = []
+        self.views: list[View] = []
+        self.ops: list[Op] = []
+        self.labels: list[Label | None] = []
+        self.scalars: list[Any] = []  # "float" or "int"
+        self.consts: list[bytes] = []
+        self.label: Label | None = None
+        self._view_ids: dict[View, int] = {}
+        self._storage_ids: dict[int, int] = {}
+        self._bases: list[torch.Tensor] = []
+        self._silent = False
+        self._birth_dtype: list[torch.dtype | None] = []
+
+    # ---- storages and views ------------------------------------------------------------------------
+
+    def add_storage(self, kind: StorageKind, nbytes: int, slot: int = -1, room: int | None = None) -> int:
+        """A storage that is there before the step -> its index. `room`: bytes it may grow to (see resize)."""
+        with self._bookkeeping():
+            base = torch.empty(nbytes if room is None else room, dtype=torch.uint8, device=self.device)
+        return self._enter(base, Storage(kind, nbytes, slot), None)
+
+    def add_const(self, data: bytes) -> int:
+        self.consts.append(data)
+        return self.add_storage("const", len(data), len(self.consts) - 1)
+
+    def resize(self, storage: int, nbytes: int, slot: int) -> None:
+        self.storages[storage] = Storage(self.storages[storage].kind, nbytes, slot)
+
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """What is done now is no operator of the Program, not even within a rule."""
+        before, self._silent = self._silent, True
+        try:
+            with self.fake, torch.no_grad():
+                yield
+        finally:
+            self._silent = before
+
+    def _enter(self, base: torch.Tensor, storage: Storage, dtype: torch.dtype | None) -> int:
+        self._storage_ids[base.untyped_storage()._cdata] = len(self.storages)
+        self.storages.append(storage)
+        self._bases.append(base)
+        self._birth_dtype.append(dtype)
+        return len(self.storages) - 1
+
+    def window(
+        self, storage: int, dtype: str, size: Sequence[int], stride: Sequence[int], offset: int = 0
+    ) -> torch.Tensor:
+        """A fake tensor onto a storage of the fused Program."""
+        with self._bookkeeping():
+            made = torch.empty(0, dtype=getattr(torch, dtype), device=self.device)
+            return made.set_(self._bases[storage].untyped_storage(), offset, tuple(size), tuple(stride))
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        return self._storage_ids[tensor.untyped_storage()._cdata]
+
+    def view_of(self, tensor: torch.Tensor) -> int:
+        view = View(
+            self.storage_of(tensor), dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+        )  # fmt: skip
+        found = self._view_ids.get(view)
+        if found is None:
+            found = self._view_ids[view] = len(self.views)
+            self.views.append(view)
+        return found
+
+    # ---- operators -----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return torch.device(self.device)
+        if self._silent:
+            with self.fake:
+                return func(*args, **(kwargs or {}))
+        return self.emit(func, tuple(args), kwargs or {})
+
+    def emit(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalars: Sequence[float | int] = (),
+        random: int | None = None, stream: int = 0,
+    ) -> Any:  # fmt: skip
+        """One operator on fake tensors. ScalarRefs among the arguments name scalars of the fused Program, whose
+        values at present are `scalars`."""
+
+        def value(arg: Any) -> Any:
+            if isinstance(arg, ScalarRef):
+                return scalars[arg.index]
+            return type(arg)(value(a) for a in arg) if type(arg) in (list, tuple) else arg
+
+        fargs, fkwargs = value(args), {k: value(v) for k, v in kwargs.items()}
+        with self._bookkeeping():
+            out = fake_call(func, fargs, fkwargs, self.device)
+        schema = schema_of(func)
+        outs = (out,) if len(func._schema.returns) == 1 else tuple(out or ())
+        fresh = self._fresh(outs)
+        if not fresh and not schema.mutable and random is None and self._is_view(outs):
+            return out
+        if any(isinstance(v, (int, float)) for p, v in bind(schema, fargs, fkwargs) if p.is_tensor):
+            other = scalar_overload(func, fargs, fkwargs)
+            if other is None:
+                raise Declined(f"{func} with a number for a tensor")
+            func, schema = other, schema_of(other)
+        if not is_allowed(schema.target):
+            raise Declined(f"it needs {schema.target}, which Programs may not name")
+        positional: list[Arg] = []
+        keywords: list[tuple[str, Arg]] = []
+        for (param, given), (_, fake) in zip(bind(schema, args, kwargs), bind(schema, fargs, fkwargs), strict=True):
+            if not param.kwarg_only:
+                positional.append(self._arg(given))
+            elif param.name not in ("pin_memory", "device", "non_blocking", "layout") and not (
+                type(fake) is type(param.default) and not isinstance(fake, torch.Tensor) and fake == param.default
+            ):
+                keywords.append((param.name, self._arg(given)))
+        for tensor in fresh:
+            nbytes = tensor.untyped_storage().nbytes()
+            self._enter(tensor, Storage("temp", nbytes), tensor.dtype)
+        extra: dict[str, Any] = {"stream": stream} if stream else {}
+        self.ops.append(
+            Op(schema.target, tuple(positional), tuple(sorted(keywords)), tuple(self._out(o) for o in outs), random, **extra)
+        )  # fmt: skip
+        self.labels.append(self.label)
+        return out
+
+    def _fresh(self, outs: Sequence[Any]) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for o in leaves(list(outs)):
+            if isinstance(o, torch.Tensor) and o.untyped_storage()._cdata not in self._storage_ids:
+                found.setdefault(o.untyped_storage()._cdata, o)
+        return list(found.values())
+
+    def _is_view(self, outs: Sequence[Any]) -> bool:
+        """Whether these are views as strides alone can say them."""
+        for o in leaves(list(outs)):
+            if isinstance(o, torch.Tensor):
+                born = self._birth_dtype[self.storage_of(o)]
+                if o.is_conj() or o.is_neg() or (born is not None and born != o.dtype):
+                    return False
+        return True
+
+    def _out(self, value: Any) -> Out:
+        if isinstance(value, torch.Tensor):
+            return self.view_of(value)
+        if isinstance(value, (list, tuple)):
+            return tuple(self.view_of(v) for v in value)
+        return None
+
+    def _arg(self, value: Any) -> Arg:
+        if isinstance(value, torch.Tensor):
+            return Ref(self.view_of(value))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._arg(v) for v in value)
+        if value is None or isinstance(value, (bool, int, float, str, ScalarRef)):
+            return value
+        if isinstance(value, complex):
+            return Complex(value.real, value.imag)
+        if isinstance(value, torch.dtype):
+            return Tag("dtype", dtype_name(value))
+        if isinstance(value, torch.layout):
+            return Tag("layout", dtype_name(value))  # type: ignore[arg-type]
+        if isinstance(value, torch.memory_format):
+            return Tag("memory_format", dtype_name(value))  # type: ignore[arg-type]
+        if isinstance(value, torch.device):
+            return Tag("device", "")
+        raise Declined(f"an argument of type {type(value).__name__}")
+
+    # ---- trying ------------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        return Mark(len(self.storages), len(self.views), len(self.ops))
+
+    def back(self, mark: Mark) -> None:
+        """Take back everything since `mark`."""
+        for view in self.views[mark.views :]:
+            del self._view_ids[view]
+        for base in self._bases[mark.storages :]:
+            self._storage_ids.pop(base.untyped_storage()._cdata, None)
+        del self.storages[mark.storages :], self._bases[mark.storages :], self._birth_dtype[mark.storages :]
+        del self.views[mark.views :], self.ops[mark.ops :], self.labels[mark.ops :]
+
+    def build(self, inputs: Sequence[int], results: Sequence[int], numerics: Numerics) -> Program:
+        layers, found = spans(self.labels)
+        if any(t.kind == "temp" and t.nbytes < 0 for t in self.storages):
+            raise NotFusible("a storage of unknown size", "report this as a bug with the step's code")
+        return Program(
+            tuple(self.storages), tuple(self.views), tuple(self.ops), tuple(inputs), tuple(results),
+            tuple(self.scalars), tuple(self.consts), numerics=numerics, device=self.device, layers=layers, spans=found,
+        )  # fmt: skip

@@ -1,0 +1,269 @@
+"""B steps of one kind become one Program over stacked state (HFTA section 3, without its layouts)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from gpumux.errors import NotFusible
+from gpumux.fuse import rules
+from gpumux.fuse.align import Template, Varying, align, layer_name
+from gpumux.fuse.batching import batched
+from gpumux.fuse.call import Call, Operand, is_default
+from gpumux.fuse.emit import Declined, Emitter
+from gpumux.fuse.homes import Homes
+from gpumux.fuse.rules.pointwise import is_pointwise, pointwise
+from gpumux.program.builder import contiguous_strides
+from gpumux.program.ir import ITEM_BYTES, Program, View
+
+# Operators that look at their operand's shape and layout only.
+_BY_SHAPE = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
+
+How: TypeAlias = Literal["alike", "fused", "per-model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Numbers that differ between models, as one more input: `rows` by B, of `dtype`."""
+
+    dtype: str
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How one operator of the template runs. `why`: of fused, by what ("rule", "pointwise", "batched"); of per-model,
+    the reason."""
+
+    op: int
+    target: str
+    layer: str
+    how: How
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """`program`'s inputs are the batch (one of all models, or B with `batch_per_model`, as [B, ...]) and then the
+    `tables`; its state slots are the template's, each B times as large, models one after another; its results are
+    the template's with the model dimension first. `scalars`: of each host scalar, whose it is: (model, index)."""
+
+    program: Program
+    models: int
+    scalars: tuple[tuple[int, int], ...]
+    tables: tuple[Table, ...]
+    decisions: tuple[Decision, ...]
+    batch_per_model: bool
+
+
+def fuse(
+    programs: Sequence[Program], values: Sequence[Sequence[float | int]], *, differs: frozenset[int] = frozenset(),
+    batch_per_model: bool = False, choose: Literal["fused", "per-model"] = "fused", per_model: Collection[str] = (),
+) -> Fused:  # fmt: skip
+    """One Program that does what `programs`, each on its own state, do.
+
+    values: the host scalars of each Program now; only their types and equality matter.
+    differs: scalars, by index, that need not be equal for all models at every step.
+    choose: "fused" where there is a way, or every operator once a model.
+    per_model: operators ("aten.mm.default") that run once a model whatever is known of them.
+
+    Raises NotFusible, naming operator and layer, for steps that are not of one kind, and for operators that
+    can't be run for all models at once and are not meant to run once a model.
+    """
+    rules.load()
+    emitter = Emitter(programs[0].device)
+    template = align(programs, differs)
+    fuser = Fuser(template, emitter, values, choose, per_model)
+    return fuser.run(batch_per_model)
+
+
+class Fuser:
+    def __init__(
+        self, template: Template, emitter: Emitter, values: Sequence[Sequence[float | int]], choose: str,
+        per_model: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.template = template
+        self.emitter = emitter
+        self.homes = Homes(template, emitter, values)
+        self.models = template.models
+        self._choose = choose
+        self._per_model = per_model
+        self.decisions: list[Decision] = []
+
+    def run(self, batch_per_model: bool) -> Fused:
+        program = self.template.program
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, program.numerics.default_dtype))
+        try:
+            with torch.no_grad():
+                inputs = self._place(batch_per_model)
+                for index in range(len(self.template.ops)):
+                    self.emitter.label = self.template.labels[index]
+                    self.op(index)
+                self.emitter.label = None
+                results = [self._result(program.views[v]) for v in program.results]
+                tables, more = self._tables(len(inputs))
+        finally:
+            torch.set_default_dtype(before)
+        return Fused(
+            self.emitter.build([*inputs, *more], results, program.numerics), self.models,
+            tuple(self.homes.scalar_sources), tables, tuple(self.decisions), batch_per_model,
+        )  # fmt: skip
+
+    # ---- what is there before the step, and after it -----------------------------------------------
+
+    def _place(self, batch_per_model: bool) -> list[int]:
+        program, models = self.template.program, self.models
+        dtypes: dict[int, str] = {}
+        for view in program.views:
+            dtypes.setdefault(view.storage, view.dtype)
+        inputs: dict[int, int] = {}
+        for index, storage in enumerate(program.storages):
+            dtype = dtypes.get(index, "uint8")
+            if storage.kind == "state":
+                at = self.emitter.add_storage("state", storage.nbytes * models, storage.slot)
+                self.homes.place(index, at, True, dtype)
+            elif storage.kind == "const":
+                data = self.template.consts[storage.slot]
+                alike = all(d == data[0] for d in data)
+                at = self.emitter.add_const(data[0] if alike else b"".join(data))
+                self.homes.place(index, at, not alike, dtype)
+            elif storage.kind == "input":
+                nbytes = storage.nbytes * (models if batch_per_model else 1)
+                inputs[index] = self.emitter.add_storage("input", nbytes, storage.slot)
+                self.homes.place(index, inputs[index], batch_per_model, dtype)
+        made = []
+        for position in program.inputs:
+            view = program.views[position]
+            tensor = self.homes.all(view) if batch_per_model else self.homes.one(view)
+            made.append(self.emitter.view_of(tensor))
+        return made
+
+    def _result(self, view: View) -> int:
+        return self.emitter.view_of(self.homes.all(view))
+
+    def _tables(self, first: int) -> tuple[tuple[Table, ...], list[int]]:
+        tables, views = [], []
+        for slot, (dtype, (storage, rows)) in enumerate(self.homes.tables.items(), first):
+            self.emitter.resize(storage, len(rows) * self.models * ITEM_BYTES[dtype], slot)
+            size = (len(rows), self.models)
+            views.append(self.emitter.view_of(self.emitter.window(storage, dtype, size, contiguous_strides(size))))
+            tables.append(Table(dtype, tuple(rows)))
+        return tuple(tables), views
+
+    # ---- operators -----------------------------------------------------------------------------------
+
+    def op(self, index: int) -> None:
+        call = Call(self.homes, self.template.ops[index])
+        how, why = self._run(call)
+        self.decisions.append(Decision(index, call.target, layer_name(self.template.labels[index]), how, why))
+
+    def _run(self, call: Call) -> tuple[How, str]:
+        if call.op.random is not None:
+            self.each(call)
+            return "per-model", "it draws random numbers, each model from its own stream"
+        if self.is_alike(call):
+            self.once(call)
+            return "alike", ""
+        if self._choose == "per-model" or call.target in self._per_model:
+            self.each(call)
+            return "per-model", "chosen"
+        way, reason = self.together(call)
+        if way:
+            return "fused", way
+        if call.target in rules.PER_MODEL:
+            reason = rules.PER_MODEL[call.target]
+        elif not any(True for _ in call.varying()):
+            raise NotFusible(
+                f"{call.target}, {layer_name(self.emitter.label)}, can't run for all models at once: {reason}",
+                f"allow it to run once a model: per_model_operators=[{call.target!r}]",
+            )
+        self.each(call)
+        return "per-model", reason
+
+    def is_alike(self, call: Call) -> bool:
+        """Whether all models would do the very same: it is done once."""
+        if any(True for _ in call.varying()):
+            return False
+        return call.name in _BY_SHAPE or all(o.alike for o in call.operands())
+
+    def once(self, call: Call) -> None:
+        for operand in call.written:
+            self.homes.of(operand.view).only_shared()
+        made = call.invoke(call.filled(lambda o: o.one() if o.alike else o.of(0)))
+        self._bind(call, made, self.homes.put_one)
+
+    def together(self, call: Call) -> tuple[str, str]:
+        """Run it for all models at once: by what, or why that is not possible."""
+        reasons: list[str] = []
+        for name, way in _ways(call):
+            saved = self.homes.save()
+            try:
+                for operand in call.written:
+                    self.homes.own(operand.view)
+                with self.emitter:
+                    made = way(call)
+                self._bind(call, made, self.homes.put_all)
+            except Declined as reason:
+                self.homes.restore(saved)
+                reasons.append(str(reason))
+                continue
+            return name, ""
+        return "", "; ".join(dict.fromkeys(reasons))
+
+    def each(self, call: Call) -> None:
+        """Run it once a model."""
+        for operand in call.written:
+            self.homes.own_each(operand.view)
+        every = []
+        for model in range(self.models):
+
+            def put(value: Any, model: int = model) -> Any:
+                if isinstance(value, Operand):
+                    return value.of(model)
+                if isinstance(value, Varying):
+                    return self.homes.source(value.values[model], model)
+                return [put(v) for v in value] if isinstance(value, list) else value
+
+            args = {name: put(value) for name, value in call.args.items()}
+            arguments = call.func._schema.arguments
+            positional = tuple(args[a.name] for a in arguments if not a.kwarg_only)
+            named = {a.name: args[a.name] for a in arguments if a.kwarg_only and not is_default(args[a.name], a)}
+            random = call.op.random
+            made = self.emitter.emit(
+                call.func, positional, named, self.homes.scalar_values, random, model if random is not None else 0
+            )
+            every.append(self._returned(call, made))
+        for position, view in enumerate(call.outputs()):
+            if view is not None and not self.homes.of(view).known:
+                self.homes.put_each(view, [made[position] for made in every])
+
+    def _returned(self, call: Call, made: Any) -> list[Any]:
+        """What was returned, one entry an output, lists flattened as `call.outputs()` does."""
+        values = (made,) if len(call.func._schema.returns) == 1 else tuple(made or ())
+        found: list[Any] = []
+        for out, value in zip(call.op.outs, values, strict=True):
+            found += list(value) if isinstance(out, tuple) else [value]
+        return found
+
+    def _bind(self, call: Call, made: Any, put: Any) -> None:
+        for view, value in zip(call.outputs(), self._returned(call, made), strict=True):
+            if view is not None and not self.homes.of(view).known:
+                if not isinstance(value, torch.Tensor):
+                    raise Declined("a result is missing")
+                put(view, value)
+
+
+def _ways(call: Call) -> Iterator[tuple[str, rules.Rule]]:
+    known = rules.RULES.get(call.target)
+    if known is not None:
+        yield "rule", known
+    if is_pointwise(call.func):
+        yield "pointwise", pointwise
+    yield "batched", batched
+
+
+__all__ = ["Decision", "Fused", "Fuser", "Table", "fuse"]

@@ -1,0 +1,81 @@
+"""One model of an array: its captured steps, and where its Python side stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpumux.client.arguments import several
+from gpumux.client.capturing import example_arguments
+from gpumux.client.localstate import Pull, dictionaries, install, load_local
+from gpumux.client.stale import StaleGuard, refuse_stale
+from gpumux.client.state import StateTable
+from gpumux.client.structure import Structure, from_local
+from gpumux.client.trace import Tracer
+from gpumux.client.variants import Choice, KeepMore, State, StepFunction
+from gpumux.program import allowlist
+
+
+class Member:
+    """`step`, `model` and `optimizer` as a factory made them. Its tensors of state are buffers of `table`, numbered
+    alike in all models of one kind."""
+
+    def __init__(self, name: str, step: Callable[..., Any], model: Any, optimizer: Any, max_variants: int) -> None:
+        self.name = name
+        self.table = StateTable(
+            several(model, torch.nn.Module, "model"), several(optimizer, torch.optim.Optimizer, "optimizer")
+        )
+        refuse_stale(self.table)
+        self._structures: dict[Structure, Structure] = {}
+        tracer = Tracer(self.table, allowlist.is_allowed)
+        structure, host = from_local(self.table)
+        self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
+        self.guard = StaleGuard(name, self.table, lambda: self.state.keep)
+        self._function = StepFunction(step, self.table, tracer, self.guard, self._intern, max_variants)
+
+    def _intern(self, structure: Structure) -> Structure:
+        return self._structures.setdefault(structure, structure)
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """What a step on this batch runs. Raises CaptureError and its kin; nothing changes then."""
+        try:
+            return self._function.choose(args, kwargs, self.state)
+        except KeepMore as more:
+            self.state.keep = more.keep
+            return self._function.choose(args, kwargs, self.state)
+
+    def advance(self, choice: Choice) -> None:
+        """The step has run: what its Python would have changed is changed."""
+        self.state = choice.after(self.state.keep)
+        choice.settle(self.table)
+        self.guard.stale = True
+
+    def dictionaries(self, pull: Pull) -> dict[str, Any]:
+        """{"model": ..., "optimizer": ...} of the array's state."""
+        with self.guard.quiet():
+            return dictionaries(self.table, self.state, pull)
+
+    def install(self, pull: Pull) -> None:
+        """The array's state into the local model and optimizer."""
+        install(self.table, self.state, pull)
+        self.guard.stale = False
+        self.guard.settle()
+
+    def adopt(self, state: dict[str, Any] | None) -> None:
+        """Take the local state, with `state` loaded into it first, for the array's: the caller copies the buffers."""
+        with self.guard.quiet(writes=True):
+            if state is not None:
+                load_local(self.table, state)
+            self.table.refresh()
+            structure, host = from_local(self.table)
+        keep = self.state.keep | frozenset(i for i, _ in structure.kept)
+        self.state = State(self._intern(structure), host, keep)
+        self.guard.stale = False
+
+    def release(self) -> None:
+        self.guard.remove()
+
+
+__all__ = ["Member", "example_arguments"]

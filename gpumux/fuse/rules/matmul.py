@@ -1,0 +1,78 @@
+"""Matrix products: one batched product, or one larger product where an operand is every model's (HFTA, table 6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpumux.fuse.call import Call, Operand
+from gpumux.fuse.emit import Declined
+from gpumux.fuse.rules.table import rule
+
+aten = torch.ops.aten
+
+
+def product(a: Operand, b: Operand, models: int) -> Any:
+    """a @ b for every model: [B, n, m]."""
+    if a.alike and b.mergeable(1):  # [n, k] @ [k, B * m]: one product, with the models side by side
+        wide = torch.mm(a.one(), b.merged(1))
+        return wide.unflatten(1, (models, b.size[1])).movedim(1, 0)
+    if b.alike and a.mergeable(0):  # [B * n, k] @ [k, m]
+        return torch.mm(a.merged(0), b.one()).unflatten(0, (models, a.size[0]))
+    return torch.bmm(a.all(), b.all())
+
+
+@rule("mm")
+def mm(call: Call) -> Any:
+    return product(call["self"], call["mat2"], call.models)
+
+
+@rule("addmm")
+def addmm(call: Call) -> Any:
+    bias, a, b = call["self"], call["mat1"], call["mat2"]
+    beta, alpha = call["beta"], call["alpha"]
+    for name, value in call.varying():
+        raise Declined(f"{name} differs between models: {value.values}")
+    if not bias.alike and bias.dim == 1 and bias.mergeable(0) and a.alike and b.mergeable(1):
+        wide = torch.addmm(bias.merged(0), a.one(), b.merged(1), beta=beta, alpha=alpha)
+        return wide.unflatten(1, (call.models, b.size[1])).movedim(1, 0)
+    return torch.baddbmm(bias.all(2), a.all(), b.all(), beta=beta, alpha=alpha)
+
+
+@rule("bmm")
+def bmm(call: Call) -> Any:
+    """[B, batch, n, k] @ [B, batch, k, m]; the models join the batch."""
+    return _batched(call["self"], call["mat2"], call.models)
+
+
+def _batched(a: Operand, b: Operand, models: int) -> Any:
+    if a.mergeable(0) and not b.alike:
+        made = torch.bmm(a.merged(0), b.merged(0))
+    else:
+        made = torch.bmm(a.all().flatten(0, 1), b.all().flatten(0, 1))
+    return made.unflatten(0, (models, a.size[0]))
+
+
+@rule("baddbmm")
+def baddbmm(call: Call) -> Any:
+    bias, a, b = call["self"], call["batch1"], call["batch2"]
+    for name, value in call.varying():
+        raise Declined(f"{name} differs between models: {value.values}")
+    size = (call.models * a.size[0], a.size[1], b.size[2])
+    wide = bias.all(3).expand(call.models, a.size[0], a.size[1], b.size[2]).reshape(size)
+    made = torch.baddbmm(wide, a.all().flatten(0, 1), b.all().flatten(0, 1), beta=call["beta"], alpha=call["alpha"])
+    return made.unflatten(0, (call.models, a.size[0]))
+
+
+@rule("mv")
+def mv(call: Call) -> Any:
+    matrix, vector = call["self"], call["vec"]
+    if vector.alike and matrix.mergeable(0):
+        return torch.mv(matrix.merged(0), vector.one()).unflatten(0, (call.models, matrix.size[0]))
+    return torch.bmm(matrix.all(), vector.all().unsqueeze(2)).squeeze(2)
+
+
+@rule("dot")
+def dot(call: Call) -> Any:
+    return torch.bmm(call["self"].all().unsqueeze(1), call["tensor"].all().unsqueeze(2)).flatten()

@@ -1,0 +1,174 @@
+"""Operators that work element by element, in place or not: the same operator, with the model dimension in front.
+
+A number that differs between models becomes a tensor of B numbers, and the overload that takes a number the one
+that takes a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpumux.fuse.align import Varying
+from gpumux.fuse.call import Call, Operand, flat
+from gpumux.fuse.emit import Declined
+from gpumux.fuse.rules.table import rule
+
+aten = torch.ops.aten
+
+# Pointwise, though torch does not tag them so.
+_MORE = frozenset(("copy_", "zero_", "fill_", "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like",
+                   "alias_copy", "detach_copy", "where", "masked_fill", "masked_fill_", "bernoulli.p", "nan_to_num",
+                   "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise_backward", "fill", "zero"))  # fmt: skip
+_NOT = frozenset(("renorm", "renorm_"))
+
+
+def is_pointwise(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return (torch.Tag.pointwise in func.tags or name in _MORE) and name not in _NOT and not name.startswith("_foreach")
+
+
+def pointwise(call: Call) -> Any:
+    """For every operator for which `is_pointwise`."""
+    tensors = [v for v in flat(call.args) if isinstance(v, Operand)]
+    rank = max((t.dim for t in tensors), default=0)
+    special = _SCALARS.get(call.name)
+    varying = dict(call.varying())
+    if varying and special is not None:
+        return special(call, rank)
+    args = call.filled(lambda t: operand(call, t, rank))
+    func = call.func
+    if varying:
+        func = _tensor_overload(func, set(varying))
+        dtype = tensors[0].dtype
+        for name, value in varying.items():
+            args[name] = call.vector(value, dtype, rank)
+    return call.invoke(args, func)
+
+
+def operand(call: Call, tensor: Operand, rank: int) -> torch.Tensor:
+    """One operand, ready to meet others of up to `rank` dimensions. What has no dimension in the template decides
+    no type there, and must not here, where it has one."""
+    if tensor.alike:
+        return tensor.one()
+    made = tensor.all(rank)
+    if tensor.dim == 0 and rank > 0:
+        others = [v.dtype for v in call.operands() if v.dim > 0 and v.dtype != torch.bool]
+        if others and tensor.dtype != torch.bool and tensor.dtype != others[0] and call.name != "copy_":
+            wanted = torch.result_type(torch.empty(1, dtype=others[0]), torch.empty((), dtype=tensor.dtype))
+            made = made.to(wanted)
+    return made
+
+
+def _tensor_overload(func: Any, names: set[str]) -> Any:
+    """The overload of equal argument names that takes tensors where this one takes the numbers `names`."""
+    arguments = [a.name for a in func._schema.arguments]
+    for overload in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, overload)
+        found = {a.name: a for a in other._schema.arguments}
+        if list(found) == arguments and all("Tensor" in str(found[n].type) for n in names):
+            same = all(
+                str(found[a.name].type) == str(a.type) or a.name in names or "Tensor" in str(found[a.name].type)
+                for a in func._schema.arguments
+            )
+            if same and not any(a.kwarg_only and a.alias_info is not None for a in other._schema.arguments):
+                return other
+    raise Declined(f"{', '.join(sorted(names))} differs between models and {func} takes no tensor for it")
+
+
+# ---- numbers that have no overload of their own ----------------------------------------------------
+
+
+def _scaled_add(call: Call, rank: int) -> Any:
+    """self + alpha * other, alpha another for each model."""
+    if "other" not in call.args or not isinstance(call["other"], Operand):
+        return _added_number(call, rank)
+    a, b = operand(call, call["self"], rank), operand(call, call["other"], rank)
+    alpha = call["alpha"]
+    if not isinstance(alpha, Varying):
+        raise Declined("an addend that differs between models")
+    v = call.vector(alpha, _float(call), rank)
+    sign = -1 if call.name.startswith("sub") else 1
+    if call.name.endswith("_"):
+        return a.addcmul_(b, v, value=sign)
+    return torch.addcmul(a, b, v, value=sign)
+
+
+def _added_number(call: Call, rank: int) -> Any:
+    a = operand(call, call["self"], rank)
+    other, alpha = call["other"], call["alpha"]
+    dtype = _float(call)
+    v = call.vector(other, dtype, rank) if isinstance(other, Varying) else None
+    w = call.vector(alpha, dtype, rank) if isinstance(alpha, Varying) else None
+    addend = v * w if v is not None and w is not None else w * other if v is None and w is not None else v
+    assert addend is not None
+    kind: Any = {"add": torch.add, "sub": torch.sub, "add_": torch.Tensor.add_, "sub_": torch.Tensor.sub_}[call.name]
+    return kind(a, addend, alpha=1 if w is not None else alpha)
+
+
+def _scaled_product(call: Call, rank: int) -> Any:
+    """self + value * tensor1 * tensor2 (or / tensor2)."""
+    a, b, c = (operand(call, call[name], rank) for name in ("self", "tensor1", "tensor2"))
+    scaled = b * call.vector(call["value"], _float(call), rank)
+    name = call.name.removesuffix("_")
+    if call.name.endswith("_"):
+        return getattr(a, call.name)(scaled, c)
+    return getattr(torch, name)(a, scaled, c)
+
+
+def _interpolated(call: Call, rank: int) -> Any:
+    a, b = operand(call, call["self"], rank), operand(call, call["end"], rank)
+    weight = call.vector(call["weight"], _float(call), rank)
+    return a.lerp_(b, weight) if call.name.endswith("_") else torch.lerp(a, b, weight)
+
+
+def _filled(call: Call, rank: int) -> Any:
+    v = call.vector(call["value"], _float(call), rank)
+    a = operand(call, call["self"], rank)
+    return a.copy_(v) if call.name.endswith("_") else torch.empty_like(a).copy_(v)
+
+
+def _clamped(call: Call, rank: int) -> Any:
+    a = operand(call, call["self"], rank)
+    bounds = {
+        k: call.vector(v, _float(call), rank) if isinstance(v, Varying) else v
+        for k, v in ((k, call[k]) for k in ("min", "max"))
+    }
+    if not call.name.endswith("_"):
+        for k, v in bounds.items():
+            if v is not None:
+                a = _bound(k, a, v)
+        return a
+    for k, v in bounds.items():
+        if v is not None:
+            getattr(a, f"clamp_{k}_")(v)
+    return a
+
+
+def _bound(kind: str, a: torch.Tensor, v: Any) -> torch.Tensor:
+    made: torch.Tensor = getattr(torch, f"clamp_{kind}")(a, v)
+    return made
+
+
+def _float(call: Call) -> torch.dtype:
+    """The type of the numbers that meet this call's tensors."""
+    return call["self"].dtype  # type: ignore[no-any-return]
+
+
+_SCALARS: dict[str, Callable[[Call, int], Any]] = {
+    "add": _scaled_add, "add_": _scaled_add, "sub": _scaled_add, "sub_": _scaled_add,
+    "addcmul": _scaled_product, "addcmul_": _scaled_product, "addcdiv": _scaled_product, "addcdiv_": _scaled_product,
+    "lerp": _interpolated, "lerp_": _interpolated, "fill_": _filled, "fill": _filled, "clamp": _clamped, "clamp_": _clamped,
+}  # fmt: skip
+
+
+@rule("full")
+def full(call: Call) -> Any:
+    """A new tensor of numbers that differ between models; of equal ones, it is made once."""
+    value, size = call["fill_value"], call["size"]
+    if not isinstance(value, Varying):
+        raise Declined("nothing differs")
+    dtype = getattr(torch, call.outputs()[0].dtype)  # type: ignore[union-attr]
+    return call.vector(value, dtype, len(size)).expand(call.models, *size).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,140 @@
+"""Trains each model alone and all of them as an array, and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpumux import fuse
+
+TOLERANCE = 1e-9  # relative, in float64
+MODELS = 3
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a factory of these tests is called with. `extra`: for factories of a test's own."""
+
+    seed: int
+    lr: float = 0.05
+    extra: Any = None
+
+
+def configs(models: int = MODELS) -> list[Config]:
+    return [Config(seed, 0.01 * (seed + 1)) for seed in range(models)]
+
+
+def sgd(parameters: Any, config: Config) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=config.lr, momentum=0.9)
+
+
+def training(
+    module: Callable[[], torch.nn.Module], optimizer: Callable[..., Any] = sgd,
+    loss: Callable[..., torch.Tensor] | None = None,
+) -> Callable[[Config], Any]:  # fmt: skip
+    """A factory: `module()` in float64, its own initial values for each seed, trained on `loss(output, *rest)`, with
+    `rest` what the batch holds after the input. Default loss: a weighted square, so that every output counts."""
+
+    def factory(config: Config) -> Any:
+        torch.manual_seed(config.seed)
+        model = module().double()
+        optim = optimizer(model.parameters(), config)
+
+        def step(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            optim.zero_grad()
+            out = model(x)
+            value = loss(out, *rest) if loss is not None else (out * out.detach().cos()).square().mean() + out.mean()
+            value.backward()
+            optim.step()
+            return value
+
+        return step, model, optim
+
+    return factory
+
+
+def batches(*shape: int, classes: int = 0, count: int = STEPS, seed: int = 99) -> list[tuple[torch.Tensor, ...]]:
+    """Inputs of float64, and labels below `classes` if given."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        x = torch.randn(*shape, generator=g, dtype=torch.float64)
+        made.append((x, torch.randint(0, classes, shape[:1], generator=g)) if classes else (x,))
+    return made
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def apart(a: Any, b: Any) -> float:
+    """The largest difference of two tensors, relative to the largest value of `b`."""
+    a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    assert a.shape == b.shape
+    if not a.numel() or torch.equal(a, b):
+        return 0.0
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def check(
+    factory: Callable[[Any], Any], data: Sequence[tuple[Any, ...]], *, given: Sequence[Any] | None = None,
+    per_model: bool = False, noise: Sequence[str] = (), tolerance: float = TOLERANCE, **options: Any,
+) -> fuse.Array:  # fmt: skip
+    """Losses and state after `len(data)` steps, the array's against each model's alone. `per_model`: model b gets the
+    batches rotated by b. `noise`: parameters without a true gradient, which are left out. Returns the closed array."""
+    given = configs() if given is None else given
+    count = len(data)
+
+    def batch(step: int, model: int) -> tuple[Any, ...]:
+        return data[(step + model) % count] if per_model else data[step]
+
+    with one_thread():
+        array = fuse.Array(factory, given, data[0], **options)
+        losses = []
+        for i in range(count):
+            if per_model:
+                each = [batch(i, b) for b in range(len(given))]
+                losses.append(array.step(*map(list, zip(*each, strict=True)), per_model=True))
+            else:
+                losses.append(array.step(*data[i]))
+        for b, config in enumerate(given):
+            step, model, optimizer = factory(config)
+            for i in range(count):
+                alone = step(*batch(i, b))
+                assert apart(losses[i][b], alone.detach()) <= tolerance, f"loss of model {b} at step {i}"
+            found = array.state_dict(b)
+            for key, value in model.state_dict().items():
+                if key not in noise:
+                    assert apart(found["model"][key], value) <= tolerance, f"{key} of model {b}"
+            _same_optimizer(found["optimizer"], optimizer.state_dict(), tolerance, bool(noise))
+        array.close()
+    return array
+
+
+def _same_optimizer(found: Any, expected: Any, tolerance: float, skip: bool) -> None:
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for key, state in expected["state"].items():
+        assert found["state"][key].keys() == state.keys()
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not skip:
+                assert apart(found["state"][key][name], value) <= tolerance, f"{name} of parameter {key}"
+
+
+def ways(array: fuse.Array) -> dict[str, set[str]]:
+    """How each operator ran: "alike", "per-model", or by what it was fused: "rule", "pointwise", "batched"."""
+    found: dict[str, set[str]] = {}
+    for d in array.decisions:
+        found.setdefault(d.target, set()).add(d.why if d.how == "fused" else d.how)
+    return found

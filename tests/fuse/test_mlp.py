@@ -1,0 +1,78 @@
+"""A whole step of a small network, under several optimizers: fused equals serial."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpumux import fuse
+from gpumux.errors import NotFusible
+from tests.fuse.serial import Config, batches, check, configs, training, ways
+
+nn = torch.nn
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p, c: torch.optim.SGD(p, lr=c.lr),
+    "momentum": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.5 + 0.1 * c.seed, weight_decay=0.01 * c.lr),
+    "nesterov": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9, nesterov=True),
+    "adam": lambda p, c: torch.optim.Adam(p, lr=c.lr),
+    "adam, all different": lambda p, c: torch.optim.Adam(p, lr=c.lr, betas=(0.9 - c.lr, 0.99 - c.lr), eps=1e-8 * (c.seed + 1)),
+    "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, weight_decay=c.lr, amsgrad=True),
+    "rmsprop": lambda p, c: torch.optim.RMSprop(p, lr=c.lr, alpha=0.9 + c.lr, momentum=0.5),
+    "adagrad": lambda p, c: torch.optim.Adagrad(p, lr=c.lr, lr_decay=c.lr),
+    "adadelta": lambda p, c: torch.optim.Adadelta(p, lr=c.lr, rho=0.9 + c.lr),
+    "adamax": lambda p, c: torch.optim.Adamax(p, lr=c.lr, betas=(0.8 + c.lr, 0.9)),
+    "nadam": lambda p, c: torch.optim.NAdam(p, lr=c.lr),
+    "radam": lambda p, c: torch.optim.RAdam(p, lr=c.lr),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_array_trains_each_model_as_if_alone(name: str):
+    factory = training(mlp, OPTIMIZERS[name], nn.CrossEntropyLoss())
+    array = check(factory, batches(6, 5, classes=4))
+    found = ways(array)
+    assert found["aten.addmm.default"] == {"rule"}
+    assert not any("per-model" in how for how in found.values()), found
+
+
+@pytest.mark.parametrize("choose", ["fused", "per-model"])
+@pytest.mark.parametrize("per_model", [False, True])
+def test_one_batch_for_all_or_one_for_each(choose: str, per_model: bool):
+    check(training(mlp, loss=nn.CrossEntropyLoss()), batches(6, 5, classes=4), per_model=per_model, choose=choose)
+
+
+def test_one_model_is_an_array_too():
+    check(training(mlp), batches(6, 5), given=configs(1))
+
+
+def test_models_of_another_kind_are_refused_by_operator_and_layer():
+    def factory(config: Config) -> object:
+        return training(lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU() if config.seed < 2 else nn.Tanh()))(config)
+
+    with pytest.raises(NotFusible, match=r"models 0 and 2 .* layer '1', is `.*relu.*` in one and `.*tanh"):
+        fuse.Array(factory, configs(), batches(6, 5)[0])
+
+
+def test_an_operator_nobody_can_batch_is_named():
+    def module() -> nn.Module:
+        class Odd(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(5))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.histc(x * self.weight, bins=4) + (x * self.weight).sum()
+
+        return Odd()
+
+    factory = training(module)
+    with pytest.raises(NotFusible, match=r"aten\.histc\.default, .*per_model_operators="):
+        fuse.Array(factory, configs(), batches(6, 5)[0])
+    array = check(factory, batches(6, 5), per_model_operators=["aten.histc.default"])
+    assert ways(array)["aten.histc.default"] == {"per-model"}
