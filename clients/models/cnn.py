@@ -1,4 +1,4 @@
-"""A convolutional classifier for 8x8 grey images, with batch norm and dropout."""
+"""A convolutional classifier for small images, with batch norm and dropout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ WIDTHS = {"tiny": 4, "small": 16, "large": 32}
 
 
 class DigitsCNN(nn.Module):
-    """[N, 1, 8, 8] -> [N, 10] logits. `width`: channels of the first convolution."""
+    """[N, colours, edge, edge] -> [N, 10] logits; digits are grey and 8 pixels wide. `width`: channels of the first convolution."""
 
-    def __init__(self, width: int, dropout: float = 0.25) -> None:
+    def __init__(self, width: int, dropout: float = 0.25, colours: int = 1, edge: int = 8) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1, bias=False),
+            nn.Conv2d(colours, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(),
             nn.Conv2d(width, 2 * width, 3, padding=1, bias=False),
@@ -23,7 +23,7 @@ class DigitsCNN(nn.Module):
         )
         self.classifier = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(2 * width * 16, 4 * width),
+            nn.Linear(2 * width * (edge // 2) ** 2, 4 * width),
             nn.ReLU(),
             nn.Dropout(dropout),
             nn.Linear(4 * width, 10),

@@ -25,7 +25,7 @@ class Shape:
 
 SIZES = {
     "full": Shape(33_278, 128, 2, 128, 2, 32),
-    "small": Shape(1_000, 128, 2, 128, 2, 32),
+    "small": Shape(256, 64, 2, 64, 2, 32),
     "tiny": Shape(50, 16, 2, 16, 2, 8),
 }
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clients.models import bert, dcgan, language, pointnet
-from clients.models.cnn import cnn
+from clients.models.cnn import DigitsCNN
 from clients.models.mobilenet import MobileNetV3
 from clients.models.resnet import resnet18
 from gpumux.errors import ConfigError
@@ -172,11 +172,11 @@ def _token_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 # ---- batches: labels follow from the inputs, so that there is something to learn ---------------------
 
 
-def _images(edge: tuple[int, int, int], colours: int = 3) -> Callable[[str, int, torch.Generator], Batch]:
+def _images(edge: tuple[int, int, int]) -> Callable[[str, int, torch.Generator], Batch]:
     def draw(size: str, n: int, g: torch.Generator) -> Batch:
         labels = torch.randint(0, 10, (n,), generator=g)
         pixels = edge[SIZES.index(size)]
-        x = torch.randn(n, colours, pixels, pixels, generator=g)
+        x = torch.randn(n, 3, pixels, pixels, generator=g)
         return x + (labels.view(-1, 1, 1, 1) / 5 - 1), labels
 
     return draw
@@ -226,12 +226,17 @@ def _point_options(config: Config) -> dict[str, Any]:
     return {"feature_transform": config.get("feature_transform", True)} | _dropped(config)
 
 
+CNN = {
+    "full": {"width": 32, "colours": 3, "edge": 32},
+    "small": {"width": 8, "colours": 3, "edge": 32},
+    "tiny": {"width": 4, "colours": 3, "edge": 8},
+}
 _ADAM, _ADADELTA = (torch.optim.Adam, 1e-3), (torch.optim.Adadelta, 0.5)
 
 RECIPES: dict[str, Recipe] = {
     "cnn": Recipe(
-        _images((8, 8, 8), 1), (64, 32, 4), *_ADAM,
-        lambda size, config: cnn({"full": "large"}.get(size, size), **_dropped(config)), _classify,
+        _images((32, 32, 8)), (64, 32, 4), *_ADAM,
+        lambda size, config: DigitsCNN(**CNN[size], **_dropped(config)), _classify,
     ),
     "pointnet_cls": Recipe(
         _clouds, (32, 8, 4), *_ADAM,
