@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import struct
 import threading
 import time
 
@@ -15,6 +16,7 @@ from gpumux.wire.lane import LANE_ID, Lane
 from gpumux.wire.sidechannel import HEADER
 
 _MAX_FDS = 4  # room for more than the one expected, so that a wrong count is seen and closed
+_TIMEVAL = struct.Struct("@ll")
 _CHUNK_S = 0.25  # how long one wait holds the socket, so that several threads can look in turn
 
 
@@ -28,7 +30,9 @@ class DescriptorInbox:
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._socket.settimeout(timeout)
+            # Where many come at once the line before the daemon is full. A socket with a timeout of Python's is told
+            # so and fails; one of the kernel's waits.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
             self._socket.connect(path)
             self._socket.send(nonce)
         except OSError as error:
@@ -122,6 +126,11 @@ class DescriptorInbox:
         """After a fork: only this process's copy of the connection, without the lock. Were it kept
         open, the daemon would not notice the parent's death."""
         self._socket.close()
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return _TIMEVAL.pack(whole, max(int((seconds - whole) * 1_000_000), 0 if whole else 1))  # 0 would be for ever
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -9,7 +9,8 @@ Packets (SOCK_SEQPACKET) keep their borders, so nothing has to be framed. A boun
 closes tells the daemon at once that the client is gone, long before its lease ends.
 
 Nothing here blocks or reads a clock. Connections that have not said a valid nonce are bounded in
-number (in all and a user) and in age.
+age and in number, in all and a user: beyond one for each session that is waited for, since a user's
+hundred clients may well come at the same moment.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ NONCE_BYTES = 32
 HEADER = struct.Struct("!QQ")  # segment id, bytes
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-MAX_PENDING = 64  # connections that have not yet said their nonce
+MAX_PENDING = 64  # connections that have not said their nonce, beyond those of sessions that are waited for
 MAX_PENDING_PER_USER = 16
+BACKLOG = 256  # clients that connect at the same moment wait in line; more of them wait before it
 PENDING_S = 5.0
 MAX_QUEUED = 64  # descriptors waiting for one client to read
 
@@ -67,7 +69,7 @@ class SideChannel:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind(str(path))
-            self._listener.listen(MAX_PENDING)
+            self._listener.listen(BACKLOG)
         except OSError as error:  # str(error): a path that is too long has no errno
             self._listener.close()
             raise ConfigError(
@@ -173,12 +175,20 @@ class SideChannel:
                 return  # aborted before it was accepted
             connection.setblocking(False)
             uid = peer_uid(connection)
-            users = Counter(pending.uid for pending in self._pending.values())
-            if len(self._pending) >= MAX_PENDING or users[uid] >= MAX_PENDING_PER_USER:
+            if not self._has_room(uid):
                 connection.close()
                 continue
             self._pending[connection.fileno()] = _Pending(connection, uid, now)
             self._epoll.register(connection, select.EPOLLIN)
+
+    def _has_room(self, uid: int) -> bool:
+        """Whether one more connection of this user may be without a nonce for a while."""
+        users = Counter(pending.uid for pending in self._pending.values())
+        awaited = Counter(claim.uid for claim in self._claims.values() if claim.connection is None)
+        if users[uid] < awaited[uid]:
+            return True
+        surplus = users - awaited  # of users who have more than that
+        return surplus[uid] < MAX_PENDING_PER_USER and surplus.total() < MAX_PENDING
 
     def _turn_away(self) -> None:
         """Out of descriptors: without this the listener would stay readable and the loop spin."""

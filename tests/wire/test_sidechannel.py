@@ -7,6 +7,7 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,47 @@ def test_silent_connections_time_out(side, dial):
     assert side.next_deadline() == 10.0 + PENDING_S
     side.expire(10.0 + PENDING_S)
     assert hung_up(silent)
+
+
+def test_clients_that_come_at_the_same_moment_all_get_in(side, dial):
+    """More than may be silent: each has a session that waits for it."""
+    many = 3 * MAX_PENDING_PER_USER
+    nonces = [side.expect(SessionId(f"s{n}"), os.getuid()) for n in range(many)]
+    lines = [dial() for _ in nonces]
+    turn(side)
+    for line, nonce in zip(lines, nonces, strict=True):
+        line.send(nonce)
+    assert turn(side) == []
+    with Segment.create(4096) as segment:
+        for n, line in enumerate(lines):
+            assert side.send(SessionId(f"s{n}"), 1, 4096, segment.fd)
+            assert line.recv(100)
+    turned_away = [dial() for _ in range(MAX_PENDING_PER_USER + 1)]
+    turn(side)
+    assert hung_up(turned_away[-1]), "nobody waits for these"
+
+
+def test_a_client_waits_in_line(runtime_dir: Path):
+    """Where the line before the daemon is full, until there is room or its time is over."""
+    path = str(runtime_dir / "s")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(0)
+        with ThreadPoolExecutor() as pool:
+            made = [pool.submit(DescriptorInbox, path, bytes(32), 20.0) for _ in range(4)]
+            accepted = [listener.accept()[0] for _ in made]
+            for inbox in made:
+                inbox.result().close()
+            for connection in accepted:
+                connection.close()
+        held = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1)]
+        for connection in held:
+            connection.connect(path)
+        with pytest.raises(DaemonGone, match="side channel"):
+            DescriptorInbox(path, bytes(32), 0.01)
+        for connection in held:
+            connection.close()
+    os.unlink(path)
 
 
 def test_silent_connections_are_few(side, dial):
