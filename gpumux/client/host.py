@@ -16,7 +16,8 @@ import builtins
 import ctypes
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ class Scope:
         self._locate = locate
         self.exprs: list[Expr] = []
         self.guards: dict[int, Guard] = {}
+        self._numbers: tuple[str, Mapping[str, Any]] = ("", {})
 
     def _add(self, key: tuple[Any, ...], op: str, args: tuple[Any, ...], value: Number) -> Expr:
         found = self._made.get(key)
@@ -123,6 +125,20 @@ class Scope:
         if isinstance(expr.value, bool):
             return torch.SymBool(node)
         return torch.SymInt(node) if isinstance(expr.value, int) else torch.SymFloat(node)
+
+    @contextmanager
+    def numbers_of(self, operator: str, symbols: Mapping[str, Any]) -> Iterator[None]:
+        """The operator of this name is about to be called with plain numbers in the place of `symbols`, by argument."""
+        self._numbers = (operator, symbols)
+        try:
+            yield
+        finally:
+            self._numbers = ("", {})
+
+    def symbols_of(self, operator: str) -> Mapping[str, Any]:
+        """What the numbers in a call of this operator stand for."""
+        name, symbols = self._numbers
+        return symbols if name == operator else {}
 
     def lift(self, value: Any) -> Expr:
         """The expression behind a symbol or a plain number."""

@@ -136,6 +136,22 @@ def _pow_wrapper(scope: Scope) -> Callable[[Any, Any], Any]:
     return wrapper
 
 
+# Fused optimizers hand hyperparameters to operators whose schemas say `float`; torch asks a symbol for its plain value there, which
+# would make the trace one for this learning rate alone.
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+
+
+def _fused_wrapper(scope: Scope, name: str) -> Callable[..., Any]:
+    plain = getattr(torch, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        symbols = {key: value for key, value in kwargs.items() if is_symbol(value)}
+        with scope.numbers_of(name, symbols):
+            return plain(*args, **{key: scope.lift(v).value if key in symbols else v for key, v in kwargs.items()})
+
+    return wrapper
+
+
 @contextmanager
 def patched(scope: Scope, tape: RngTape, runs_on: str = "cpu") -> Iterator[None]:
     """Swap the functions in for the length of a trace. They act on tracing values only, so another
@@ -153,6 +169,7 @@ def patched(scope: Scope, tape: RngTape, runs_on: str = "cpu") -> Iterator[None]
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.Tensor, "tolist", _value_guard("tolist")),
         (torch.Tensor, "numpy", _value_guard("numpy")),
+        *((torch, name, _here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
     if runs_on == "cuda":

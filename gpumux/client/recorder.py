@@ -193,6 +193,9 @@ class Recorder(TorchDispatchMode):
                 "torch.distributions does so by default: pass validate_args=False, or call "
                 "torch.distributions.Distribution.set_default_validate_args(False) before you submit",
             )
+        symbols = self.scope.symbols_of(func.overloadpacket.__name__)
+        if symbols:
+            kwargs = {**kwargs, **symbols}
         if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):
             functional = functional_overload(func)
             if functional is not None:

@@ -93,7 +93,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "nadam"])
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "nadam", "adam-fused", "sgd-fused-nesterov"])
 def test_schedulers_feed_lifted_hyperparameters(name: str, schedule: str, endpoint: str) -> None:
     check(lambda: work(OPTIMIZERS[name], SCHEDULES[schedule]), endpoint)
 
