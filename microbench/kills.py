@@ -240,12 +240,12 @@ def _join(threads: Sequence[threading.Thread]) -> None:
             thread.join()
 
 
-def submit(trial: Trial, endpoint: str, resume: str | None = None) -> Run:
+def submit(trial: Trial, endpoint: str, resume: str | None = None, priority: str = "low") -> Run:
     first, *others = trial.functions
     example = {name: batch for i in range(8) for name, batch in trial.turn(i)}
     job = client.submit(
         trial.functions[first], example=example[first], model=trial.models, optimizer=trial.optimizers, name=trial.name,
-        seed=trial.seed, endpoint=endpoint, resume=resume,
+        seed=trial.seed, endpoint=endpoint, resume=resume, priority=priority,
     )  # fmt: skip
     calls: dict[str, Callable[..., client.StepFuture]] = {first: job.step}
     for name in others:

@@ -1,0 +1,1 @@
+"""The parts of microbench/soak.py: the plan, the checked daemon, the clients, the vandals, and what is counted."""

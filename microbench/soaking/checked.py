@@ -1,0 +1,58 @@
+"""`gpumux`, with the core's invariants checked as it serves. A broken one ends the daemon with exit code 70.
+
+    SOAK_CHECKS=FILE SOAK_FILES=4096 python -m microbench.soaking.checked serve ...
+
+A check looks at every job, so checking after every event would leave no time for anything else: it is done as often as a part of the
+time allows. FILE gets {"events", "checks"} when the daemon ends. SOAK_FILES: how many descriptors it may have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+from gpumux.cli.main import main
+from gpumux.core import events as ev
+from gpumux.core.commands import Command
+from gpumux.core.machine import Core
+from gpumux.daemon import loop
+
+PART = 0.1  # of the time, for checks
+
+
+class CheckedCore(Core):
+    """Checks its invariants after an event, whenever the checks so far took less than PART of the time."""
+
+    events = 0
+    checks = 0
+    _spent_s = 0.0
+    _began = time.perf_counter()
+
+    def handle(self, event: ev.Event, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        CheckedCore.events += 1
+        began = time.perf_counter()
+        if CheckedCore._spent_s <= PART * (began - CheckedCore._began):
+            self.check_invariants()
+            CheckedCore.checks += 1
+            CheckedCore._spent_s += time.perf_counter() - began
+        return commands
+
+
+def run() -> int:
+    files = int(os.environ["SOAK_FILES"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    setattr(loop, "Core", CheckedCore)  # noqa: B010 - a name the module does not export
+    try:
+        return main(sys.argv[1:])
+    finally:
+        found = {"events": CheckedCore.events, "checks": CheckedCore.checks}
+        Path(os.environ["SOAK_CHECKS"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(run())

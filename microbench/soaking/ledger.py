@@ -1,0 +1,68 @@
+"""What clients in many processes have counted, in a file they all map: a client that is killed has lost nothing of it.
+
+A row for each seat, each written by one process at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+FIELDS = (
+    "lives",  # how often somebody sat down
+    "right",  # steps that were acknowledged with the bits they had to have
+    "wrong",  # ... with others
+    "states_right",  # looks at the whole state, likewise
+    "states_wrong",
+    "stopped",  # lives that an operator ended
+    "refused",  # joins that were refused with a typed error, and tried again
+    "cut",  # lives whose session was lost, as its process had stood still
+    "trouble",  # what should not have been; trouble.txt has the words
+)
+_NUMBER = struct.Struct("=q")
+
+
+class Ledger:
+    """`create` makes the file; `open` maps it."""
+
+    def __init__(self, path: Path, seats: int) -> None:
+        self.path = path
+        self.seats = seats
+        self._file = os.open(path, os.O_RDWR)
+        self._map = mmap.mmap(self._file, 0)
+
+    @classmethod
+    def create(cls, path: Path, seats: int) -> Ledger:
+        path.write_bytes(bytes(seats * len(FIELDS) * _NUMBER.size))
+        return cls(path, seats)
+
+    def _at(self, seat: int, field: str) -> int:
+        return (seat * len(FIELDS) + FIELDS.index(field)) * _NUMBER.size
+
+    def get(self, seat: int, field: str) -> int:
+        return int(_NUMBER.unpack_from(self._map, self._at(seat, field))[0])
+
+    def add(self, seat: int, field: str, count: int = 1) -> int:
+        """The new number."""
+        number = self.get(seat, field) + count
+        _NUMBER.pack_into(self._map, self._at(seat, field), number)
+        return number
+
+    def total(self, field: str) -> int:
+        return sum(self.get(seat, field) for seat in range(self.seats))
+
+    def trouble(self, seat: int, text: str) -> None:
+        """Note what should not have been."""
+        self.add(seat, "trouble")
+        with self.path.with_name("trouble.txt").open("a") as out:
+            out.write(f"seat {seat}: {text}\n")
+
+    def troubles(self) -> list[str]:
+        path = self.path.with_name("trouble.txt")
+        return path.read_text().splitlines() if path.exists() else []
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self._file)

@@ -1,0 +1,226 @@
+"""One tide of a soak: processes of clients are started, killed, stunned and ended, and an operator meddles with jobs."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from gpumux.cli.control import Control
+from gpumux.errors import DaemonGone, GpumuxError
+from microbench.soaking.ledger import Ledger
+from microbench.soaking.plan import LEASE_S, Happening, Tide
+
+SIT_S = 120.0  # from the start of the clients until all of them are there
+LEAVE_S = 240.0  # from being asked to leave to being gone: everybody leaves at once
+SAY_S = 5.0
+
+
+@dataclass
+class Stage:
+    """What a tide needs: the daemon's endpoint, a directory for files, the environment of all that is started."""
+
+    endpoint: str
+    directory: Path
+    environment: dict[str, str]
+    largest: int  # frame the daemon takes
+    stranger: int  # user id of the second vandal, 0 for none
+    alive: Callable[[], None]  # raises when the daemon is gone
+    say: Callable[[str], None]
+    done: Counter[str] = field(default_factory=Counter)
+    vandalism: Counter[str] = field(default_factory=Counter)
+
+
+class Running:
+    """A tide that has begun. `close` in any case."""
+
+    def __init__(self, tide: Tide, stage: Stage, control: Control, ledger: Ledger) -> None:
+        self.tide = tide
+        self.stage = stage
+        self.control = control
+        self._ledger = ledger
+        self._spec = stage.directory / f"tide-{tide.number}.json"
+        results = stage.directory / "results"
+        results.mkdir(exist_ok=True)
+        spec = {
+            "endpoint": stage.endpoint, "ledger": str(ledger.path), "all": len(tide.seats), "lease_s": LEASE_S, "tide": tide.number,
+            "results": str(results), "seats": [asdict(seat) for seat in tide.seats],
+        }  # fmt: skip
+        self._spec.write_text(json.dumps(spec))
+        self.clients: dict[int, subprocess.Popen[bytes]] = {}
+        self._vandals: list[subprocess.Popen[bytes]] = []
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self.refusals: Counter[str] = Counter()
+
+    def run(self, tell: Callable[[float], str]) -> None:
+        """Everything that is planned. `tell(seconds)` is the progress line."""
+        for process in self.tide.processes:
+            self._start(process)
+        self._until_all_sat()
+        self._start_vandals()
+        began = time.monotonic()
+        said = 0.0
+        waiting = list(self.tide.happenings)
+        while (at := time.monotonic() - began) < self.tide.seconds:
+            self.stage.alive()
+            while self._later and self._later[0][0] <= time.monotonic():
+                heapq.heappop(self._later)[2]()
+            while waiting and waiting[0].at_s <= at:
+                self._happens(waiting.pop(0))
+            if at - said >= SAY_S:
+                said = at
+                self.stage.say(tell(at))
+            self.control.rest(0.05)
+        self._ebb()
+
+    def _start(self, process: int) -> None:
+        (kind, *_) = [seat.kind for seat in self.tide.of(process)]
+        module = "trainers" if kind.startswith("torch") else "light"
+        command = [sys.executable, "-m", f"microbench.soaking.{module}", str(self._spec), str(process)]
+        log = (self.stage.directory / "clients.log").open("ab")
+        with log:
+            self.clients[process] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.stage.environment, process_group=0
+            )
+
+    def _until_all_sat(self) -> None:
+        """The plan's clock begins when somebody sits on every seat: how long an import of torch takes is no part of it."""
+        until = time.monotonic() + SIT_S
+        while any(not self._ledger.get(seat.number, "lives") for seat in self.tide.seats):
+            self.stage.alive()
+            gone = [str(client.args) for client in self.clients.values() if client.poll() is not None]
+            if gone or time.monotonic() > until:
+                raise RuntimeError(f"clients that never came; gone: {gone}\n{self._said()}")
+            self.control.rest(0.05)
+
+    def _start_vandals(self) -> None:
+        for uid in {0, self.stage.stranger}:
+            command = [sys.executable, "-m", "microbench.soaking.vandals", self.stage.endpoint, str(self.tide.seconds)]
+            command += [str(1000 * self.tide.number + uid), str(self.stage.largest), str(uid)]
+            self._vandals.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    env=self.stage.environment,
+                    process_group=0,
+                )
+            )
+
+    # ---- what happens
+
+    def _happens(self, what: Happening) -> None:
+        if what.what in ("kill", "stun"):
+            self._strike(what)
+            return
+        try:
+            jobs = [job["job"] for job in self.control.status()["jobs"] if job["job"]]
+            if jobs:
+                self._meddle(what, jobs[what.which % len(jobs)])
+                self.stage.done[what.what] += 1
+        except DaemonGone:
+            raise
+        except GpumuxError as error:
+            self.refusals[error.code] += 1  # the job went meanwhile, or leaves
+
+    def _meddle(self, what: Happening, job: str) -> None:
+        if what.what == "pause":
+            self.control.change("pause", job)
+            self._at(what.much, lambda: self._resume(job))
+        elif what.what == "stop":
+            self.control.change("stop", job)
+        elif what.what == "look":
+            self.control.explain(job)
+        elif what.what == "priority":
+            self.control.regrade(job, priority=what.which >> 20 & 1)
+        else:
+            self.control.regrade(job, weight=what.much)
+
+    def _resume(self, job: str) -> None:
+        try:
+            self.control.change("resume", job)
+        except DaemonGone:
+            raise
+        except GpumuxError as error:
+            self.refusals[error.code] += 1
+
+    def _strike(self, what: Happening) -> None:
+        process = what.which
+        client = self.clients[process]
+        if what.what == "kill":
+            client.kill()
+            client.wait()
+            self._start(process)
+        else:
+            os.kill(client.pid, signal.SIGSTOP)
+            self._at(what.much, lambda: self._wake(client))
+        self.stage.done[what.what] += 1
+
+    def _wake(self, client: subprocess.Popen[bytes]) -> None:
+        if client.poll() is None:
+            client.send_signal(signal.SIGCONT)
+
+    def _at(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), call))
+
+    # ---- the end
+
+    def _ebb(self) -> None:
+        while self._later:
+            heapq.heappop(self._later)[2]()
+        processes = [*self.clients.values(), *self._vandals]
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + LEAVE_S
+        while any(process.poll() is None for process in processes):
+            self.stage.alive()
+            if time.monotonic() > until:
+                late = [str(process.args) for process in processes if process.poll() is None]
+                raise RuntimeError(f"still there {LEAVE_S:g} s after they were told to leave: {late}")
+            self.control.rest(0.1)
+        # One that was started again a moment ago may not listen to SIGTERM yet, and ends by it.
+        bad = {str(p.args): p.returncode for p in processes if p.returncode not in (0, -signal.SIGTERM)}
+        if bad:
+            raise RuntimeError(f"ended with other than 0: {bad}\n{self._said()}")
+        for vandal in self._vandals:
+            assert vandal.stdout is not None
+            self.stage.vandalism.update(json.loads(vandal.stdout.read() or b"{}"))
+
+    def _said(self) -> str:
+        return (self.stage.directory / "clients.log").read_text(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for process in [*self.clients.values(), *self._vandals]:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def at_rest(control: Control, alive: Callable[[], None], within_s: float) -> dict[str, Any]:
+    """The daemon's status once this conversation is all it has. Raises RuntimeError when something stays."""
+    until = time.monotonic() + within_s
+    while True:
+        alive()
+        status = control.status()
+        if status["sessions"] == 1 and not status["jobs"]:
+            return status
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"{status['sessions']} sessions and {len(status['jobs'])} jobs stay: {status['jobs'][:3]}"
+            )
+        control.rest(0.1)

@@ -1,0 +1,135 @@
+"""Clients that train real models with torch (microbench/killed.py), and what becomes of them afterwards: each acknowledged result is written
+to a file as it comes, so that a client that is killed has its say, and `verify` runs the same loops without a daemon. Imports torch.
+
+    python -m microbench.soaking.trainers SPEC.json PROCESS
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpumux.errors import GpumuxError, JobClosed
+from microbench.killed import TRIALS, Trial, plain
+from microbench.kills import Run, _bits, submit
+from microbench.soaking.ledger import Ledger
+from microbench.soaking.plan import Seat
+
+UNDER_WAY = 8  # results that are not waited for yet
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of all lives of the trainers: `states` of those that left in order."""
+
+    results: int
+    results_wrong: int
+    states: int
+    states_wrong: int
+
+
+def train(seat: Seat, spec: dict[str, Any], ledger: Ledger, leave: threading.Event) -> None:
+    """One life after the other until it is time to leave. A job that an operator stopped is submitted again."""
+    while not leave.is_set():
+        number = ledger.add(seat.number, "lives")
+        seed = 1000 * seat.number + number
+        make = TRIALS[int(seat.kind.removeprefix("torch:"))]
+        path = Path(spec["results"]) / f"{spec['tide']}-{seat.number}-{number}.jsonl"
+        with path.open("w", buffering=1) as out:
+            out.write(json.dumps({"kind": seat.kind, "seed": seed}) + "\n")
+            try:
+                live(make, seed, seat, spec["endpoint"], out, leave)
+            except JobClosed:
+                ledger.add(seat.number, "stopped")
+            except GpumuxError as error:
+                if "job_closed" in error.code or "ended" in str(error):
+                    ledger.add(seat.number, "stopped")
+                else:
+                    ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 - whatever it is, it should not have been
+                ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
+
+
+def live(make: Callable[[int], Trial], seed: int, seat: Seat, endpoint: str, out: Any, leave: threading.Event) -> None:
+    with making:  # a trial's first weights are drawn from the generator that all threads share
+        trial = make(seed)
+        run = submit(trial, endpoint, priority="high" if seat.priority else "low")
+    with run.job:
+        while not leave.is_set():
+            turn(run, out, UNDER_WAY)
+            leave.wait(seat.pace_s)
+        turn(run, out, 0)
+        run.job.sync()
+        out.write(json.dumps({"turns": run.turns, "state": [_bits(t).hex() for t in trial.state()]}) + "\n")
+
+
+making = threading.Lock()
+
+
+def turn(run: Run, out: Any, keep: int) -> None:
+    """A turn of the loop, and the results that are older than `keep` steps."""
+    for name, batch in run.trial.turn(run.turns):
+        run.futures.append(run.calls[name](*batch))
+    run.trial.between(run.turns)
+    run.turns += 1
+    while len(run.futures) > keep:
+        out.write(json.dumps(_bits(run.futures[0].result()).hex()) + "\n")
+        del run.futures[0]
+
+
+def verify(directory: Path) -> Verdict:
+    """Hold all that was acknowledged against the plain loops."""
+    torch.set_num_threads(1)
+    results = wrong = states = states_wrong = 0
+    for path in sorted(directory.glob("*.jsonl")):
+        lines = path.read_text().splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be torn
+        if not found:
+            continue
+        head, rest = found[0], found[1:]
+        told = [line for line in rest if isinstance(line, str)]
+        trial = TRIALS[int(head["kind"].removeprefix("torch:"))](head["seed"])
+        end = next((line for line in rest if isinstance(line, dict)), None)
+        calls = 0
+        turns = 0
+        while calls < len(told) or (end is not None and turns < end["turns"]):
+            calls += len(trial.turn(turns))
+            turns += 1
+        expected = [_bits(t).hex() for t in plain(trial, turns)]
+        results += len(told)
+        wrong += sum(a != b for a, b in zip(told, expected, strict=False))
+        if end is not None:
+            state = [_bits(t).hex() for t in trial.state()]
+            states += 1
+            states_wrong += state != end["state"]
+    return Verdict(results, wrong, states, states_wrong)
+
+
+def main(path: str, process: str) -> int:
+    spec = json.loads(Path(path).read_text())
+    torch.set_num_threads(1)
+    logging.getLogger("gpumux.client").setLevel(logging.ERROR)
+    ledger = Ledger(Path(spec["ledger"]), spec["all"])
+    leave = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: leave.set())
+    seats = [Seat(**seat) for seat in spec["seats"] if seat["process"] == int(process)]
+    threads = [threading.Thread(target=train, args=(seat, spec, ledger, leave)) for seat in seats]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(0.2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""Who sends what no client sends: bytes that are no ZeroMQ, messages that are none, sessions that lie, connections that never say
+a word and frames that are too large; as another user, where that can be had, also more connections than anybody may have.
+
+    python -m microbench.soaking.vandals ENDPOINT SECONDS SEED LARGEST UID
+
+UID is the user to become (0: stay who we are); LARGEST the daemon's max_message_bytes. At the end a line of JSON says how often each was done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+
+from gpumux.wire import messages as m
+from gpumux.wire.codec import encode
+
+HELD = 20  # connections that are kept open and say nothing
+FLOOD = 400  # connections at once, of another user: more than one may have
+PAUSE_S = 0.25  # between two deeds, in the mean
+OTHERS = "f" * 32
+
+
+class Vandal:
+    def __init__(self, endpoint: str, seed: int, largest: int, stranger: bool) -> None:
+        self.endpoint = endpoint
+        self.path = endpoint.removeprefix("ipc://")
+        self.largest = largest
+        self.draw = random.Random(seed)
+        self.done: Counter[str] = Counter()
+        self._held: list[socket.socket] = []
+        self._ways: list[Callable[[], None]] = [
+            self.raw_bytes, self.half_a_greeting, self.silence, self.no_messages, self.lies, self.changed_messages,
+            self.side_channel, self.far_too_large,
+        ]  # fmt: skip
+        if stranger:
+            self._ways.append(self.flood)
+
+    def once(self) -> None:
+        """One bad deed. That the daemon hangs up meanwhile is no error."""
+        way = self.draw.choice(self._ways)
+        try:
+            way()
+        except (OSError, zmq.ZMQError):
+            pass
+        self.done[way.__name__] += 1
+
+    def close(self) -> None:
+        for held in self._held:
+            held.close()
+
+    def _connect(self, path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, kind)
+        made.settimeout(2.0)
+        try:
+            made.connect(path)
+        except OSError:
+            made.close()
+            raise
+        return made
+
+    def _hold(self, connection: socket.socket) -> None:
+        self._held.append(connection)
+        while len(self._held) > HELD:
+            self._held.pop(0).close()
+
+    # ---- below ZeroMQ
+
+    def raw_bytes(self) -> None:
+        with self._connect(self.path) as connection:
+            connection.send(self.draw.randbytes(self.draw.choice([1, 64, 4096, 1 << 20])))
+
+    def half_a_greeting(self) -> None:
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
+        connection = self._connect(self.path)
+        self._hold(connection)
+        connection.send(greeting[: self.draw.randrange(1, len(greeting))])
+
+    def silence(self) -> None:
+        self._hold(self._connect(self.path))
+
+    def flood(self) -> None:
+        """As many connections as there are descriptors for, as fast as they can be made."""
+        made: list[socket.socket] = []
+        try:
+            for _ in range(FLOOD):
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                made.append(connection)
+                connection.setblocking(False)
+                connection.connect_ex(self.path)
+        finally:
+            for connection in made:
+                connection.close()
+
+    def side_channel(self) -> None:
+        with self._connect(f"{self.path}.side", socket.SOCK_SEQPACKET) as connection:
+            connection.send(self.draw.randbytes(self.draw.choice([1, 32, 64])))
+
+    # ---- messages
+
+    def _dealer(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        sock = context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 200)
+        sock.setsockopt(zmq.SNDTIMEO, 200)
+        sock.setsockopt(zmq.RECONNECT_IVL, -1)
+        sock.connect(self.endpoint)
+        return sock
+
+    def no_messages(self) -> None:
+        with zmq.Context() as context, self._dealer(context) as sock:
+            for _ in range(self.draw.randrange(1, 100)):
+                sock.send_multipart(
+                    [self.draw.randbytes(self.draw.randrange(64)) for _ in range(self.draw.randrange(1, 4))]
+                )
+
+    def far_too_large(self) -> None:
+        with zmq.Context() as context, self._dealer(context) as sock:
+            sock.send_multipart([*encode(m.Hello(1, "0.1.0", "client", 1, "2", False)), bytes(self.largest + 1)])
+
+    def lies(self) -> None:
+        """A session, and requests about others' jobs, with odd numbers."""
+        with zmq.Context() as context, self._dealer(context) as sock:
+            sock.send_multipart(encode(m.Hello(1, "0.1.0", "client", 1, "2", False)))
+            for _ in range(self.draw.randrange(1, 60)):
+                sock.send_multipart(self._request(), zmq.NOBLOCK)
+
+    def changed_messages(self) -> None:
+        with zmq.Context() as context, self._dealer(context) as sock:
+            sock.send_multipart(encode(m.Hello(1, "0.1.0", "client", 1, "2", False)))
+            for _ in range(self.draw.randrange(1, 60)):
+                first, *rest = self._request()
+                data = bytearray(first)
+                data[self.draw.randrange(len(data))] ^= self.draw.randrange(1, 256)
+                sock.send_multipart([bytes(data), *rest], zmq.NOBLOCK)
+
+    def _request(self) -> list[bytes | memoryview]:
+        draw = self.draw
+        n = draw.choice([0, 1, 2, 7, 1 << 31, (1 << 63) - 1])
+        job = draw.choice([OTHERS, f"{draw.getrandbits(128):032x}"])
+        choices: list[m.Message] = [
+            m.OpenJob(n, job, "vandal", draw.randrange(3), 1.0, 1.1, None, 2, 0),
+            m.Step(job, n, n, n, [1.0], 0),
+            m.OpenTransfer(n, job, n, [n], True),
+            m.FillTransfer(n, job, n, 0),
+            m.CloseJob(n, job, False),
+            m.PauseJob(n, job),
+            m.ChangeJob(n, job, n, 1.0),
+            m.JobStats(n, job),
+            m.GetStatus(n),
+            m.RecordTrace(n, 0.0),
+            m.ExplainJob(n, job),
+            m.Welcome(1, "x", "x", "", b"", 1.0, 1.0, 1, {}),
+        ]
+        made = draw.choice(choices)
+        return [encode(made)[0], *([draw.randbytes(40)] if draw.random() < 0.2 else [])]
+
+
+def main(endpoint: str, seconds: str, seed: str, largest: str, uid: str) -> int:
+    going = True
+
+    def stop(*_: object) -> None:
+        nonlocal going
+        going = False
+
+    signal.signal(signal.SIGTERM, stop)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if int(uid):
+        os.setgroups([])
+        os.setresgid(int(uid), int(uid), int(uid))
+        os.setresuid(int(uid), int(uid), int(uid))
+    vandal = Vandal(endpoint, int(seed), int(largest), bool(int(uid)))
+    until = time.monotonic() + float(seconds)
+    while going and time.monotonic() < until:
+        vandal.once()
+        time.sleep(vandal.draw.uniform(0.0, 2 * PAUSE_S))
+    vandal.close()
+    print(json.dumps(vandal.done), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
