@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
@@ -22,7 +22,7 @@ from gpumux.plan.graph import Graph, reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
 from gpumux.plan.models import find
 from gpumux.plan.network import preset
-from gpumux.plan.plan import evaluate
+from gpumux.plan.plan import Placement, evaluate
 from gpumux.plan.trace import trace
 from microbench import a100, common
 
@@ -31,6 +31,8 @@ CHAIN_S = 1.0  # for 1,000 layers on 1,024 GPUs, wanted at most
 LIMITS = (1.5, 2.0, 4.0, inf)
 SIZES = (8, 1024)
 TURN_S = 0.03
+
+Search: TypeAlias = Callable[[Graph, ProfiledCosts, float, int], Placement]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,16 +113,12 @@ def modelled(name: str) -> ModelProfile:
 def searches(graph: Graph, gpus: int, batch: int, limit: float, repeats: int) -> dict[str, Any]:
     """Both searches in turns, from profiles in memory to a plan. `first_s`: ours with all it keeps between searches gone."""
     model = ProfiledCosts(graph, batch, powers_of_two(gpus), preset("nvswitch"))
-    ways: dict[str, Callable[[], Any]] = {
-        "optimal": lambda: optimal.search(graph, model, limit, gpus),
-        "first": lambda: optimal.search(*anew(graph, model), limit, gpus),
-        "deeppool": lambda: deeppool.search(graph, model, limit, gpus),
-    }
+    ways: dict[str, Search] = {"optimal": optimal.search, "first": optimal.search, "deeppool": deeppool.search}
     samples: dict[str, list[float]] = {name: [] for name in ways}
-    placements = {name: search() for name, search in ways.items()}
+    placements = {name: search(graph, model, limit, gpus) for name, search in ways.items()}
     for _ in range(repeats):
         for name, search in ways.items():
-            samples[name].append(turn(search, forgetting=name == "first"))
+            samples[name].append(turn(search, graph, model, limit, gpus, forgetting=name == "first"))
     plans = {
         name: evaluate(graph, model, placements[name], gpus=gpus, batch=batch, limit=limit)
         for name in ("optimal", "deeppool")
@@ -128,6 +126,7 @@ def searches(graph: Graph, gpus: int, batch: int, limit: float, repeats: int) ->
     return {
         **{f"{name}_s": common.figure(each) for name, each in samples.items()},
         "ratio": common.figure([a / b for a, b in zip(samples["deeppool"], samples["optimal"], strict=True)]),
+        "first_ratio": common.figure([a / b for a, b in zip(samples["deeppool"], samples["first"], strict=True)]),
         "samples": samples,
         "global_batch": batch,
         "iteration_s": {name: plan.seconds for name, plan in plans.items()},
@@ -136,23 +135,25 @@ def searches(graph: Graph, gpus: int, batch: int, limit: float, repeats: int) ->
     }
 
 
-def turn(search: Callable[[], Any], *, forgetting: bool) -> float:
+def turn(search: Search, graph: Graph, model: ProfiledCosts, limit: float, gpus: int, *, forgetting: bool) -> float:
     """Seconds of the processor for one search, over as many as fit into TURN_S, at least one: its caches know either search
-    then. Time in which others had the processor is not counted; both searches are one thread."""
+    then. Time in which others had the processor is not counted; both searches are one thread. `forgetting`: before each, what
+    our search keeps from one time to the next is dropped."""
     spent, searches = 0.0, 0
     while spent < TURN_S or not searches:
         if forgetting:
             forget()
+            graph, model = anew(graph, model)
         began = time.thread_time()
-        search()
+        search(graph, model, limit, gpus)
         spent += time.thread_time() - began
         searches += 1
     return spent / searches
 
 
 def forget() -> None:
-    """Drop what our search keeps from one time to the next."""
-    for kept in (costs._pattern, costs._weights, rules._inverse, splits.splits, splits.tabled, splits._parts):
+    """Drop what our search keeps beside the graph."""
+    for kept in (costs._shares, rules._inverse, splits.tabled, splits._parts):
         kept.cache_clear()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from gpumux.plan.costs import Array
 from gpumux.plan.graph import Level
 from gpumux.plan.rules import Rules
+from gpumux.plan.splits import Indices
 
 CHUNK = 1 << 15  # elements at once: the processor's caches hold them
 
@@ -75,7 +76,9 @@ class Paths:
         states = [state]
         active = len(ways)
         for step in range(1, len(ways[0].layers) + 1):
-            before, active = active, sum(len(way.layers) > step for way in ways)
+            before = active
+            while active and len(ways[active - 1].layers) <= step:
+                active -= 1
             self.last[:, at + active : at + before] = state[:, active:before]
             if active:
                 edges = self._step(step, at, active)
@@ -120,14 +123,12 @@ class Paths:
         return seconds.tolist(), self.moved[:, h, way, mode].tolist()
 
     def quickest(
-        self, ways: Sequence[int], modes: Sequence[int], caps: Sequence[int], g: int, h: int
+        self, ways: Indices, modes: Indices, caps: Indices, g: int, h: int
     ) -> tuple[list[float], list[float], list[int]]:
         """Of several ways, the least of `options`, the transfer with it, and the last layer's count."""
-        some, at = list(ways), list(modes)
-        seconds = self.last[:, some, at, list(caps), g] + self.allowed[:, h, some, at]
+        seconds = self.last[:, ways, modes, caps, g] + self.allowed[:, h, ways, modes]
         ends = seconds.argmin(0)
-        every = range(len(some))
-        return seconds[ends, every].tolist(), self.moved[ends, h, some, at].tolist(), ends.tolist()
+        return seconds.min(0).tolist(), self.moved[ends, h, ways, modes].tolist(), ends.tolist()
 
     def back(self, way: int, step: int, mode: int, cap: int, g: int, count: int) -> int:
         """The count of the layer before, where the way's layer number `step` has `count`."""

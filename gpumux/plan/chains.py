@@ -9,45 +9,53 @@ from operator import add
 import numpy as np
 import numpy.typing as npt
 
-from gpumux.plan.costs import Array
+from gpumux.plan.costs import TOLERANCE, Array, ProfiledCosts
 from gpumux.plan.rules import Rules
 
 FEW = 6  # counts: with so few, calls into numpy would take longer than what they do
 CHUNK = 1 << 18  # elements of the edges held at once: memory stays linear in layers, whatever the counts
 
 
-def shortest(rules: Rules) -> tuple[float, list[int]]:
-    """Seconds, and each layer's count (an index), of the shortest path through all layers. For 2 to FEW counts, and costs
-    that follow the network model. A count is reached best from itself, which takes no transfer, or from the count that is done
+def shortest(costs: ProfiledCosts, limit: float) -> tuple[float, list[int]]:
+    """Seconds, and each layer's count (an index), of the shortest path through all layers under the amplification limit. For
+    2 to FEW counts. A count is reached best from itself, which takes no transfer, or from the count that is done
     soonest; where the smallest transfer from any other would come too late, nothing else is looked at."""
-    tables = rules.tables
-    work, room = np.where(rules.room < 0, inf, tables.work).tolist(), rules.room.tolist()
-    shares, delay = tables.share.tolist(), tables.delay
-    least = 1 / tables.counts[-1]  # no transfer moves a smaller part of the samples
-    stay = list(range(len(shares)))
-    now, ways = work[0], []
-    for nbytes, own, most in zip(tables.output.tolist(), work[1:], room[1:], strict=False):
-        then, way = list(map(add, now, own)), stay.copy()
+    counts, scale, delay = costs.counts, costs.scale, 2 * costs.network.latency
+    columns, single = costs.columns()
+    limits = [limit * (1 + TOLERANCE) / g for g in counts]  # T on each count over comp on one GPU
+    if limit < inf:
+        for at in range(counts[0] == 1, len(counts)):  # one GPU alone keeps every limit
+            most = limits[at]
+            columns[at] = [own if own <= one * most else inf for own, one in zip(columns[at], single, strict=True)]
+    shares = _shares(counts)
+    least = 1 / counts[-1]  # no transfer moves a smaller part of the samples
+    stay = list(range(len(counts)))
+    work = list(zip(*columns, strict=True))
+    now, ways = list(work[0]), []
+    outputs = [layer.output_bytes * scale for layer in costs.graph.layers]
+    for nbytes, own, one in zip(outputs, work[1:], single[1:], strict=False):
+        then, way, rising = list(map(add, now, own)), stay, sorted(now)
         wait = delay if nbytes else 0.0
         floor = nbytes * least + wait  # rounded as each transfer, and so above none
-        soonest, second = sorted(now)[:2]
-        reached, others = soonest + floor, second + floor
-        quickest = now.index(soonest)
-        share = shares[quickest]
-        for h in stay:
-            if now[h] > reached and own[h] < inf:
-                comm = nbytes * share[h] + wait
-                arrival = soonest + comm
-                if arrival <= others and comm <= most[h]:
-                    if arrival < now[h]:
-                        then[h], way[h] = arrival + own[h], quickest
-                else:
-                    best = now[h]
-                    for g, other in enumerate(now):
-                        comm = nbytes * shares[g][h] + wait
-                        if other + comm < best and comm <= most[h] and g != h:
-                            best, way[h] = other + comm, g
-                    then[h] = best + own[h]
+        soonest = rising[0]
+        reached = soonest + floor
+        if rising[-1] > reached:
+            way = stay.copy()
+            quickest = now.index(soonest)
+            share, others = shares[quickest], rising[1] + floor
+            for h, staying in enumerate(now):
+                if staying > reached and own[h] < inf:
+                    comm = nbytes * share[h] + wait
+                    best = soonest + comm
+                    if best > others or not (comm + own[h] <= one * limits[h] or limit == inf):
+                        best = staying  # perhaps from another than the quickest
+                        for g, other in enumerate(now):
+                            comm = nbytes * shares[g][h] + wait
+                            if other + comm < best and g != h and (comm + own[h] <= one * limits[h] or limit == inf):
+                                best, way[h] = other + comm, g
+                        then[h] = best + own[h]
+                    elif best < staying:
+                        then[h], way[h] = best + own[h], quickest
         now = then
         ways.append(way)
     seconds = min(now)
@@ -58,6 +66,16 @@ def shortest(rules: Rules) -> tuple[float, list[int]]:
         found.append(last)
     found.reverse()
     return seconds, found
+
+
+def _shares(counts: Sequence[int]) -> list[list[float]]:
+    """moved_share of any two counts."""
+    found = [[0.0] * len(counts) for _ in counts]
+    inverse = [1 / g for g in counts]
+    for j, many in enumerate(inverse):
+        for i in range(j):
+            found[i][j] = found[j][i] = max(inverse[i] - many, many)
+    return found
 
 
 class Run:

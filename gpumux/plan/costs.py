@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple, Protocol
+from operator import add, itemgetter
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gpumux.errors import ConfigError
 from gpumux.plan.graph import Graph
+from gpumux.plan.layers import Timing
 from gpumux.plan.network import Network, away_share, moved_share
 
 Array = npt.NDArray[np.float64]
@@ -47,35 +49,32 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Tables:
-    """`work` [layers, counts]: comp + sync. `single` [layers]: comp on one GPU. A layer's comm [counts, counts] is
-    `output[layer] * share + delay` where `share` is not 0, and moved the same with `away`; `given` and `given_away`
-    [layers, counts, counts] replace both where they are not None."""
+    """`work` [layers, counts]: comp + sync. `single` [layers]: comp on one GPU. A layer's comm and moved [2, counts, counts]
+    are `output[layer] * shares + delay`, nothing where that share of the output is; `given` [layers, 2, counts, counts]
+    replaces both where it is not None."""
 
     counts: tuple[int, ...]
     work: Array
     single: Array
     output: Array
-    share: Array
-    away: Array
+    shares: Array
     delay: float
     given: Array | None = None
-    given_away: Array | None = None
 
     def comm(self, layers: slice | Sequence[int]) -> Array:
         """comm of these layers: [layers, counts, counts], from row to column."""
         if self.given is not None:
-            return self.given[layers]
-        return self._seconds(self.output[layers], self.share)
+            return self.given[layers, 0]
+        return self._seconds(self.output[layers][:, None, None] * self.shares[0])
 
     def transfers(self, layers: Sequence[int]) -> Array:
         """comm and moved of these layers: [layers, 2, counts, counts]."""
-        if self.given is not None and self.given_away is not None:
-            return np.stack((self.given[layers], self.given_away[layers]), 1)
-        return np.stack((self.comm(layers), self._seconds(self.output[layers], self.away)), 1)
+        if self.given is not None:
+            return self.given[layers]
+        return self._seconds(self.output[layers][:, None, None, None] * self.shares)
 
-    def _seconds(self, output: Array, share: Array) -> Array:
-        nbytes = output[:, None, None] * share
-        return nbytes + self.delay * (nbytes > 0)  # scaled to seconds already: a comparison, not a unit
+    def _seconds(self, sent: Array) -> Array:
+        return sent + self.delay * (sent > 0)  # scaled to seconds already: a comparison, not a unit
 
 
 @dataclass(frozen=True)
@@ -122,78 +121,66 @@ class ProfiledCosts:
         nbytes = self.batch * self.graph.layers[layer].output_bytes * away_share(g, h)
         return 2 * self.network.seconds(nbytes)
 
+    def columns(self) -> tuple[list[list[float]], list[float]]:
+        """comp + sync of every layer on each count, [counts, layers]; and comp on one GPU, [layers]. The same as `comp` and
+        `sync` have, but for rounding, and quicker: of all layers at once."""
+        times = [layer.times for layer in self.graph.layers]
+        sizes = [layer.parameter_bytes for layer in self.graph.layers]
+        delay, overlap = 2 * self.network.latency, self.overlap
+        found = []
+        for g in self.counts:
+            forward, backward = self._timings(times, self.batch // g)
+            a_byte = 2 * (g - 1) / g / self.network.bandwidth
+            if g == 1:
+                found.append(list(map(add, forward, backward)))
+            elif not overlap:
+                found.append([ahead + back + (a_byte * size + delay if size else 0.0)
+                              for ahead, back, size in zip(forward, backward, sizes, strict=True)])  # fmt: skip
+            else:
+                found.append([ahead + back + (max(0.0, a_byte * size + delay - overlap * back) if size else 0.0)
+                              for ahead, back, size in zip(forward, backward, sizes, strict=True)])  # fmt: skip
+        if self.counts[0] == 1:
+            return found, found[0]
+        return found, list(map(add, *self._timings(times, self.batch)))
+
+    def _timings(self, times: Sequence[tuple[Timing, ...]], samples: int) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of every layer's forward and backward pass for so many samples (see LayerProfile.at). Most layers were timed
+        at the same batches, and at these: so it is looked for in one of them where that is."""
+        place = bisect_left(times[0], (samples,))
+        try:
+            found, forward, backward = zip(*map(itemgetter(place), times), strict=True)
+        except IndexError:
+            found = ()
+        if found.count(samples) < len(times):
+            _, forward, backward = zip(*[layer.at(samples) for layer in self.graph.layers], strict=True)
+        return forward, backward
+
     def tables(self) -> Tables:
-        pattern = _pattern(self.counts)
-        both = self._both()
+        work, single = self.columns()
         return Tables(
             self.counts,
-            both[:, :-1],
-            both[:, -1],
-            self.graph.output_bytes * (2 * self.batch / self.network.bandwidth),
-            pattern.share,
-            pattern.away,
+            np.array(work).T,
+            np.array(single),
+            np.array([float(layer.output_bytes) for layer in self.graph.layers]) * self.scale,
+            _shares(self.counts),
             2 * self.network.latency,
         )
 
-    def _both(self) -> Array:
-        """[layers, counts + 1]: comp + sync on each count, then comp on one GPU."""
-        timed = self.graph.timed
-        if timed is None:
-            layers = range(len(self.graph.layers))
-            rows = [[*(self.comp(i, g) + self.sync(i, g) for g in self.counts), self.comp(i, 1)] for i in layers]
-            return np.array(rows)
-        weights = _weights(timed.batches, self.batch, self.counts, self.network, self.overlap)
-        if weights is None:
-            self.comp(0, self.counts[-1])  # says what is wrong
-        assert weights is not None
-        always, exposed = weights
-        both: Array = timed.linear @ always
-        if exposed is not None:
-            both += np.maximum(0.0, timed.linear @ exposed)
-        return both
-
-
-class _Pattern(NamedTuple):
-    """`share` and `away` of Tables."""
-
-    share: Array
-    away: Array
+    @property
+    def scale(self) -> float:
+        """Seconds to move all samples' outputs, there and the gradients back, for each of a layer's `output_bytes`."""
+        return 2 * self.batch / self.network.bandwidth
 
 
 @lru_cache(maxsize=64)
-def _pattern(counts: tuple[int, ...]) -> _Pattern:
-    each = np.array(counts, dtype=np.float64)
-    few, many = np.minimum.outer(each, each), np.maximum.outer(each, each)
-    share = np.maximum(1 / few - 1 / many, 1 / many)
-    share[few == many] = 0.0
-    return _Pattern(share, 1 / few)
-
-
-@lru_cache(maxsize=64)
-def _weights(
-    batches: tuple[int, ...], batch: int, counts: tuple[int, ...], network: Network, overlap: float
-) -> tuple[Array, Array | None] | None:
-    """What makes up comp + sync on each count, and comp on one GPU, of what Timed.linear has of a layer: a sum; and where
-    syncs overlap, a second one that counts where it is above 0. None where a count's part of `batch` is below all
-    batches that were timed."""
-    k = len(batches)
-    both, sync = np.zeros((2, 2 * k + 2, len(counts) + 1))
-    for column, count in enumerate((*counts, 1)):
-        samples = batch // count
-        place = bisect_left(batches, samples)
-        if place == k:
-            both[place - 1, column] = samples / batches[-1]
-        elif batches[place] == samples:
-            both[place, column] = 1.0
-        elif place == 0:
-            return None
-        else:
-            share = (samples - batches[place - 1]) / (batches[place] - batches[place - 1])
-            both[place - 1 : place + 1, column] = 1.0 - share, share
-        if count > 1:
-            sync[-2:, column] = 2 * (count - 1) / count / network.bandwidth, 2 * network.latency
-            sync[k : 2 * k, column] = -overlap * both[:k, column]
-    return (both, sync) if overlap else (both + sync, None)
+def _shares(counts: tuple[int, ...]) -> Array:
+    """moved_share and away_share from each count to each, [2, counts, counts]."""
+    inverse = 1 / np.array(counts, dtype=np.float64)
+    away = np.maximum.outer(inverse, inverse)
+    least = np.minimum.outer(inverse, inverse)
+    moved = np.maximum(away - least, least)
+    moved[away == least] = 0.0
+    return np.stack((moved, away))
 
 
 def powers_of_two(gpus: int) -> tuple[int, ...]:
@@ -254,4 +241,4 @@ class GivenCosts:
     def tables(self) -> Tables:
         none = np.zeros(0)
         work = self.compute + self.gradients
-        return Tables(self.counts, work, self.single, none, none, none, 0.0, self.between, self.apart)
+        return Tables(self.counts, work, self.single, none, none, 0.0, np.stack((self.between, self.apart), 1))

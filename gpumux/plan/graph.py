@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
 
 MAX_BRANCHES = 6  # of one block: all ways to share the GPUs among them are tried, 4,587 for six
@@ -55,21 +52,6 @@ class Graph:
         _sites(self.chain, False, found)
         return tuple([_level(sites) for sites in found])
 
-    @cached_property
-    def output_bytes(self) -> npt.NDArray[np.float64]:
-        return np.array([float(layer.output_bytes) for layer in self.layers])
-
-    @cached_property
-    def timed(self) -> Timed | None:
-        """The layers' times as arrays, where all were timed at the same batches."""
-        batches = tuple(timing.samples for timing in self.layers[0].times)
-        if any(tuple(timing.samples for timing in layer.times) != batches for layer in self.layers):
-            return None
-        times = [[timing.seconds for timing in layer.times] for layer in self.layers]
-        backward = [[timing.backward for timing in layer.times] for layer in self.layers]
-        parameters = [[float(layer.parameter_bytes), float(layer.parameter_bytes > 0)] for layer in self.layers]
-        return Timed(batches, np.hstack((times, backward, parameters)))
-
 
 class Site(NamedTuple):
     """A block, the layers that branch and join, and whether it lies inside of another one."""
@@ -101,7 +83,8 @@ def _sites(chain: Chain, inner: bool, found: list[list[Site]]) -> int:
     levels = 0
     for place, each in enumerate(chain):
         if isinstance(each, Block):
-            level = max(_sites(branch, True, found) for branch in each.branches)
+            inside = [branch for branch in each.branches if Block in map(type, branch)]
+            level = max([_sites(branch, True, found) for branch in inside], default=0)
             while len(found) <= level:
                 found.append([])
             fork, join = chain[place - 1], chain[place + 1]
@@ -117,19 +100,23 @@ def _level(sites: Sequence[Site]) -> Level:
     for at, site in enumerate(sites):
         for i, branch in enumerate(site.block.branches):
             if branch:
-                before = (None, *branch)
-                steps = [(each, last) for last, each in zip(before, branch, strict=False) if isinstance(each, int)]
-                blocks = tuple(last.number if isinstance(last, Block) else None for _, last in steps)
-                ways.append(Way(at, i, tuple(layer for layer, _ in steps), blocks))
+                ways.append(Way(at, i, *_steps(branch)))
     return Level(tuple(sites), tuple(sorted(ways, key=lambda way: -len(way.layers))))
 
 
-class Timed(NamedTuple):
-    """What layers' times on any number of GPUs are linear in, [layers, 2 batches + 2]: seconds of both passes at each batch,
-    those of the backward pass alone, the bytes of the layer's parameters, and 1 where it has any."""
-
-    batches: tuple[int, ...]
-    linear: npt.NDArray[np.float64]
+def _steps(branch: Chain) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """A branch's layers, and the number of the block before each."""
+    layers: list[int] = []
+    before: list[int | None] = []
+    number = None
+    for each in branch:
+        if isinstance(each, Block):
+            number = each.number
+        else:
+            layers.append(each)
+            before.append(number)
+            number = None
+    return tuple(layers), tuple(before)
 
 
 def blocks(chain: Chain) -> Iterator[Block]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpumux.errors import ConfigError
 from gpumux.plan import chains, sharing
-from gpumux.plan.costs import Array, Costs, Tables
+from gpumux.plan.costs import Array, Costs, ProfiledCosts, Tables
 from gpumux.plan.graph import Block, Chain, Graph
 from gpumux.plan.plan import Placement
 from gpumux.plan.rules import Rules, rules
@@ -27,8 +27,12 @@ def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
     keeps the limit, which takes counts that leave out 1."""
     if isnan(limit) or limit < 1:
         raise ConfigError(f"an amplification limit of {limit}", "give 1 or more: one GPU alone has 1")
-    tables = costs.tables()
-    return _Search(tables, limit, gpus).run(graph)
+    plain = Block not in map(type, graph.chain)
+    if plain and isinstance(costs, ProfiledCosts) and 2 <= len(costs.counts) <= chains.FEW:
+        seconds, found = chains.shortest(costs, limit)
+        _possible(seconds, costs.counts)
+        return Placement(tuple([costs.counts[g] for g in found]))
+    return _Search(costs.tables(), limit, gpus).run(graph)
 
 
 class _Search:
@@ -37,14 +41,6 @@ class _Search:
         self.rules = rules(tables, limit)
 
     def run(self, graph: Graph) -> Placement:
-        if 2 <= len(self.tables.counts) <= chains.FEW and self.tables.given is None and not graph.blocks:
-            seconds, found = chains.shortest(self.rules)
-            self._possible(seconds)
-            counts = self.tables.counts
-            return Placement(tuple([counts[g] for g in found]))
-        return self._blocks(graph)
-
-    def _blocks(self, graph: Graph) -> Placement:
         """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them, until
         it leads through none that are not: then it is the shortest, since no bound is above the truth."""
         chain = graph.chain
@@ -59,7 +55,7 @@ class _Search:
             for step in steps[changed:]:
                 reached = step.run(reached)
             last = int(reached.argmin())
-            self._possible(float(reached[last]))
+            _possible(float(reached[last]), self.tables.counts)
             doubtful, count = len(steps), last
             for at in range(len(steps) - 1, -1, -1):
                 count, settled = steps[at].back(count)
@@ -99,13 +95,6 @@ class _Search:
                 place += 2
         return found
 
-    def _possible(self, seconds: float) -> None:
-        if isinf(seconds):
-            raise ConfigError(
-                f"no plan over {_some(self.tables.counts)} GPUs keeps the amplification limit",
-                "raise the limit, or let 1 be among the counts",
-            )
-
 
 class _Joined:
     """A block between two layers of the model's own chain."""
@@ -134,6 +123,14 @@ class _Joined:
         placed[self.fork] = g
         self.table.collect(0, g, last, placed, away)
         return g
+
+
+def _possible(seconds: float, counts: Sequence[int]) -> None:
+    if isinf(seconds):
+        raise ConfigError(
+            f"no plan over {_some(counts)} GPUs keeps the amplification limit",
+            "raise the limit, or let 1 be among the counts",
+        )
 
 
 def _some(counts: Sequence[int]) -> str:

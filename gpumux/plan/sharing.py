@@ -64,7 +64,7 @@ class _Level:
         found = []
         for (k, empty, inner), places in kinds.items():
             table = tabled(k, empty, counts if inner else (self.gpus,), counts)
-            work = k * len(counts) ** 2 * max(len(some) for some in table.splits)
+            work = k * len(counts) ** 2 * max([len(some.caps) for some in table.splits])
             size = max(1, CHUNK // max(1, work))
             for at in range(0, len(places), size):
                 group = _Group(self, places[at : at + size], empty, table)
@@ -87,6 +87,7 @@ class _Group:
         self.sites = [level.level.sites[at] for at in places]
         self.k = len(self.sites[0].block.branches)
         self.ways = [[level.ways.get((at, i), -1) for at in places] for i in range(self.k)]
+        self.numbers = np.array(self.ways)  # [branches, blocks]
         n = len(self.rules.tables.counts)
         self.room = self.rules.room[[site.join for site in self.sites]]  # [blocks, join's counts]
         self.lower = np.full((len(table.splits), len(places), n, n), inf)
@@ -120,7 +121,7 @@ class _Group:
     def _rows(self) -> tuple[Array, Indices]:
         """Rows as Paths has them, with some for empty branches behind, and the first one of each block's branches."""
         n, b = self.lower.shape[2], len(self.sites)
-        first = np.array(self.ways) * (2 * n) + 1
+        first = self.numbers * (2 * n) + 1
         if not self.empty or self.skips is None:
             assert self.paths is not None
             return self.paths.rows, first
@@ -155,10 +156,10 @@ class _Group:
             both.min((0, 1), out=times[joins, ..., some])
         place = 0
         for at, found in enumerate(self.table.splits):
-            self.times.append(times[..., place : place + len(found)].transpose(3, 1, 2, 0))
-            if found:
+            self.times.append(times[..., place : place + len(found.caps)].transpose(3, 1, 2, 0))
+            if found.caps:
                 self.times[at].min(0, out=self.lower[at])
-            place += len(found)
+            place += len(found.caps)
 
     def _ends(self, branch: int, modes: Indices, caps: Indices) -> tuple[Array, Array]:
         """Of each block's branch, seconds and the transfer at its end, [own counts, join's counts, blocks, fork's counts or 1,
@@ -218,20 +219,21 @@ class BlockTable:
         """Tries splits by rising lower bound, until no other could be quicker."""
         found = _Found(inf, Split((), ()), ())
         times = self.group.times[limit][:, self.at, g, h]
-        splits = self.group.table.splits[limit]
+        modes, caps = self.group.table.splits[limit]
         for index in _rising(times):
             if times[index] >= found.seconds:
                 break
-            seconds, ends = self._within(splits[index], g, h, found.seconds)
+            split = Split(modes[index], caps[index])
+            seconds, ends = self._within(limit, index, split, g, h, found.seconds)
             if seconds < found.seconds:
-                found = _Found(seconds, splits[index], ends)
+                found = _Found(seconds, split, ends)
         return found
 
-    def _within(self, split: Split, g: int, h: int, below: float) -> tuple[float, tuple[int, ...]]:
+    def _within(self, limit: int, index: int, split: Split, g: int, h: int, below: float) -> tuple[float, tuple[int, ...]]:
         """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its limit
         together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
         room = float(self.group.room[self.at, h])
-        seconds, moved, ends = self._quickest(split, g, h)
+        seconds, moved, ends = self._quickest(limit, index, split, g, h)
         if sum(moved) <= room:  # mostly so
             at_home = sum([each for each, mode in zip(seconds, split.modes, strict=True) if mode == HOME])
             away = max([each for each, mode in zip(seconds, split.modes, strict=True) if mode == AWAY], default=0.0)
@@ -259,14 +261,18 @@ class BlockTable:
         visit(0, 0.0, 0.0, 0.0, ())
         return best
 
-    def _quickest(self, split: Split, g: int, h: int) -> tuple[list[float], list[float], list[int]]:
-        """Of each branch the least seconds, the transfer at the end then, and the last layer's count."""
+    def _quickest(
+        self, limit: int, index: int, split: Split, g: int, h: int
+    ) -> tuple[list[float], list[float], list[int]]:
+        """Of each branch the least seconds, the transfer at the end then, and the last layer's count, under the split that is
+        number `index` of those within the `limit`-th number of GPUs."""
         group = self.group
         if group.empty or group.paths is None:
             found = [self._choices(i, mode, cap, g, h) for i, mode, cap in zip(count(), split.modes, split.caps)]
             first = [each[0] if each else (inf, inf, 0) for each in found]
             return [each[0] for each in first], [each[1] for each in first], [each[2] for each in first]
-        return group.paths.quickest([ways[self.at] for ways in group.ways], split.modes, split.caps, g, h)
+        modes, caps = group.table.modes[limit][:, index], group.table.caps[limit][:, index]
+        return group.paths.quickest(group.numbers[:, self.at], modes, caps, g, h)
 
     def _choices(self, i: int, mode: int, cap: int, g: int, h: int) -> list[tuple[float, float, int]]:
         """(seconds, transfer, last count) of branch `i`, the quickest first, each with a smaller transfer than those before."""

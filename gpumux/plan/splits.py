@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -27,49 +28,54 @@ class Split(NamedTuple):
     caps: tuple[int, ...]
 
 
-@lru_cache(maxsize=256)
-def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, ...]) -> tuple[Split, ...]:
+class Splits(NamedTuple):
+    """Ways to share GPUs: what a Split has of each."""
+
+    modes: list[tuple[int, ...]]
+    caps: list[tuple[int, ...]]
+
+
+def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, ...]) -> Splits:
     """Every split of `gpus` in which nobody could have more. At least one branch is at home, since moving one back there
     costs nothing; those in `empty` always are, and use no GPU. Raises ConfigError where there are too many."""
-    found: list[Split] = []
-    index = {0: 0, **{count: i for i, count in enumerate(counts)}}
+    found = Splits([], [])
     movable = [i for i in range(branches) if i not in empty]
     for away_count in range(branches):
         for away in combinations(movable, away_count):
-            nobody = all(i in empty for i in range(branches) if i not in away)
-            places = [1 + away.index(i) if i in away else 0 for i in range(branches)]
-            modes = tuple(AWAY if i in away else HOME for i in range(branches))
+            nobody = len(away) == len(movable)  # is at home that uses a GPU
             parts = _parts(away_count + (not nobody), gpus, counts)
-            if len(found) + len(parts) > MAX_SPLITS:
+            if len(found.caps) + len(parts) > MAX_SPLITS:
                 raise ConfigError(
                     f"a block of {branches} branches over {len(counts)} GPU counts has too many ways to run",
                     "let the counts be powers of two",
                 )
-            for part in parts:
-                sizes = (0, *part) if nobody else part
-                found.append(Split(modes, tuple([index[sizes[place]] for place in places])))
-    return tuple(found)
+            modes, places = [HOME] * branches, [0] * branches
+            for place, i in enumerate(away, 1):
+                modes[i], places[i] = AWAY, place
+            found.modes.extend([tuple(modes)] * len(parts))
+            found.caps.extend(map(itemgetter(*places), [(0, *part) for part in parts] if nobody else parts))
+    return found
 
 
 @lru_cache(maxsize=256)
 def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Tuples of counts that together use at most `gpus`, none of which could be the next larger count."""
-    larger = dict(zip(counts, (*counts[1:], inf), strict=True))
+    """Tuples of counts (as indices) that together use at most `gpus`, none of which could be the next larger count."""
+    larger = (*counts[1:], inf)
     found: list[tuple[int, ...]] = []
 
     def visit(chosen: tuple[int, ...], left: int) -> None:
         if len(found) > MAX_SPLITS:
             return
         if len(chosen) == number:
-            if all(larger[each] - each > left for each in chosen):
+            if all([larger[each] - counts[each] > left for each in chosen]):
                 found.append(chosen)
         elif len(chosen) + 1 == number:  # the last one takes as much as it can
-            fitting = bisect_right(counts, left)
-            if fitting:
-                visit((*chosen, counts[fitting - 1]), left - counts[fitting - 1])
+            last = bisect_right(counts, left) - 1
+            if last >= 0:
+                visit((*chosen, last), left - counts[last])
         else:
-            for each in counts[: bisect_right(counts, left)]:
-                visit((*chosen, each), left - each)
+            for each in range(bisect_right(counts, left)):
+                visit((*chosen, each), left - counts[each])
 
     visit((), gpus)
     return tuple(found)
@@ -78,15 +84,18 @@ def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, 
 class Table(NamedTuple):
     """Splits of several numbers of GPUs, and for each number `modes` and `caps` [branches, splits] of them."""
 
-    splits: tuple[tuple[Split, ...], ...]
+    splits: tuple[Splits, ...]
     modes: tuple[Indices, ...]
     caps: tuple[Indices, ...]
 
 
 @lru_cache(maxsize=256)
 def tabled(branches: int, empty: tuple[int, ...], limits: tuple[int, ...], counts: tuple[int, ...]) -> Table:
-    """The splits of each of `limits` GPUs (see `splits`)."""
+    """The splits of each of `limits` GPUs (see `splits`), of two branches or more."""
     found = tuple([splits(branches, empty, gpus, counts) for gpus in limits])
-    modes = [np.array([split.modes for split in some], dtype=np.intp).reshape(-1, branches).T for some in found]
-    caps = [np.array([split.caps for split in some], dtype=np.intp).reshape(-1, branches).T for some in found]
+    modes, caps = ([_array(some, branches) for some in each] for each in zip(*found, strict=True))
     return Table(found, tuple(modes), tuple(caps))
+
+
+def _array(rows: list[tuple[int, ...]], branches: int) -> Indices:
+    return np.fromiter(chain.from_iterable(rows), np.intp, len(rows) * branches).reshape(-1, branches).T
