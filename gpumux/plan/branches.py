@@ -7,7 +7,7 @@ of four branches takes by itself is too little work for a call into numpy to pay
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
 
@@ -116,19 +116,13 @@ class Paths:
 
     # ---- of one way
 
-    def options(self, way: int, mode: int, cap: int, g: int, h: int) -> tuple[list[float], list[float]]:
-        """For each count of the way's last layer, seconds from count g of the fork to count h of the join, without
-        the join's own; and of these the transfer at the end."""
-        seconds = self.last[:, way, mode, cap, g] + self.allowed[:, h, way, mode]
-        return seconds.tolist(), self.moved[:, h, way, mode].tolist()
-
-    def quickest(
+    def options(
         self, ways: Indices, modes: Indices, caps: Indices, g: int, h: int
-    ) -> tuple[list[float], list[float], list[int]]:
-        """Of several ways, the least of `options`, the transfer with it, and the last layer's count."""
+    ) -> Iterable[tuple[list[float], list[float]]]:
+        """Of several ways, for each count of the last layer, seconds from count g of the fork to count h of the join, without
+        the join's own; and of these the transfer at the end."""
         seconds = self.last[:, ways, modes, caps, g] + self.allowed[:, h, ways, modes]
-        ends = seconds.argmin(0)
-        return seconds.min(0).tolist(), self.moved[ends, h, ways, modes].tolist(), ends.tolist()
+        return zip(seconds.T.tolist(), self.moved[:, h, ways, modes].T.tolist(), strict=True)
 
     def back(self, way: int, step: int, mode: int, cap: int, g: int, count: int) -> int:
         """The count of the layer before, where the way's layer number `step` has `count`."""

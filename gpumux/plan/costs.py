@@ -147,12 +147,16 @@ class ProfiledCosts:
         """Seconds of every layer's forward and backward pass for so many samples (see LayerProfile.at). Most layers were timed
         at the same batches, and at these: so it is looked for in one of them where that is."""
         place = bisect_left(times[0], (samples,))
+        largest = place == len(times[0])  # or more
         try:
-            found, forward, backward = zip(*map(itemgetter(place), times), strict=True)
+            found, forward, backward = zip(*map(itemgetter(-1 if largest else place), times), strict=True)
         except IndexError:
             found = ()
-        if found.count(samples) < len(times):
+        if found.count(times[0][-1].samples if largest else samples) < len(times):
             _, forward, backward = zip(*[layer.at(samples) for layer in self.graph.layers], strict=True)
+        elif largest:
+            share = samples / found[0]
+            return [each * share for each in forward], [each * share for each in backward]
         return forward, backward
 
     def tables(self) -> Tables:

@@ -88,6 +88,7 @@ class _Group:
         self.k = len(self.sites[0].block.branches)
         self.ways = [[level.ways.get((at, i), -1) for at in places] for i in range(self.k)]
         self.numbers = np.array(self.ways)  # [branches, blocks]
+        self.filled = [i for i in range(self.k) if i not in empty] if empty else slice(None)
         n = len(self.rules.tables.counts)
         self.room = self.rules.room[[site.join for site in self.sites]]  # [blocks, join's counts]
         self.lower = np.full((len(table.splits), len(places), n, n), inf)
@@ -185,6 +186,15 @@ def _rising(values: Array) -> Iterator[int]:
         yield from values.argsort(kind="stable").tolist()[1:]
 
 
+def _choices(seconds: Sequence[float], moved: Sequence[float]) -> list[tuple[float, float, int]]:
+    """(seconds, transfer, last count) of a branch, the quickest first, each with a smaller transfer than those before."""
+    found: list[tuple[float, float, int]] = []
+    for each in sorted(zip(seconds, moved, count(), strict=False)):
+        if each[0] < inf and (not found or each[1] < found[-1][1]):
+            found.append(each)
+    return found
+
+
 class BlockTable:
     """A block within each of several numbers of GPUs. `lower` [numbers, fork's counts, join's counts]: no way is quicker;
     inf where there is none."""
@@ -193,7 +203,6 @@ class BlockTable:
         self.group, self.at, self.site = group, at, group.sites[at]
         self.lower, self._sure = group.lower[:, at], group.sure[:, at]
         self._found: dict[tuple[int, int, int], _Found] = {}
-        self._options: dict[tuple[int, int, int, int, int], list[tuple[float, float, int]]] = {}
 
     def exact(self, limit: int, g: int, h: int) -> float:
         """The least seconds from count g to count h (indices) within the `limit`-th number of GPUs; inf: no way. `lower`
@@ -224,24 +233,42 @@ class BlockTable:
             if times[index] >= found.seconds:
                 break
             split = Split(modes[index], caps[index])
-            seconds, ends = self._within(limit, index, split, g, h, found.seconds)
+            seconds, ends = self._within(split, self._options(limit, index, g, h), h, found.seconds)
             if seconds < found.seconds:
                 found = _Found(seconds, split, ends)
         return found
 
-    def _within(self, limit: int, index: int, split: Split, g: int, h: int, below: float) -> tuple[float, tuple[int, ...]]:
+    def _options(self, limit: int, index: int, g: int, h: int) -> list[tuple[list[float], list[float]]]:
+        """Of each branch under a split, for each count of its last layer (for an empty one, once), the seconds and the
+        transfer at the end."""
+        group = self.group
+        some, at = group.filled, self.at
+        found: list[tuple[list[float], list[float]]] = []
+        if group.paths is not None:
+            modes, caps = group.table.modes[limit][some, index], group.table.caps[limit][some, index]
+            found += group.paths.options(group.numbers[some, at], modes, caps, g, h)
+        if group.skips is not None:
+            allowed, moved = ([float(each[at, HOME, g, h])] for each in group.skips)
+            for i in group.empty:
+                found.insert(i, (allowed, moved))
+        return found
+
+    def _within(
+        self, split: Split, options: Sequence[tuple[list[float], list[float]]], h: int, below: float
+    ) -> tuple[float, tuple[int, ...]]:
         """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its limit
         together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
         room = float(self.group.room[self.at, h])
-        seconds, moved, ends = self._quickest(limit, index, split, g, h)
-        if sum(moved) <= room:  # mostly so
-            at_home = sum([each for each, mode in zip(seconds, split.modes, strict=True) if mode == HOME])
-            away = max([each for each, mode in zip(seconds, split.modes, strict=True) if mode == AWAY], default=0.0)
-            return max(at_home, away), tuple(ends)
-        options = [self._choices(i, mode, cap, g, h) for i, mode, cap in zip(count(), split.modes, split.caps)]
+        quickest = [min(seconds) for seconds, _ in options]
+        ends = tuple([seconds.index(each) for (seconds, _), each in zip(options, quickest, strict=True)])
+        if sum([moved[end] for (_, moved), end in zip(options, ends, strict=True)]) <= room:  # mostly so
+            at_home = sum([each for each, mode in zip(quickest, split.modes, strict=True) if mode == HOME])
+            away = max([each for each, mode in zip(quickest, split.modes, strict=True) if mode == AWAY], default=0.0)
+            return max(at_home, away), ends
+        choices = [_choices(*each) for each in options]
         least = [0.0]  # transfers of all branches from here on, at the least
-        for each in reversed(options):
-            least.append(least[-1] + min((pair[1] for pair in each), default=inf))
+        for each in reversed(choices):
+            least.append(least[-1] + (each[-1][1] if each else inf))
         least.reverse()
         best: tuple[float, tuple[int, ...]] = (inf, ())
 
@@ -249,10 +276,10 @@ class BlockTable:
             nonlocal best
             if max(home, away) >= min(best[0], below) or used + least[at] > room:
                 return
-            if at == len(options):
+            if at == len(choices):
                 best = (max(home, away), ends)
                 return
-            for seconds, transfer, x in options[at]:
+            for seconds, transfer, x in choices[at]:
                 if split.modes[at] == HOME:
                     visit(at + 1, home + seconds, away, used + transfer, (*ends, x))
                 else:
@@ -260,36 +287,6 @@ class BlockTable:
 
         visit(0, 0.0, 0.0, 0.0, ())
         return best
-
-    def _quickest(
-        self, limit: int, index: int, split: Split, g: int, h: int
-    ) -> tuple[list[float], list[float], list[int]]:
-        """Of each branch the least seconds, the transfer at the end then, and the last layer's count, under the split that is
-        number `index` of those within the `limit`-th number of GPUs."""
-        group = self.group
-        if group.empty or group.paths is None:
-            found = [self._choices(i, mode, cap, g, h) for i, mode, cap in zip(count(), split.modes, split.caps)]
-            first = [each[0] if each else (inf, inf, 0) for each in found]
-            return [each[0] for each in first], [each[1] for each in first], [each[2] for each in first]
-        modes, caps = group.table.modes[limit][:, index], group.table.caps[limit][:, index]
-        return group.paths.quickest(group.numbers[:, self.at], modes, caps, g, h)
-
-    def _choices(self, i: int, mode: int, cap: int, g: int, h: int) -> list[tuple[float, float, int]]:
-        """(seconds, transfer, last count) of branch `i`, the quickest first, each with a smaller transfer than those before."""
-        key = (i, mode, cap, g, h)
-        if key not in self._options:
-            way, paths = self.group.ways[i][self.at], self.group.paths
-            if way < 0 or paths is None:
-                assert self.group.skips is not None
-                ways, moved = ([float(each[self.at, mode, g, h])] for each in self.group.skips)
-            else:
-                ways, moved = paths.options(way, mode, cap, g, h)
-            found: list[tuple[float, float, int]] = []
-            for pair in sorted(zip(ways, moved, count())):
-                if pair[0] < inf and (not found or pair[1] < found[-1][1]):
-                    found.append(pair)
-            self._options[key] = found
-        return self._options[key]
 
     # ---- the way back
 

@@ -67,7 +67,7 @@ def _parts(number: int, gpus: int, counts: tuple[int, ...]) -> tuple[tuple[int, 
         if len(found) > MAX_SPLITS:
             return
         if len(chosen) == number:
-            if all([larger[each] - counts[each] > left for each in chosen]):
+            if not any(larger[each] - counts[each] <= left for each in chosen):
                 found.append(chosen)
         elif len(chosen) + 1 == number:  # the last one takes as much as it can
             last = bisect_right(counts, left) - 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import product
 from math import inf
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 
 from gpumux.plan.costs import Costs, GivenCosts
 from gpumux.plan.graph import Block, Chain, Graph, blocks
@@ -85,64 +87,96 @@ def random_costs(random: Random, layers: int, counts: tuple[int, ...], *, scale:
     return GivenCosts(counts, compute, gradients, single, between, apart)
 
 
-def times(graph: Graph, costs: Costs, placement: Placement) -> tuple[float, list[float], int]:
-    """(iteration, T of each layer, most GPUs at once), from the definitions in docs/planning.md, written down once more."""
-    gpus = placement.gpus
-    spent = [costs.comp(i, gpus[i]) + costs.sync(i, gpus[i]) for i in range(len(gpus))]
+Seconds = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
 
-    def walk(chain: Chain, fork: int | None, moved: bool) -> tuple[float, int, int | None]:
+
+class Amounts:
+    """What a graph's layers cost, as arrays by layer and the index of a count. `sizes`: of sets of GPUs."""
+
+    def __init__(self, graph: Graph, costs: Costs) -> None:
+        layers, counts = range(len(graph.layers)), costs.counts
+        self.graph, self.counts, self.sizes = graph, np.array(counts), np.array((0, *counts, 10**6))
+        self.own = np.array([[costs.comp(i, g) + costs.sync(i, g) for g in counts] for i in layers])
+        self.single = np.array([costs.comp(i, 1) for i in layers])
+        self.comm, self.moved = (
+            np.array([[[move(i, g, h) for h in counts] for g in counts] for i in layers])
+            for move in (costs.comm, costs.moved)
+        )
+
+    def keep(self, walk: Walk, limit: float, gpus: int) -> npt.NDArray[np.bool_]:
+        """Which placements fit, and keep the amplification limit."""
+        good: npt.NDArray[np.bool_] = walk.wide <= gpus
+        return good & (walk.spent * walk.gpus <= limit * self.single[:, None]).all(0) if limit < inf else good
+
+
+class Walk:
+    """Any number of placements of a graph at once, from the definitions in docs/planning.md, written down once more. `chosen`
+    [layers, placements]: indices of counts. Branches in `away` are away in all of them."""
+
+    def __init__(self, amounts: Amounts, chosen: Numbers, away: Collection[tuple[int, int]]) -> None:
+        self.amounts, self.chosen, self.away = amounts, chosen, away
+        self.gpus = amounts.counts[chosen]
+        self.own = amounts.own[np.arange(len(chosen))[:, None], chosen]
+        self.spent = self.own.copy()
+        self.total, self.wide, _ = self.chain(amounts.graph.chain, None, False)
+
+    def chain(self, chain: Chain, fork: int | None, away: bool) -> tuple[Seconds, Numbers, int | None]:
         """(seconds without the way into what follows, most GPUs, last layer)"""
-        total, wide, last = 0.0, 0, fork
-        joining = False
+        total, wide = np.zeros(self.chosen.shape[1]), np.zeros(self.chosen.shape[1], dtype=np.int64)
+        last, joining = fork, False
         for place, each in enumerate(chain):
             if isinstance(each, int):
                 if last is not None and not joining:
-                    comm = (costs.moved if moved and place == 0 else costs.comm)(last, gpus[last], gpus[each])
-                    spent[each] += comm
-                    total += comm
-                total += costs.comp(each, gpus[each]) + costs.sync(each, gpus[each])
-                wide, last, joining = max(wide, gpus[each]), each, False
+                    total = total + self.transfer(last, each, away and place == 0)
+                total, wide = total + self.own[each], np.maximum(wide, self.gpus[each])
+                last, joining = each, False
                 continue
             join = chain[place + 1]
             assert isinstance(join, int)
             assert isinstance(last, int)
-            home, away, at_home, elsewhere = 0.0, 0.0, 0, 0
-            for i, branch in enumerate(each.branches):
-                is_away = (each.number, i) in placement.away
-                seconds, need, end = walk(branch, last, is_away) if branch else (0.0, 0, last)
-                assert end is not None
-                comm = (costs.moved if is_away else costs.comm)(end, gpus[end], gpus[join])
-                spent[join] += comm
-                need = min(
-                    (c for c in (0, *costs.counts) if c >= need), default=10**6
-                )  # sets have one of the counts' sizes
-                if is_away:
-                    away, elsewhere = max(away, seconds + comm), elsewhere + need
-                else:
-                    home, at_home = home + seconds + comm, max(at_home, need)
-            total += max(home, away)
-            wide, joining = max(wide, at_home + elsewhere), True
+            seconds, needed = self.block(each, last, join)
+            total, wide, joining = total + seconds, np.maximum(wide, needed), True
         return total, wide, last
 
-    total, wide, _ = walk(graph.chain, None, False)
-    return total, spent, wide
+    def block(self, block: Block, fork: int, join: int) -> tuple[Seconds, Numbers]:
+        """(seconds, GPUs that home and the branches away need together)"""
+        home, longest, at_home, elsewhere = 0.0, 0.0, 0, 0
+        for i, branch in enumerate(block.branches):
+            is_away = (block.number, i) in self.away
+            seconds, needed, end = self.chain(branch, fork, is_away)
+            assert end is not None
+            seconds = seconds + self.transfer(end, join, is_away)
+            needed = self.amounts.sizes[np.searchsorted(self.amounts.sizes, needed)]
+            if is_away:
+                longest, elsewhere = np.maximum(longest, seconds), elsewhere + needed
+            else:
+                home, at_home = home + seconds, np.maximum(at_home, needed)
+        return np.maximum(home, longest), at_home + elsewhere
+
+    def transfer(self, before: int, behind: int, away: bool) -> Seconds:
+        """Noted as time of the layer behind, too."""
+        seconds: Seconds = (self.amounts.moved if away else self.amounts.comm)[
+            before, self.chosen[before], self.chosen[behind]
+        ]
+        self.spent[behind] += seconds
+        return seconds
 
 
-def keeps(costs: Costs, placement: Placement, spent: list[float], limit: float) -> bool:
-    return limit == inf or all(
-        t * g <= limit * costs.comp(i, 1) for i, (t, g) in enumerate(zip(spent, placement.gpus, strict=True))
-    )
+def times(amounts: Amounts, placement: Placement) -> tuple[float, list[float], int]:
+    """(iteration, T of each layer, most GPUs at once)"""
+    chosen = np.searchsorted(amounts.counts, placement.gpus)[:, None]
+    walk = Walk(amounts, chosen, placement.away)
+    return float(walk.total[0]), walk.spent[:, 0].tolist(), int(walk.wide[0])
 
 
-def brute_force(graph: Graph, costs: Costs, limit: float, gpus: int) -> float:
+def brute_force(amounts: Amounts, limit: float, gpus: int) -> float:
     """The least iteration time of all plans that keep the limit and fit."""
+    graph, layers = amounts.graph, len(amounts.graph.layers)
     movable = [(block.number, i) for block in blocks(graph.chain) for i, branch in enumerate(block.branches) if branch]
+    every = np.indices((len(amounts.counts),) * layers).reshape(layers, -1)
     best = inf
     for subset in product((False, True), repeat=len(movable)):
-        away = frozenset(each for each, chosen in zip(movable, subset, strict=True) if chosen)
-        for counts in product(costs.counts, repeat=len(graph.layers)):
-            placement = Placement(counts, away)
-            total, spent, wide = times(graph, costs, placement)
-            if total < best and wide <= gpus and keeps(costs, placement, spent, limit):
-                best = total
+        walk = Walk(amounts, every, [each for each, chosen in zip(movable, subset, strict=True) if chosen])
+        best = min(best, float(walk.total[amounts.keep(walk, limit, gpus)].min(initial=inf)))
     return best

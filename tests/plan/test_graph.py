@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -141,12 +142,16 @@ def test_a_batch_that_does_not_divide_is_refused_with_what_would():
         ProfiledCosts(found, 6, (1,), preset("25g"), 1.5)
 
 
-def test_layers_timed_at_different_batches_cost_the_same_as_alone():
-    a = layer("a", times=(Timing(1, 1.0, 1.0), Timing(4, 2.0, 2.0)))
-    b = layer("b", "a", times=(Timing(1, 1.0, 1.0), Timing(2, 1.5, 1.5)))
-    costs = ProfiledCosts(graph(a, b), 4, (1, 2, 4), Network("n", 8.0, 0.5), 0.5)
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+@pytest.mark.parametrize("batches", [((1, 4), (1, 2)), ((1, 2), (1, 4)), ((1, 2), (1, 2)), ((1,), (1, 2, 4))])
+def test_layers_timed_at_different_batches_cost_the_same_as_alone(batches: Sequence[Sequence[int]], overlap: float):
+    """Of two layers, one timed at fewer batches than the other, at others, or neither at those that are asked for."""
+    times = [tuple(Timing(n, 1.0 + n / 4, 2.0 + n / 2) for n in each) for each in batches]
+    a, b = layer("a", times=times[0], parameter_bytes=0), layer("b", "a", times=times[1])
+    costs = ProfiledCosts(graph(a, b), 8, (2, 4, 8), Network("n", 8.0, 0.5), overlap)
     tables = costs.tables()
     for i in range(2):
+        assert tables.single[i] == costs.comp(i, 1)
         for place, g in enumerate(costs.counts):
             assert tables.work[i, place] == costs.comp(i, g) + costs.sync(i, g)
 

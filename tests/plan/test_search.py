@@ -17,7 +17,7 @@ from gpumux.plan.graph import Graph
 from gpumux.plan.layers import LayerProfile, Timing
 from gpumux.plan.network import Network
 from gpumux.plan.plan import Plan, evaluate
-from tests.plan.graphs import brute_force, chain_graph, layer, random_chain, random_costs, random_graph, times
+from tests.plan.graphs import Amounts, brute_force, chain_graph, layer, random_chain, random_costs, random_graph, times
 
 LIMITS = (1.0, 1.25, 1.5, 2.0, 3.0, 8.0, inf)
 COUNTS = ((1, 2), (1, 2, 4), (1, 2, 3), (2, 4), (1, 4))
@@ -30,7 +30,8 @@ def planned(search, graph: Graph, costs: Costs, limit: float, gpus: int) -> Plan
 def check_against_everything(graph: Graph, costs: Costs, limit: float, gpus: int) -> tuple[Plan, Plan] | None:
     """The optimum is what trying everything finds, to the last bit, and the published search is never better, but by
     going over the limit; then no worse than the optimum under the limit it really kept. None: no plan keeps it."""
-    least = brute_force(graph, costs, limit, gpus)
+    amounts = Amounts(graph, costs)
+    least = brute_force(amounts, limit, gpus)
     if least == inf:
         with pytest.raises(ConfigError, match="no plan"):
             optimal.search(graph, costs, limit, gpus)
@@ -39,7 +40,7 @@ def check_against_everything(graph: Graph, costs: Costs, limit: float, gpus: int
     assert ours.seconds == least
     assert not ours.over_limit()
     for plan in (ours, theirs):
-        assert (plan.seconds, list(plan.times), plan.width) == times(graph, costs, plan.placement)
+        assert (plan.seconds, list(plan.times), plan.width) == times(amounts, plan.placement)
         check_rows(plan)
     if theirs.over_limit():
         reached = max(a for a in theirs.amplification if a is not None)
@@ -126,8 +127,8 @@ def test_costs_of_the_network_model_are_searched_exactly_too(random: Random, lim
     check_against_everything(graph, costs, limit, 4)
 
 
-@given(st.randoms(use_true_random=False), st.integers(2, 40))
-@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(2, 25))
+@settings(max_examples=40)
 def test_long_chains_are_no_worse_than_published(random: Random, length: int):
     counts = (1, 2, 4, 8, 16, 32, 64, 128)
     graph, costs = chain_graph(length), random_costs(random, length, counts, scale=5000)
@@ -194,4 +195,4 @@ def test_a_long_chain_takes_memory_linear_in_layers():
         tracemalloc.stop()
         return most
 
-    assert peak(8000) < 2.5 * peak(4000)
+    assert peak(5000) < 2.5 * peak(2500)
