@@ -34,6 +34,17 @@ _FUSED = frozenset(
     )
 )
 
+# Two operands of unlike strides: the kernels lay the result out as any sum of the two, their shape rules like the second.
+_LIKE_A_SUM = frozenset(
+    (
+        aten.hardswish_backward.default,
+        aten.hardsigmoid_backward.default,
+        aten.hardtanh_backward.default,
+        aten.softplus_backward.default,
+        aten.logit_backward.default,
+    )
+)
+
 
 def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
     """`func(*args, **kwargs)` under the FakeTensorMode that is active."""
@@ -42,6 +53,10 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
     if func in _FUSED:
         return _same_lists(func, args)
     out = func(*args, **kwargs)
+    if func in _LIKE_A_SUM:
+        return torch.empty_like(args[0] + args[1], dtype=out.dtype)
+    if device == "cpu" and func is aten.log_sigmoid_forward.default:  # always contiguous, whatever its argument is
+        return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in out)
     if device == "cpu" and func in _STATISTICS:
         return _statistics(args[0], args[_STATISTICS[func]], out)
     if device == "cpu" and func is aten._scaled_dot_product_flash_attention_for_cpu.default:

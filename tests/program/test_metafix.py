@@ -47,10 +47,29 @@ def others():
     }
 
 
+def of_unlike_strides():
+    """A gradient as it comes out of a fused convolution, and what the activation was given."""
+    plain, turned = ones(3, 4, 5, 2), ones(4, 3, 5, 2).transpose(0, 1)
+    numbers = {
+        aten.hardswish_backward.default: (),
+        aten.hardsigmoid_backward.default: (),
+        aten.hardtanh_backward.default: (-1.0, 1.0),
+        aten.softplus_backward.default: (1.0, 20.0),
+        aten.logit_backward.default: (None,),
+        aten.gelu_backward.default: (),
+        aten.threshold_backward.default: (0.0,),
+    }
+    found = {}
+    for func, more in numbers.items():
+        found[f"{func} of turned"] = (func, (turned, plain, *more))
+        found[f"{func} turned"] = (func, (plain, turned, *more))
+    return found | {"log sigmoid": (aten.log_sigmoid_forward.default, (turned,))}
+
+
 CASES = [("bf16 " + k, *v) for k, v in norms(BF16).items()] + [
     ("f32 " + k, *v) for k, v in norms(torch.float32).items()
 ]
-CASES += [(k, *v) for k, v in others().items()]
+CASES += [(k, *v) for k, v in (others() | of_unlike_strides()).items()]
 
 
 @pytest.mark.parametrize(("name", "func", "args"), CASES, ids=[case[0] for case in CASES])
