@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux.client.fingerprint import Change
-from gpumux.client.host import Evaluator, Expr, Number
+from gpumux.client.host import Evaluator, Expr
 from gpumux.client.ledger import RawOp, RawStorage, Record
 from gpumux.client.numerics import numerics_now
 from gpumux.client.state import Place, StateTable
@@ -44,7 +44,7 @@ class Lowered:
     def __post_init__(self) -> None:
         object.__setattr__(self, "returns_leaf", self.result_spec.is_leaf())
 
-    def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Number]) -> Any:
+    def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Any]) -> Any:
         """What the step function returned, put together again. `host`: the evaluator's last values."""
         leaves = [
             tensors[what] if kind == "tensor" else host[what] if kind == "host" else what for kind, what in self.results

@@ -124,7 +124,7 @@ class Emitter(TorchDispatchMode):
 
     def emit(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalars: Sequence[float | int] = (),
-        random: int | None = None, stream: int = 0,
+        random: int | None = None, stream: int | None = None,
     ) -> Any:  # fmt: skip
         """One operator on fake tensors. ScalarRefs among the arguments name scalars of the fused Program, whose
         values at present are `scalars`."""
@@ -161,9 +161,8 @@ class Emitter(TorchDispatchMode):
         for tensor in fresh:
             nbytes = tensor.untyped_storage().nbytes()
             self._enter(tensor, Storage("temp", nbytes), tensor.dtype)
-        extra: dict[str, Any] = {"stream": stream} if stream else {}
         self.ops.append(
-            Op(schema.target, tuple(positional), tuple(sorted(keywords)), tuple(self._out(o) for o in outs), random, **extra)
+            Op(schema.target, tuple(positional), tuple(sorted(keywords)), tuple(self._out(o) for o in outs), random, stream)
         )  # fmt: skip
         self.labels.append(self.label)
         return out

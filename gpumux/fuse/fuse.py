@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -57,6 +58,13 @@ class Fused:
     tables: tuple[Table, ...]
     decisions: tuple[Decision, ...]
     batch_per_model: bool
+    streams: bool  # whether there is one more state slot: the models' random generators, `stream_bytes()` each
+
+
+@cache
+def stream_bytes() -> int:
+    """Of the state of a random generator on the CPU."""
+    return int(torch.default_generator.get_state().numel())
 
 
 def fuse(
@@ -92,6 +100,8 @@ class Fuser:
         self._choose = choose
         self._per_model = per_model
         self.decisions: list[Decision] = []
+        self._streams: int | None = None  # storage of the models' random generators
+        self._slots: dict[tuple[int, int], int] = {}
 
     def run(self, batch_per_model: bool) -> Fused:
         program = self.template.program
@@ -110,7 +120,7 @@ class Fuser:
             torch.set_default_dtype(before)
         return Fused(
             self.emitter.build([*inputs, *more], results, program.numerics), self.models,
-            tuple(self.homes.scalar_sources), tables, tuple(self.decisions), batch_per_model,
+            tuple(self.homes.scalar_sources), tables, tuple(self.decisions), batch_per_model, self._streams is not None,
         )  # fmt: skip
 
     # ---- what is there before the step, and after it -----------------------------------------------
@@ -163,7 +173,7 @@ class Fuser:
 
     def _run(self, call: Call) -> tuple[How, str]:
         if call.op.random is not None:
-            self.each(call)
+            self._draw(call)
             return "per-model", "it draws random numbers, each model from its own stream"
         if self.is_alike(call):
             self.once(call)
@@ -214,6 +224,21 @@ class Fuser:
             return name, ""
         return "", "; ".join(dict.fromkeys(reasons))
 
+    def _draw(self, call: Call) -> None:
+        for operand in call.operands():
+            self.homes.exact(operand.view)
+        if self._streams is None:
+            slots = sum(s.kind == "state" for s in self.template.program.storages)
+            self._streams = self.emitter.add_storage("state", self.models * stream_bytes(), slots)
+        self.each(call)
+
+    def _stream(self, model: int, slot: int) -> tuple[int, int]:
+        """(random slot of the fused Program, the view of the model's generator)."""
+        assert self._streams is not None
+        nbytes = stream_bytes()
+        view = self.emitter.window(self._streams, "uint8", (nbytes,), (1,), model * nbytes)
+        return self._slots.setdefault((model, slot), len(self._slots)), self.emitter.view_of(view)
+
     def each(self, call: Call) -> None:
         """Run it once a model."""
         for operand in call.written:
@@ -232,10 +257,8 @@ class Fuser:
             arguments = call.func._schema.arguments
             positional = tuple(args[a.name] for a in arguments if not a.kwarg_only)
             named = {a.name: args[a.name] for a in arguments if a.kwarg_only and not is_default(args[a.name], a)}
-            random = call.op.random
-            made = self.emitter.emit(
-                call.func, positional, named, self.homes.scalar_values, random, model if random is not None else 0
-            )
+            random, stream = (None, None) if call.op.random is None else self._stream(model, call.op.random)
+            made = self.emitter.emit(call.func, positional, named, self.homes.scalar_values, random, stream)
             every.append(self._returned(call, made))
         for position, view in enumerate(call.outputs()):
             if view is not None and not self.homes.of(view).known:
@@ -266,4 +289,4 @@ def _ways(call: Call) -> Iterator[tuple[str, rules.Rule]]:
     yield "batched", batched
 
 
-__all__ = ["Decision", "Fused", "Fuser", "Table", "fuse"]
+__all__ = ["Decision", "Fused", "Fuser", "Table", "fuse", "stream_bytes"]

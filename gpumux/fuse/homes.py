@@ -62,11 +62,14 @@ class Homes:
             return self.one(view)
         if home.split is not None:
             return self.emitter.window(home.split[model], view.dtype, view.size, view.stride, view.offset)
-        stacked = self.all(view)
-        return stacked.select(0, model)
+        stacked = self._stacked(view, whole=True)
+        return (self.all(view) if stacked is None else stacked).select(0, model)
 
-    def _stacked(self, view: View) -> torch.Tensor | None:
-        for block, storage in self.of(view).stacked.items():
+    def _stacked(self, view: View, whole: bool = False) -> torch.Tensor | None:
+        home = self.of(view)
+        for block, storage in home.stacked.items():
+            if whole and block != home.nbytes:
+                continue
             at = stack_view(view, block, self.models)
             if at is not None:
                 return self._window(storage, view.dtype, at)
@@ -150,7 +153,7 @@ class Homes:
     def own(self, view: View) -> torch.Tensor:
         """All models' tensors, to be written: stacked, and no other copy is valid any more."""
         home = self.of(view)
-        for block in list(home.stacked):
+        for block in sorted(home.stacked, key=lambda k: k != home.nbytes):
             at = stack_view(view, block, self.models)
             if at is not None:
                 home.only_stacked(block)
@@ -165,6 +168,12 @@ class Homes:
             self.of(view).only_split(self.of(view).split or ())
         else:
             self.own(view)
+
+    def exact(self, view: View) -> None:
+        """Bring every model's tensor into the template's own layout: kernels may draw in the order of memory."""
+        home = self.of(view)
+        if home.shared is None and home.split is None and home.nbytes not in home.stacked:
+            self._whole(view.storage)
 
     # ---- results -----------------------------------------------------------------------------------
 

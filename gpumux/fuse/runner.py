@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 from torch import _C
 
-from gpumux.client.remote import lay
 from gpumux.device.cpu.loaded import LoadedProgram
 from gpumux.device.cpu.operands import SlotOperands
 from gpumux.program.ir import ALIGN, Program, slot_layout
@@ -50,10 +49,6 @@ class Runner:
         self._step += 1
         operands: SlotOperands = loaded.operands.slot(0)
         return [r.clone() for r in operands.results]
-
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        for target, source in zip(self._inputs, tensors, strict=True):
-            lay(target, source.detach())
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def drawing_from(stream: torch.Tensor) -> Iterator[None]:
     moves on. Raises RuntimeError when the bytes are no generator's state."""
     generator = torch.default_generator
     before = generator.get_state()
-    generator.set_state(stream)
+    generator.set_state(stream.clone())  # torch counts the offset of a view twice
     try:
         yield
         stream.copy_(generator.get_state())

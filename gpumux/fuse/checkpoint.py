@@ -1,0 +1,58 @@
+"""Checkpoints of an array: tensors, numbers and strings in a file of torch.save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpumux.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpumux.fuse.array import Array
+
+_FORM = "gpumux array 1"
+
+
+def save(array: Array, path: str | Path, models: Iterable[int]) -> None:
+    """Each model's state_dict and random state. The file appears whole or not at all."""
+    states = [{**array.state_dict(b), "random": array.random_state(b)} for b in models]
+    target = Path(path)
+    half = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        torch.save({"form": _FORM, "models": states}, half)
+        half.replace(target)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def restore(array: Array, path: str | Path, model: int | None) -> None:
+    """Raises ConfigError for a file that is no checkpoint, or of another number of models."""
+    states = _read(Path(path))
+    targets = range(len(array)) if model is None else [model]
+    if len(states) != len(targets):
+        raise ConfigError(
+            f"{path} holds {len(states)} models, and {len(targets)} are to be restored",
+            "restore into an array of that size, or a checkpoint of one model into one",
+        )
+    for b, state in zip(targets, states, strict=True):
+        array.load(b, {k: v for k, v in state.items() if k != "random"})
+        array.set_random_state(b, state["random"])
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        found = torch.load(path, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{path} is no checkpoint: {str(error).splitlines()[0]}", "give a file of Array.save"
+        ) from error
+    if not isinstance(found, dict) or found.get("form") != _FORM:
+        raise ConfigError(f"{path} is no checkpoint of an array", "give a file of Array.save")
+    models: list[dict[str, Any]] = found["models"]
+    return models

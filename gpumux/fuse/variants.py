@@ -1,0 +1,125 @@
+"""The fused Programs of an array: one for every combination of what its models run at a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from gpumux.client.remote import lay
+from gpumux.client.variants import Choice, Made
+from gpumux.fuse.align import align
+from gpumux.fuse.fuse import Fused, fuse
+from gpumux.fuse.runner import Runner
+from gpumux.program.ir import Program, ScalarRef
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the array was made with: see Array."""
+
+    choose: Literal["fused", "per-model"]
+    per_model: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Variant:
+    """One fused Program and what runs it. `alike`: scalars that it takes to be equal for all models."""
+
+    fused: Fused
+    runner: Runner
+    alike: tuple[int, ...]
+    batch: int  # tensors of one batch
+
+    def holds(self, choices: Sequence[Choice]) -> bool:
+        first = choices[0].values
+        return all(not differ(c.values[i], first[i]) for c in choices[1:] for i in self.alike)
+
+    def run(self, choices: Sequence[Choice]) -> list[torch.Tensor]:
+        inputs = self.runner.inputs
+        if self.fused.batch_per_model:
+            for model, choice in enumerate(choices):
+                for target, source in zip(inputs[: self.batch], choice.tensors, strict=True):
+                    target[model].copy_(source.detach())
+        else:
+            for target, source in zip(inputs[: self.batch], choices[0].tensors, strict=True):
+                lay(target, source.detach())
+        for table, target in zip(self.fused.tables, inputs[self.batch :], strict=True):
+            rows = [
+                [choices[b].values[s.index] if isinstance(s, ScalarRef) else s for b, s in enumerate(row)]
+                for row in table.rows
+            ]
+            target.copy_(torch.tensor(rows, dtype=torch.float64))
+        return self.runner.run([choices[model].values[index] for model, index in self.fused.scalars])
+
+
+class Variants:
+    """`buffers(choices, first, streams)` gives the state of the models from `first` on."""
+
+    def __init__(self, options: Options, buffers: Callable[[Sequence[Choice], int, bool], list[torch.Tensor]]) -> None:
+        self._options = options
+        self._buffers = buffers
+        self._made: dict[Any, Variant] = {}
+        self._kinds: dict[int, int] = {}
+        self._keep: list[Made] = []
+        self._differs: dict[int, frozenset[int]] = {}  # kept when the array changes: what differed may again
+        self._first: Choice | None = None
+
+    def get(self, choices: Sequence[Choice], first: int, per_model: bool) -> Variant:
+        """The fused Program of what a run of models is about to do. Raises NotFusible."""
+        key = (first, per_model, *[id(c.made) for c in choices])
+        found = self._made.get(key)
+        if found is not None and found.holds(choices):
+            return found
+        self._first = self._first or choices[0]
+        known = self.kind(choices[0])
+        values = [c.values for c in choices]
+        count = choices[0].made.lowered.counts[0]
+        now = {i for i in range(count) if any(differ(v[i], values[0][i]) for v in values[1:])}
+        differs = self._differs[known] = frozenset(now) | self._differs.get(known, frozenset())
+        fused = fuse(
+            [c.made.lowered.program for c in choices], values, differs=differs, batch_per_model=per_model,
+            choose=self._options.choose, per_model=self._options.per_model,
+        )  # fmt: skip
+        runner = Runner(fused.program, self._buffers(choices, first, fused.streams))
+        alike = tuple(i for i in range(count) if i not in differs)
+        made = self._made[key] = Variant(fused, runner, alike, len(choices[0].tensors))
+        return made
+
+    def same_from_the_start(self, choice: Choice) -> None:
+        """Raises NotFusible unless a model that takes its first step is of the array's kind."""
+        if self._first is not None:
+            align([self._first.made.lowered.program, choice.made.lowered.program])
+
+    def kind(self, choice: Choice) -> int:
+        """Equal for Programs that differ in numbers alone, of models whose state is bound alike."""
+        made = choice.made
+        found = self._kinds.get(id(made))
+        if found is None:
+            found = hash((_bare(made.lowered.program), made.lowered.binding))
+            self._kinds[id(made)] = found
+            self._keep.append(made)  # its id is a key
+        return found
+
+    def clear(self) -> None:
+        """The array's models have changed."""
+        self._made.clear()
+
+
+def _bare(program: Program) -> Program:
+    """The Program without the numbers in which models of one kind may differ."""
+
+    def bare(arg: Any) -> Any:
+        if isinstance(arg, (float, ScalarRef)):
+            return "number"
+        return tuple(bare(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    ops = tuple(replace(op, args=bare(op.args), kwargs=tuple((k, bare(v)) for k, v in op.kwargs)) for op in program.ops)
+    return replace(program, ops=ops, consts=(), scalars=())
+
+
+def differ(a: float | int, b: float | int) -> bool:
+    """Whether two numbers are not the same to an operator."""
+    return type(a) is not type(b) or not (a == b or (a != a and b != b))

@@ -1,0 +1,224 @@
+"""What an array can do beside stepping: schedules, random streams, joining, leaving, saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpumux import fuse
+from gpumux.errors import ConfigError, LocalWrite, NotFusible, StaleState
+from tests.fuse.serial import Config, apart, batches, check, configs, one_thread, training, ways
+
+nn = torch.nn
+DATA = batches(6, 5, count=24)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.2), nn.Linear(5, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 8), nn.Dropout(0.5))
+
+
+def adam(parameters: Any, config: Config) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=config.lr)
+
+
+def scheduled(config: Config) -> tuple[Any, nn.Module, torch.optim.Optimizer, Any]:
+    step, model, optimizer = training(mlp, adam)(config)
+    kinds = [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 8),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    ]
+    return step, model, optimizer, kinds[config.seed % 3](optimizer)
+
+
+def test_every_model_keeps_its_own_schedule():
+    schedulers = []
+
+    def factory(config: Config) -> Any:
+        *made, scheduler = scheduled(config)
+        schedulers.append(scheduler)
+        return tuple(made)
+
+    with one_thread(), fuse.Array(factory, configs(), DATA[0]) as array:
+        losses = []
+        for batch in DATA[:10]:
+            losses.append(array.step(*batch))
+            for scheduler in schedulers:
+                scheduler.step()
+        for b, config in enumerate(configs()):
+            step, model, _, scheduler = scheduled(config)
+            for i, batch in enumerate(DATA[:10]):
+                assert apart(losses[i][b], step(*batch).detach()) < 1e-9
+                scheduler.step()
+            for key, value in model.state_dict().items():
+                assert apart(array.state_dict(b)["model"][key], value) < 1e-9
+
+
+def test_dropout_draws_what_each_model_would_draw_alone():
+    array = check(training(dropping), batches(6, 5))
+    assert ways(array)["aten.bernoulli_.float"] == {"per-model"}
+    check(training(dropping), batches(6, 5), per_model=True)
+
+
+def test_the_random_generator_of_the_process_is_left_alone():
+    with fuse.Array(training(dropping), configs(), DATA[0]) as array:
+        torch.manual_seed(7)
+        expected = torch.rand(3)
+        torch.manual_seed(7)
+        array.step(*DATA[0])
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_seeds_give_models_other_draws():
+    same = [Config(0, 0.05)] * 2
+    with fuse.Array(training(dropping), same, DATA[0]) as array:
+        first = array.step(*DATA[0])
+    assert torch.equal(first[0], first[1])
+    with fuse.Array(training(dropping), same, DATA[0], seeds=[1, 2]) as array:
+        other = array.step(*DATA[0])
+    assert not torch.equal(other[0], other[1])
+    with pytest.raises(ConfigError, match="3 seeds for 2 models"):
+        fuse.Array(training(dropping), same, DATA[0], seeds=[1, 2, 3])
+
+
+@pytest.mark.parametrize("optimizer", [adam, lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9)])
+def test_models_that_join_and_leave_change_nothing_for_the_others(optimizer: Any):
+    factory = training(mlp, optimizer)
+    with one_thread():
+        still = fuse.Array(factory, configs(), DATA[0])
+        for batch in DATA:
+            still.step(*batch)
+        moving = fuse.Array(factory, configs(), DATA[0])
+        for i, batch in enumerate(DATA):
+            if i == 10:
+                assert moving.add(Config(9, 0.03)) == 3
+            if i == 20:
+                joined = moving.state_dict(3)
+                left = moving.remove(1)
+            moving.step(*batch)
+            assert moving.runs == ((3, 1) if i == 10 else (len(moving),))
+        for then, now in ((0, 0), (2, 1)):
+            for key, value in still.state_dict(then)["model"].items():
+                assert apart(moving.state_dict(now)["model"][key], value) < 1e-9
+        for config, data, state in ((Config(9, 0.03), DATA[10:20], joined), (configs()[1], DATA[:20], left)):
+            step, model, _ = factory(config)
+            for batch in data:
+                step(*batch)
+            for key, value in model.state_dict().items():
+                assert apart(state["model"][key], value) < 1e-9
+        still.close()
+        moving.close()
+
+
+def test_a_model_of_another_kind_can_not_join():
+    def factory(config: Config) -> Any:
+        return training(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh() if config.seed < 5 else nn.ReLU()))(config)
+
+    with fuse.Array(factory, configs(), DATA[0]) as array:
+        array.step(*DATA[0])
+        with pytest.raises(NotFusible, match="tanh"):
+            array.add(Config(7))
+        assert len(array) == 3
+        array.step(*DATA[1])
+
+
+def test_the_last_model_stays():
+    with fuse.Array(training(mlp), configs(1), DATA[0]) as array, pytest.raises(ConfigError, match="last model"):
+        array.remove(0)
+
+
+def test_a_model_that_breaks_breaks_no_other():
+    """Each clips its own gradients: one with an overflow leaves the norms of the others alone."""
+
+    def clipped(config: Config) -> Any:
+        torch.manual_seed(config.seed)
+        model = mlp().double()
+        optimizer = adam(model.parameters(), config)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            return loss
+
+        return step, model, optimizer
+
+    check(clipped, batches(6, 5))
+    with (
+        one_thread(),
+        fuse.Array(clipped, configs(), DATA[0]) as array,
+        fuse.Array(clipped, configs(), DATA[0]) as other,
+    ):
+        broken = array.state_dict(1)
+        broken["model"]["0.weight"][0, 0] = float("nan")
+        array.load(1, broken)
+        for batch in DATA[:6]:
+            losses, expected = array.step(*batch), other.step(*batch)
+            assert losses[1].isnan()
+            assert torch.equal(losses[[0, 2]], expected[[0, 2]])
+        for b in (0, 2):
+            for key, value in other.state_dict(b)["model"].items():
+                assert torch.equal(array.state_dict(b)["model"][key], value)
+
+
+def test_a_checkpoint_brings_back_all_or_one(tmp_path: Path):
+    factory = training(dropping, adam)
+    with one_thread(), fuse.Array(factory, configs(), DATA[0]) as array:
+        for batch in DATA[:3]:
+            array.step(*batch)
+        array.save(tmp_path / "all.pt")
+        array.save(tmp_path / "one.pt", 1)
+        expected = [array.step(*batch) for batch in DATA[3:6]]
+        array.restore(tmp_path / "all.pt")
+        assert all(torch.equal(array.step(*b), e) for b, e in zip(DATA[3:6], expected, strict=True))
+    with one_thread(), fuse.Array(factory, configs(), DATA[0]) as fresh:
+        fresh.restore(tmp_path / "one.pt", 1)
+        again = [fresh.step(*batch) for batch in DATA[3:6]]
+        assert all(apart(a[1], e[1]) < 1e-12 for a, e in zip(again, expected, strict=True))
+        with pytest.raises(ConfigError, match="holds 1 models, and 3"):
+            fresh.restore(tmp_path / "one.pt")
+        (tmp_path / "none.pt").write_bytes(b"something else")
+        with pytest.raises(ConfigError, match="no checkpoint"):
+            fresh.restore(tmp_path / "none.pt")
+
+
+def test_the_local_models_are_stale_until_sync():
+    made = []
+
+    def factory(config: Config) -> Any:
+        made.append(training(mlp, adam)(config))
+        return made[-1]
+
+    with fuse.Array(factory, configs(), DATA[0]) as array:
+        array.step(*DATA[0])
+        with pytest.raises(StaleState, match=r"array\[1\]"):
+            made[1][1](DATA[0][0])
+        array.sync()
+        made[1][1](DATA[0][0])
+        assert torch.equal(made[1][1].state_dict()["0.weight"], array.state_dict(1)["model"]["0.weight"])
+        with torch.no_grad():
+            made[1][1][0].weight.zero_()
+        with pytest.raises(LocalWrite):
+            array.step(*DATA[0])
+    made[1][1](DATA[0][0])
+
+
+def test_what_an_array_can_not_be_made_of():
+    with pytest.raises(ConfigError, match="configs is empty"):
+        fuse.Array(training(mlp), [], DATA[0])
+    with pytest.raises(ConfigError, match="tuple of three"):
+        fuse.Array(lambda config: None, [1], DATA[0])
+    with fuse.Array(training(mlp), configs(), DATA[0]) as array:
+        with pytest.raises(ConfigError, match="list of 3"):
+            array.step(DATA[0][0], per_model=True)
+        with pytest.raises(ConfigError, match="no model 3"):
+            array.state_dict(3)
