@@ -15,6 +15,8 @@ from gpumux.fuse import checkpoint
 from gpumux.fuse.fuse import Decision, stream_bytes
 from gpumux.fuse.member import Member, example_arguments
 from gpumux.fuse.memory import STREAM, Memory, key_of
+from gpumux.fuse.plan import Plan
+from gpumux.fuse.trial import Times, cache_file
 from gpumux.fuse.variants import Options, Variant, Variants
 
 Factory = Callable[[Any], "tuple[Callable[..., Any], Any, Any]"]
@@ -28,8 +30,10 @@ class Array:
     random draws included: each model goes on from where the random generator stood when its factory returned, or
     from its own of `seeds`.
 
-    choose: "fused" runs every operator for all models at once where there is a way; "per-model" runs each once a
-    model (to compare with). per_model_operators: such as "aten.mm.default", to run once a model in any case.
+    choose: "measured" times every operator, for all models at once and once a model, and takes what is quicker as a
+    whole (`plan()` prints it; times are kept in `times_file`, None: not at all, by default in the user's cache directory).
+    "fused" runs all at once wherever there is a way; "per-model" runs each once a model.
+    per_model_operators: such as "aten.mm.default", to run once a model in any case.
     max_variants: combinations of batch shapes and Python flags captured for each model.
 
     Raises NotFusible for configurations that are not of one kind, and what submit raises for a step that can't be
@@ -38,11 +42,13 @@ class Array:
 
     def __init__(
         self, factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
-        choose: Literal["fused", "per-model"] = "fused", per_model_operators: Sequence[str] = (), max_variants: int = 4,
-        name: str = "array",
+        choose: Literal["measured", "fused", "per-model"] = "measured", per_model_operators: Sequence[str] = (),
+        times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
     ) -> None:  # fmt: skip
         if not configs:
             raise ConfigError("configs is empty", "give one configuration for each model")
+        if choose not in ("measured", "fused", "per-model"):
+            raise ConfigError(f"choose is {choose!r}", 'use "measured", "fused" or "per-model"')
         if seeds is not None and len(seeds) != len(configs):
             raise ConfigError(f"{len(seeds)} seeds for {len(configs)} models", "give one a model")
         self.name = name
@@ -51,7 +57,8 @@ class Array:
         self._example = example_arguments(example)
         self._members: list[Member] = []
         self._memory = Memory(0)
-        self._variants = Variants(Options(choose, tuple(per_model_operators)), self._buffers)
+        times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
+        self._variants = Variants(Options(choose, tuple(per_model_operators), times), self._buffers)
         self._last: list[Variant] = []
         try:
             for index, config in enumerate(configs):
@@ -132,6 +139,14 @@ class Array:
     def decisions(self) -> tuple[Decision, ...]:
         """How each operator of the step that ran last runs. Empty before the first."""
         return self._last[0].fused.decisions if self._last else ()
+
+    def plan(self) -> Plan:
+        """How the step that ran last was run, operator by operator, with what was measured: print it. Raises
+        ConfigError before the first step."""
+        if not self._last:
+            raise ConfigError("no step has run yet", "run one")
+        first = self._last[0]
+        return Plan(first.fused.models, first.fused.decisions, first.whole_s)
 
     @property
     def runs(self) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ from gpumux.program.ir import ITEM_BYTES, Program, View
 # Operators that look at their operand's shape and layout only.
 _BY_SHAPE = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
 
+# "fused" wherever there is a way, "per-model", or the operators that run once a model.
+Choose: TypeAlias = Literal["fused", "per-model"] | frozenset[int]
 How: TypeAlias = Literal["alike", "fused", "per-model"]
 
 
@@ -37,13 +39,17 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """How one operator of the template runs. `why`: of fused, by what ("rule", "pointwise", "batched"); of per-model,
-    the reason."""
+    the reason. `sizes`: of its operands, in one model. `fused_s`, `each_s`: seconds for all models at once and one after
+    another, where measured."""
 
     op: int
     target: str
     layer: str
     how: How
     why: str = ""
+    sizes: str = ""
+    fused_s: float | None = None
+    each_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +75,13 @@ def stream_bytes() -> int:
 
 def fuse(
     programs: Sequence[Program], values: Sequence[Sequence[float | int]], *, differs: frozenset[int] = frozenset(),
-    batch_per_model: bool = False, choose: Literal["fused", "per-model"] = "fused", per_model: Collection[str] = (),
+    batch_per_model: bool = False, choose: Choose = "fused", per_model: Collection[str] = (),
 ) -> Fused:  # fmt: skip
     """One Program that does what `programs`, each on its own state, do.
 
     values: the host scalars of each Program now; only their types and equality matter.
     differs: scalars, by index, that need not be equal for all models at every step.
-    choose: "fused" where there is a way, or every operator once a model.
+    choose: "fused" where there is a way, "per-model", or which operators, by number, run once a model.
     per_model: operators ("aten.mm.default") that run once a model whatever is known of them.
 
     Raises NotFusible, naming operator and layer, for steps that are not of one kind, and for operators that
@@ -90,7 +96,7 @@ def fuse(
 
 class Fuser:
     def __init__(
-        self, template: Template, emitter: Emitter, values: Sequence[Sequence[float | int]], choose: str,
+        self, template: Template, emitter: Emitter, values: Sequence[Sequence[float | int]], choose: Choose,
         per_model: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.template = template
@@ -100,6 +106,9 @@ class Fuser:
         self._choose = choose
         self._per_model = per_model
         self.decisions: list[Decision] = []
+        self.slices: list[tuple[int, int]] = []  # of each operator of the template: its operators here
+        self.makers: dict[int, int] = {}  # storage of the template -> the operator that makes it
+        self.reads: list[tuple[int, int]] = []  # (operator, the maker of something it takes)
         self._streams: int | None = None  # storage of the models' random generators
         self._slots: dict[tuple[int, int], int] = {}
 
@@ -168,17 +177,29 @@ class Fuser:
 
     def op(self, index: int) -> None:
         call = Call(self.homes, self.template.ops[index])
-        how, why = self._run(call)
-        self.decisions.append(Decision(index, call.target, layer_name(self.template.labels[index]), how, why))
+        start = len(self.emitter.ops)
+        how, why = self._run(call, index)
+        self.slices.append((start, len(self.emitter.ops)))
+        used = {o.view.storage for o in call.operands()}
+        self.reads += [(index, self.makers[s]) for s in sorted(used) if s in self.makers]
+        for view in call.outputs():
+            if view is not None and self.template.program.storages[view.storage].kind == "temp":
+                self.makers.setdefault(view.storage, index)
+        sizes = " ".join("x".join(map(str, o.size)) or "1" for o in call.operands())
+        layer = layer_name(self.template.labels[index])
+        self.decisions.append(Decision(index, call.target, layer, how, why, sizes))
 
-    def _run(self, call: Call) -> tuple[How, str]:
+    def _run(self, call: Call, index: int) -> tuple[How, str]:
         if call.op.random is not None:
             self._draw(call)
             return "per-model", "it draws random numbers, each model from its own stream"
         if self.is_alike(call):
             self.once(call)
             return "alike", ""
-        if self._choose == "per-model" or call.target in self._per_model:
+        if call.target in self._per_model:
+            self.each(call)
+            return "per-model", "asked for"
+        if self._choose == "per-model" or (self._choose != "fused" and index in self._choose):
             self.each(call)
             return "per-model", "chosen"
         way, reason = self.together(call)

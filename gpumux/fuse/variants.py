@@ -10,9 +10,12 @@ import torch
 
 from gpumux.client.remote import lay
 from gpumux.client.variants import Choice, Made
+from gpumux.fuse import rules
 from gpumux.fuse.align import align
 from gpumux.fuse.fuse import Fused, fuse
+from gpumux.fuse.measured import fuse_measured
 from gpumux.fuse.runner import Runner
+from gpumux.fuse.trial import Times
 from gpumux.program.ir import Program, ScalarRef
 
 
@@ -20,8 +23,9 @@ from gpumux.program.ir import Program, ScalarRef
 class Options:
     """What the array was made with: see Array."""
 
-    choose: Literal["fused", "per-model"]
+    choose: Literal["measured", "fused", "per-model"]
     per_model: tuple[str, ...]
+    times: Times
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class Variant:
     runner: Runner
     alike: tuple[int, ...]
     batch: int  # tensors of one batch
+    whole_s: tuple[float, float] | None = None  # seconds of a step, and of one model after another
 
     def holds(self, choices: Sequence[Choice]) -> bool:
         first = choices[0].values
@@ -79,14 +84,30 @@ class Variants:
         count = choices[0].made.lowered.counts[0]
         now = {i for i in range(count) if any(differ(v[i], values[0][i]) for v in values[1:])}
         differs = self._differs[known] = frozenset(now) | self._differs.get(known, frozenset())
-        fused = fuse(
-            [c.made.lowered.program for c in choices], values, differs=differs, batch_per_model=per_model,
-            choose=self._options.choose, per_model=self._options.per_model,
-        )  # fmt: skip
+        fused, whole = self._fuse([c.made.lowered.program for c in choices], values, differs, per_model)
         runner = Runner(fused.program, self._buffers(choices, first, fused.streams))
         alike = tuple(i for i in range(count) if i not in differs)
-        made = self._made[key] = Variant(fused, runner, alike, len(choices[0].tensors))
+        made = self._made[key] = Variant(fused, runner, alike, len(choices[0].tensors), whole)
         return made
+
+    def _fuse(
+        self, programs: list[Program], values: list[Any], differs: frozenset[int], per_model: bool
+    ) -> tuple[Fused, tuple[float, float] | None]:
+        options = self._options
+        if options.choose != "measured" or len(programs) == 1:
+            how: Literal["fused", "per-model"] = "per-model" if options.choose == "per-model" else "fused"
+            return fuse(
+                programs, values, differs=differs, batch_per_model=per_model, choose=how, per_model=options.per_model
+            ), None
+        rules.load()
+        found = fuse_measured(
+            align(programs, differs),
+            values,
+            batch_per_model=per_model,
+            per_model=options.per_model,
+            times=options.times,
+        )
+        return found.fused, found.whole
 
     def same_from_the_start(self, choice: Choice) -> None:
         """Raises NotFusible unless a model that takes its first step is of the array's kind."""

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpumux import fuse
 from gpumux.errors import ConfigError, LocalWrite, NotFusible, StaleState
-from tests.fuse.serial import Config, apart, batches, check, configs, one_thread, training, ways
+from tests.fuse.serial import Config, apart, array_of, batches, check, configs, one_thread, training, ways
 
 nn = torch.nn
 DATA = batches(6, 5, count=24)
@@ -46,7 +45,7 @@ def test_every_model_keeps_its_own_schedule():
         schedulers.append(scheduler)
         return tuple(made)
 
-    with one_thread(), fuse.Array(factory, configs(), DATA[0]) as array:
+    with one_thread(), array_of(factory, configs(), DATA[0]) as array:
         losses = []
         for batch in DATA[:10]:
             losses.append(array.step(*batch))
@@ -68,7 +67,7 @@ def test_dropout_draws_what_each_model_would_draw_alone():
 
 
 def test_the_random_generator_of_the_process_is_left_alone():
-    with fuse.Array(training(dropping), configs(), DATA[0]) as array:
+    with array_of(training(dropping), configs(), DATA[0]) as array:
         torch.manual_seed(7)
         expected = torch.rand(3)
         torch.manual_seed(7)
@@ -78,24 +77,24 @@ def test_the_random_generator_of_the_process_is_left_alone():
 
 def test_seeds_give_models_other_draws():
     same = [Config(0, 0.05)] * 2
-    with fuse.Array(training(dropping), same, DATA[0]) as array:
+    with array_of(training(dropping), same, DATA[0]) as array:
         first = array.step(*DATA[0])
     assert torch.equal(first[0], first[1])
-    with fuse.Array(training(dropping), same, DATA[0], seeds=[1, 2]) as array:
+    with array_of(training(dropping), same, DATA[0], seeds=[1, 2]) as array:
         other = array.step(*DATA[0])
     assert not torch.equal(other[0], other[1])
     with pytest.raises(ConfigError, match="3 seeds for 2 models"):
-        fuse.Array(training(dropping), same, DATA[0], seeds=[1, 2, 3])
+        array_of(training(dropping), same, DATA[0], seeds=[1, 2, 3])
 
 
 @pytest.mark.parametrize("optimizer", [adam, lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9)])
 def test_models_that_join_and_leave_change_nothing_for_the_others(optimizer: Any):
     factory = training(mlp, optimizer)
     with one_thread():
-        still = fuse.Array(factory, configs(), DATA[0])
+        still = array_of(factory, configs(), DATA[0])
         for batch in DATA:
             still.step(*batch)
-        moving = fuse.Array(factory, configs(), DATA[0])
+        moving = array_of(factory, configs(), DATA[0])
         for i, batch in enumerate(DATA):
             if i == 10:
                 assert moving.add(Config(9, 0.03)) == 3
@@ -121,7 +120,7 @@ def test_a_model_of_another_kind_can_not_join():
     def factory(config: Config) -> Any:
         return training(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh() if config.seed < 5 else nn.ReLU()))(config)
 
-    with fuse.Array(factory, configs(), DATA[0]) as array:
+    with array_of(factory, configs(), DATA[0]) as array:
         array.step(*DATA[0])
         with pytest.raises(NotFusible, match="tanh"):
             array.add(Config(7))
@@ -130,7 +129,7 @@ def test_a_model_of_another_kind_can_not_join():
 
 
 def test_the_last_model_stays():
-    with fuse.Array(training(mlp), configs(1), DATA[0]) as array, pytest.raises(ConfigError, match="last model"):
+    with array_of(training(mlp), configs(1), DATA[0]) as array, pytest.raises(ConfigError, match="last model"):
         array.remove(0)
 
 
@@ -155,8 +154,8 @@ def test_a_model_that_breaks_breaks_no_other():
     check(clipped, batches(6, 5))
     with (
         one_thread(),
-        fuse.Array(clipped, configs(), DATA[0]) as array,
-        fuse.Array(clipped, configs(), DATA[0]) as other,
+        array_of(clipped, configs(), DATA[0]) as array,
+        array_of(clipped, configs(), DATA[0]) as other,
     ):
         broken = array.state_dict(1)
         broken["model"]["0.weight"][0, 0] = float("nan")
@@ -172,7 +171,7 @@ def test_a_model_that_breaks_breaks_no_other():
 
 def test_a_checkpoint_brings_back_all_or_one(tmp_path: Path):
     factory = training(dropping, adam)
-    with one_thread(), fuse.Array(factory, configs(), DATA[0]) as array:
+    with one_thread(), array_of(factory, configs(), DATA[0]) as array:
         for batch in DATA[:3]:
             array.step(*batch)
         array.save(tmp_path / "all.pt")
@@ -180,7 +179,7 @@ def test_a_checkpoint_brings_back_all_or_one(tmp_path: Path):
         expected = [array.step(*batch) for batch in DATA[3:6]]
         array.restore(tmp_path / "all.pt")
         assert all(torch.equal(array.step(*b), e) for b, e in zip(DATA[3:6], expected, strict=True))
-    with one_thread(), fuse.Array(factory, configs(), DATA[0]) as fresh:
+    with one_thread(), array_of(factory, configs(), DATA[0]) as fresh:
         fresh.restore(tmp_path / "one.pt", 1)
         again = [fresh.step(*batch) for batch in DATA[3:6]]
         assert all(apart(a[1], e[1]) < 1e-12 for a, e in zip(again, expected, strict=True))
@@ -198,7 +197,7 @@ def test_the_local_models_are_stale_until_sync():
         made.append(training(mlp, adam)(config))
         return made[-1]
 
-    with fuse.Array(factory, configs(), DATA[0]) as array:
+    with array_of(factory, configs(), DATA[0]) as array:
         array.step(*DATA[0])
         with pytest.raises(StaleState, match=r"array\[1\]"):
             made[1][1](DATA[0][0])
@@ -214,10 +213,10 @@ def test_the_local_models_are_stale_until_sync():
 
 def test_what_an_array_can_not_be_made_of():
     with pytest.raises(ConfigError, match="configs is empty"):
-        fuse.Array(training(mlp), [], DATA[0])
+        array_of(training(mlp), [], DATA[0])
     with pytest.raises(ConfigError, match="tuple of three"):
-        fuse.Array(lambda config: None, [1], DATA[0])
-    with fuse.Array(training(mlp), configs(), DATA[0]) as array:
+        array_of(lambda config: None, [1], DATA[0])
+    with array_of(training(mlp), configs(), DATA[0]) as array:
         with pytest.raises(ConfigError, match="list of 3"):
             array.step(DATA[0][0], per_model=True)
         with pytest.raises(ConfigError, match="no model 3"):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumux import fuse
 from gpumux.errors import NotFusible
-from tests.fuse.serial import Config, batches, check, configs, training, ways
+from tests.fuse.serial import Config, array_of, batches, check, configs, training, ways
 
 nn = torch.nn
 
@@ -56,7 +55,7 @@ def test_models_of_another_kind_are_refused_by_operator_and_layer():
         return training(lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU() if config.seed < 2 else nn.Tanh()))(config)
 
     with pytest.raises(NotFusible, match=r"models 0 and 2 .* layer '1', is `.*relu.*` in one and `.*tanh"):
-        fuse.Array(factory, configs(), batches(6, 5)[0])
+        array_of(factory, configs(), batches(6, 5)[0])
 
 
 def test_an_operator_nobody_can_batch_is_named():
@@ -73,6 +72,6 @@ def test_an_operator_nobody_can_batch_is_named():
 
     factory = training(module)
     with pytest.raises(NotFusible, match=r"aten\.histc\.default, .*per_model_operators="):
-        fuse.Array(factory, configs(), batches(6, 5)[0])
+        array_of(factory, configs(), batches(6, 5)[0])
     array = check(factory, batches(6, 5), per_model_operators=["aten.histc.default"])
     assert ways(array)["aten.histc.default"] == {"per-model"}

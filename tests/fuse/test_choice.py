@@ -1,0 +1,149 @@
+"""The choice between running once for all models and once a model."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumux import fuse
+from gpumux.errors import ConfigError
+from gpumux.fuse import trial
+from gpumux.fuse.choice import END, Timed, cheapest
+from gpumux.program.builder import ProgramBuilder
+from gpumux.program.ir import Program
+from tests.fuse.serial import array_of, batches, check, configs, training, ways
+
+nn = torch.nn
+
+
+def cost(times: dict[int, Timed], reads: list[tuple[int, int]], each: frozenset[int]) -> float:
+    total = 0.0
+    for op, timed in times.items():
+        joined = op in each and any(r not in each for r, m in reads if m == op)
+        total += timed.each if op in each else float("inf") if timed.fused is None else timed.fused
+        total += timed.join if joined else 0
+    return total
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> tuple[dict[int, Timed], list[tuple[int, int]]]:
+    count = draw(st.integers(1, 6))
+    number = st.integers(0, 9).map(float)
+    times = {i: Timed(draw(st.none() | number), draw(number), draw(number)) for i in range(count)}
+    pairs = [(r, m) for r in range(count) for m in range(r)] + [(END, m) for m in range(count)]
+    return times, draw(st.lists(st.sampled_from(pairs), unique=True, max_size=12))
+
+
+@given(lines())
+@settings(deadline=None)
+def test_no_labelling_is_cheaper(case: tuple[dict[int, Timed], list[tuple[int, int]]]):
+    times, reads = case
+    found = cheapest(times, reads)
+    best = min(
+        cost(times, reads, frozenset(each))
+        for count in range(len(times) + 1)
+        for each in itertools.combinations(times, count)
+    )
+    assert cost(times, reads, found) == pytest.approx(best)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def with_times(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
+    monkeypatch.setattr("gpumux.fuse.array.Times", lambda path: trial.Times(None, measure))
+
+
+def by_operator(**dear: float) -> Any:
+    """A clock by which every operator takes a second, but for some."""
+
+    def measure(program: Program) -> float:
+        return sum(dear.get(op.target.split(".")[1], 1.0) for op in program.ops)
+
+    return measure
+
+
+def test_what_is_quicker_once_a_model_runs_so(monkeypatch: pytest.MonkeyPatch):
+    with_times(monkeypatch, by_operator(baddbmm=100.0, cat=0.1))
+    array = check(training(mlp), batches(6, 5), choose="measured")
+    found = ways(array)
+    assert found["aten.addmm.default"] == {"rule", "per-model"}  # the first has one batch for all and is one product
+    assert found["aten.tanh.default"] == {"pointwise"}
+    rows = [r for r in array.plan().rows if r.target == "aten.addmm.default"]
+    assert [r.fused_s for r in rows] == [1.0, 100.0]
+    assert rows[1].each_s == 3.0
+    text = str(array.plan())
+    assert "once a model" in text
+    assert "per-model (chosen)" in text
+
+
+def test_a_join_that_costs_more_than_it_saves_is_not_made(monkeypatch: pytest.MonkeyPatch):
+    with_times(monkeypatch, by_operator(baddbmm=5.0, cat=100.0))
+    array = check(training(mlp), batches(6, 5), choose="measured")
+    assert ways(array)["aten.addmm.default"] == {"rule"}
+
+
+def test_models_one_after_another_where_fusion_does_not_pay(monkeypatch: pytest.MonkeyPatch):
+    """The parts may look cheap and the whole not be."""
+
+    def measure(program: Program) -> float:
+        if program.results:
+            return 1.0 if any(op.target == "aten.bmm.default" for op in program.ops) else 0.5
+        return by_operator()(program)
+
+    with_times(monkeypatch, measure)
+    array = check(training(mlp), batches(6, 5), choose="measured")
+    assert {w for r in ways(array).values() for w in r} == {"per-model", "alike"}
+    assert array.plan().whole_s == (0.5, 0.5)
+
+
+def test_the_clock_is_real(tmp_path: Path):
+    """Only that it measures, and remembers in its file."""
+    file = tmp_path / "deep" / "times.json"
+    array = check(training(mlp), batches(6, 5, count=2), choose="measured", times_file=file)
+    assert all(r.fused_s is None or 0 < r.fused_s < 60 for r in array.plan().rows)
+    assert file.exists()
+
+    def none(program: Program) -> float:
+        raise AssertionError("measured again")
+
+    build = ProgramBuilder()
+    x = build.state("float64", (4,))
+    build.call("aten.neg.default", x, dtype="float64", size=(4,))
+    program = build.build()
+    first = trial.Times(file, lambda p: 3.0)
+    assert first(program) == 3.0
+    first.save()
+    assert trial.Times(file, none)(program) == 3.0
+
+
+def test_a_broken_file_is_said_and_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    file = tmp_path / "times.json"
+    file.write_text("[1, 2")
+    assert trial.Times(file, lambda p: 2.0)(ProgramBuilder().build()) == 2.0
+    assert "can't be read" in caplog.text
+
+
+def test_repeating_a_program_does_it_again():
+    build = ProgramBuilder()
+    x = build.state("float64", (4,))
+    y = build.call("aten.neg.default", x, dtype="float64", size=(4,))
+    build.add_op("aten.add_.Tensor", x, y, outs=(x.view,))
+    again = trial.repeated(build.build(), 3)
+    assert [op.target for op in again.ops] == ["aten.neg.default", "aten.add_.Tensor"] * 3
+    assert sum(s.kind == "temp" for s in again.storages) == 3
+    assert 0 < trial.seconds(again) < 60
+
+
+def test_a_plan_needs_a_step():
+    with array_of(training(mlp), configs(), batches(6, 5)[0]) as array, pytest.raises(ConfigError, match="no step"):
+        array.plan()
+    with pytest.raises(ConfigError, match="choose is 'best'"):
+        fuse.Array(training(mlp), configs(), batches(6, 5)[0], choose="best")  # type: ignore[arg-type]
