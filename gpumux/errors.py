@@ -27,6 +27,7 @@
     +-- DaemonGone              the daemon left or stopped answering
     +-- DeviceLost              the device failed beyond repair; the daemon ends
     +-- EndpointBusy            another daemon holds the endpoint or device
+    +-- TrialFailed             a trial of a sweep: the user's factory, data, step or score raises
 
 `wire/` carries an error as (code, message, remedy); `from_code` makes the same class again on the
 other side, so a user catches one type wherever the mistake was noticed.
@@ -157,6 +158,10 @@ class DeviceLost(GpumuxError):
 
 class EndpointBusy(GpumuxError):
     code = "endpoint_busy"
+
+
+class TrialFailed(GpumuxError):
+    code = "trial_failed"
 
 
 def _tree(cls: type[GpumuxError]) -> dict[str, type[GpumuxError]]:

@@ -39,9 +39,9 @@ ARROWS: dict[str, frozenset[str]] = {
     "daemon": SHARED | {"core", "wire", "device", "metrics", "recovery"},
     "simulate": SHARED | {"core", "device"},
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
-    "cli": SHARED | {"core", "wire", "device", "metrics", "recovery", "daemon", "simulate", "plan"},
+    "cli": SHARED | {"core", "wire", "device", "metrics", "recovery", "daemon", "simulate", "plan", "fuse"},
     "client": SHARED | {"wire"},
-    "fuse": SHARED | {"client", "device"},  # captures as a job does, runs as the device does
+    "fuse": SHARED | {"client", "device", "simulate"},  # captures as a job does, runs as the device does; pictures
     "__main__": frozenset({"cli"}),
     "gpumux": frozenset(),
 }

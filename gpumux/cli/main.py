@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from gpumux import __version__, config
-from gpumux.cli import planning
+from gpumux.cli import planning, tuning
 from gpumux.cli.completion import SHELLS
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.wire.endpoint import parse
@@ -34,6 +34,7 @@ examples:
   gpumux jobs pause resnet-sweep        hold a job back; `jobs resume` lets it go on
   gpumux simulate --high a.json --low b.json   try a pair of jobs without a GPU
   gpumux plan burst vgg16 --gpus 8 --global-batch 32   how many GPUs each layer should have
+  gpumux tune sweep:factory --space space.toml --trials 32 --steps 2000    search hyper-parameters
 """
 _SERVE = """\
 Settings come from the --config file, then GPUMUX_* variables, then these flags; the last one wins.
@@ -261,6 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
     _simulation(simulate)
     planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
+    tuning.add(_add(subparsers, "tune", "search hyper-parameters", " "))
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")

@@ -1,0 +1,80 @@
+"""`gpumux tune`: hyper-parameter search, trials one after another or as jobs of a daemon."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from gpumux.cli.text import emit, emit_json, printable, table
+from gpumux.errors import ConfigError
+from gpumux.fuse import tune as verb
+from gpumux.fuse.tuning import report
+from gpumux.fuse.tuning.progress import Told
+
+EX_FAILED, EX_INTERRUPTED = 1, 130
+
+
+def run(args: argparse.Namespace) -> int:
+    for path in filter(None, (args.plot, args.save)):
+        _writable(Path(path))
+    if args.plot:
+        from gpumux.fuse.tuning import plot
+
+        plot.check(Path(args.plot))
+    space = verb.read_space(Path(args.space))
+    budget = verb.Budget(args.algorithm, args.steps, args.trials, args.min_steps, args.eta, args.skip_last)
+    budget.make()  # complains of what makes no sense before anything of the user's runs
+    import torch
+
+    from gpumux.fuse.tuning.task import find
+
+    task = find(args.task)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    told = Told(sys.stderr, time.monotonic, budget.total(), maximize=task.maximize)
+    try:
+        found = verb.tune(
+            task, space, steps=args.steps, trials=args.trials, algorithm=args.algorithm, scheduler=args.scheduler,
+            min_steps=args.min_steps, eta=args.eta, skip_last=args.skip_last, sampler=args.sampler, seed=args.seed,
+            storage=args.storage, study=args.study, checkpoints=args.checkpoints, concurrent=args.concurrent,
+            endpoint=args.endpoint, listener=told.listener(),
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        told.end()
+        sys.stderr.write(f"gpumux: interrupted; {_after(args, told.scored)}\n")
+        return EX_INTERRUPTED
+    _show(found, as_json=args.json)
+    if args.plot:
+        plot.draw(found, Path(args.plot))
+    if args.save and found.best is not None:
+        state = found.state()
+        torch.save({**state, "config": dict(found.best.config), "score": found.best.score}, args.save)
+    return 0 if found.best is not None else EX_FAILED
+
+
+def _after(args: argparse.Namespace, scored: int) -> str:
+    if args.storage is None:
+        return "nothing is kept without --storage"
+    return f"{scored} scores of this run are kept in {args.storage}: run the same command again to go on from there"
+
+
+def _show(found: verb.Found, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(report.body(found))
+        return
+    emit(printable_lines(table(report.HEADER, report.rows(found))))
+    emit("")
+    emit(printable_lines(report.summary(found)))
+
+
+def printable_lines(text: str) -> str:
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def _writable(path: Path) -> None:
+    """Before a long search whose result is to be written there."""
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise ConfigError(f"can't write {path}: {why}", "choose a file in a directory you may write")

@@ -1,0 +1,117 @@
+"""Trials as jobs of a daemon: as many at a time as allowed, equal to serial training bit for bit, none left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gpumux.errors import AdmissionRefused, DaemonGone, TrialFailed
+from gpumux.fuse import tune as verb
+from gpumux.fuse.tuning import concurrent
+from gpumux.fuse.tuning.sweep import Listener
+from gpumux.fuse.tuning.task import find, make
+from microbench.daemon import RunningDaemon, running_daemon
+from tests.fuse.tuning import toy
+
+TASK = "tests.fuse.tuning.toy:factory"
+SPACE = {
+    "lr": {"low": 1e-3, "high": 0.3, "log": True, "fusible": True},
+    "batch_size": {"choices": [8, 16]},
+    "optimizer": {"choices": ["sgd", "adam"]},
+    "momentum": {"low": 0.1, "high": 0.9, "fusible": True, "when": {"optimizer": "sgd"}},
+}
+HYPERBAND = {"algorithm": "hyperband", "steps": 6, "min_steps": 3, "eta": 2}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon(threads=1) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def jobs_left(daemon: RunningDaemon) -> list[str]:
+    """Jobs that don't go. A client may leave before its job's executor has died."""
+    end = time.monotonic() + 60
+    while (left := [job["name"] for job in daemon.status()["jobs"]]) and time.monotonic() < end:
+        pass
+    return left
+
+
+def test_equal_to_serial(daemon: RunningDaemon):
+    """Scores, dropout's masks, schedules, and the state that trials go on from."""
+    many = verb.tune(TASK, SPACE, scheduler="concurrent", concurrent=3, endpoint=daemon.endpoint, **HYPERBAND)
+    alone = verb.tune(TASK, SPACE, scheduler="serial", **HYPERBAND)
+    assert [(e.config, e.state, e.scores) for e in many.entries] == [
+        (e.config, e.state, e.scores) for e in alone.entries
+    ]
+    assert many.best is not None
+    assert alone.best is not None
+    assert many.best.number == alone.best.number
+    for name, value in many.state()["model"].items():
+        assert torch.equal(value, alone.state()["model"][name]), name
+    assert many.notes == {"jobs_at_once": 2}
+    assert many.device_s > 0
+    assert jobs_left(daemon) == []
+
+
+def test_what_goes_wrong_leaves_no_job(daemon: RunningDaemon):
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    listener = Listener(lambda *_: None, stops, lambda *_: None, lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        verb.tune(TASK, SPACE, trials=4, steps=5, scheduler="concurrent", endpoint=daemon.endpoint, listener=listener)
+    assert jobs_left(daemon) == []
+
+
+def test_a_full_daemon_is_waited_for(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch):
+    """It takes two jobs: the third waits until one is done; where it takes none that is said."""
+    submitted = []
+    submit = concurrent.submit
+
+    def refuses(*args, **named):
+        status = len([t for t in submitted if not t._closed])
+        if status >= 2:
+            raise AdmissionRefused("there is no room", "wait")
+        submitted.append(submit(*args, **named))
+        return submitted[-1]
+
+    monkeypatch.setattr(concurrent, "submit", refuses)
+    found = verb.tune(TASK, SPACE, trials=4, steps=3, scheduler="concurrent", endpoint=daemon.endpoint)
+    assert found.notes == {"jobs_at_once": 2}
+    assert {e.state for e in found.entries} == {"complete"}
+
+    def never(*args, **named):
+        raise AdmissionRefused("there is no room", "wait")
+
+    monkeypatch.setattr(concurrent, "submit", never)
+    with pytest.raises(AdmissionRefused):
+        verb.tune(TASK, SPACE, trials=1, steps=3, scheduler="concurrent", endpoint=daemon.endpoint)
+
+
+def test_no_daemon(tmp_path):
+    with pytest.raises(DaemonGone):
+        verb.tune(TASK, SPACE, trials=1, steps=3, scheduler="concurrent", endpoint=f"ipc://{tmp_path}/none.sock")
+
+
+def test_a_score_that_raises_names_its_trial(daemon: RunningDaemon):
+    task = find(TASK)
+
+    def score(model, config):
+        raise ValueError("no validation data")
+
+    broken = make("t", task.factory, task.batches, score, "minimize")
+    with pytest.raises(TrialFailed, match=r"trial \d .*score raises ValueError: no validation data"):
+        verb.tune(broken, SPACE, trials=2, steps=2, scheduler="concurrent", endpoint=daemon.endpoint)
+    assert toy.direction == "minimize"
