@@ -23,7 +23,7 @@ from clients.models.cnn import cnn
 from clients.models.transformer import transformer
 
 Config = Mapping[str, Any]
-MODELS = {"cnn": cnn, "transformer": transformer}
+MODELS: dict[str, Callable[[str], nn.Module]] = {"cnn": cnn, "transformer": transformer}
 DTYPE = torch.float32
 
 direction = "maximize"
