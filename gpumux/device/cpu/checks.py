@@ -1,11 +1,15 @@
-"""Checks under way: a bounded number of short-lived processes, the rest in line. No torch."""
+"""Checks under way: a bounded number of short-lived processes, the rest in line. No torch.
+
+What a check finds depends on the Program's bytes and the daemon's settings alone. So what passed is remembered by a digest of the
+bytes for a while: the jobs of a sweep have equal Programs, and come at the same moment.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from sys import intern
 from typing import Any
 
@@ -20,6 +24,8 @@ from gpumux.program.limits import Limits
 
 CPU_S = 60  # a check that computes for longer is refused; the most operators a Program may have take 20 s
 WALL_S = 240  # the same, whatever it waits for: it is nice to the jobs that run
+MAX_KNOWN = 1024  # Programs remembered
+MAX_KNOWN_OPERATORS = 1 << 20  # of all of them: 8 bytes each
 
 
 @dataclass(slots=True)
@@ -50,9 +56,30 @@ class Checks:
         self._waiting: deque[Check] = deque()
         self._running: dict[int, Check] = {}  # by token
         self._passed: dict[tuple[JobId, ProgramId], tuple[bytes, Footprint]] = {}
+        self._known: dict[bytes, ProgramChecked] = {}  # by digest, the one asked for last comes last
+        self._known_operators = 0
 
     def submit(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
         self._waiting.append(Check(job, program, encoded, digest(encoded)))
+
+    def known(self, job: JobId, program: ProgramId, encoded: bytes) -> ProgramChecked | None:
+        """The answer, if exactly these bytes have passed before, whoever sent them."""
+        name = digest(encoded)
+        found = self._known.pop(name, None)
+        if found is None:
+            return None
+        self._known[name] = found
+        self._passed[job, program] = (name, found.footprint)
+        return replace(found, job=job, program=program)
+
+    def _remember(self, name: bytes, answer: ProgramChecked) -> None:
+        size = len(answer.operators)
+        if name in self._known or size > MAX_KNOWN_OPERATORS:
+            return
+        self._known[name] = answer
+        self._known_operators += size
+        while len(self._known) > MAX_KNOWN or self._known_operators > MAX_KNOWN_OPERATORS:
+            self._known_operators -= len(self._known.pop(next(iter(self._known))).operators)
 
     def footprint(self, job: JobId, program: ProgramId, encoded: bytes) -> Footprint | None:
         """What the check of exactly these bytes found; None when they were not checked."""
@@ -82,6 +109,7 @@ class Checks:
             return []
         if isinstance(answer, ProgramChecked):
             self._passed[check.job, check.program] = (check.digest, answer.footprint)
+            self._remember(check.digest, answer)
         return [answer]
 
     @property

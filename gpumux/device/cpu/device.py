@@ -130,6 +130,10 @@ class CpuDevice(Lender, Niceness):
         return events
 
     def check(self, job: JobId, program: ProgramId, encoded: bytes) -> None:
+        known = self._checks.known(job, program, encoded)
+        if known is not None:
+            self._tell(known)
+            return
         self._checks.submit(job, program, encoded)
         if self._warm is not None:
             self._checks.start(self._warm)

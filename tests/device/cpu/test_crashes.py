@@ -182,7 +182,7 @@ def test_a_check_that_dies_with_the_zygote_is_answered(own: Driver, own_device: 
     driver, device = own, own_device
     Neighbour(driver).check()  # so that it has got as far as forking
     job = driver.open()
-    driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear()))
+    driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear(rows=23)))  # which was never checked
     os.kill(zygote(device), signal.SIGKILL)
     answer = driver.wait_for(lambda e: getattr(e, "program", None) == 1 or isinstance(e, JobLost))
     assert not isinstance(answer, ProgramChecked)
@@ -251,3 +251,21 @@ def test_an_allowed_operator_that_torch_lacks_is_named() -> None:
     device = CpuDevice(threads=1, cores=1, allow_ops=("aten.add.Tensor", "aten.nope.default"))
     with pytest.raises(ConfigError, match=r"allow_ops names aten\.nope\.default, which torch does not have"):
         device.open()
+
+
+def test_equal_programs_are_checked_in_one_process(driver: Driver, device: CpuDevice, monkeypatch: pytest.MonkeyPatch):
+    """A second job's check is answered from what the first one's found."""
+    forked: list[str] = []
+    warm = device._warm
+    assert warm is not None
+    fork = warm.fork
+    monkeypatch.setattr(warm, "fork", lambda kind, *rest: (forked.append(kind), fork(kind, *rest))[1])
+    program = samples.sgd_linear(rows=21)
+    answers = []
+    for _ in range(2):
+        job = driver.open()
+        device.check(job.job, ProgramId(0), encode(program))
+        answers.append(driver.until(ProgramChecked, job.job))
+    assert forked.count("checker") == 1
+    assert answers[0].content_hash == answers[1].content_hash
+    assert answers[0].footprint == answers[1].footprint
