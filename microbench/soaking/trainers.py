@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from gpumux.errors import GpumuxError, JobClosed
+from gpumux.errors import DaemonGone, JobClosed, UnknownJob
 from microbench.killed import TRIALS, Trial, plain
 from microbench.kills import Run, _bits, submit
 from microbench.soaking.ledger import Ledger
+from microbench.soaking.light import Stuns
 from microbench.soaking.plan import Seat
 
 UNDER_WAY = 8  # results that are not waited for yet
@@ -38,7 +39,9 @@ class Verdict:
     states_wrong: int
 
 
-def train(seat: Seat, spec: dict[str, Any], ledger: Ledger, leave: threading.Event) -> None:
+def train(
+    seat: Seat, spec: dict[str, Any], ledger: Ledger, leave: threading.Event, stunned: Callable[[], bool]
+) -> None:
     """One life after the other until it is time to leave. A job that an operator stopped is submitted again."""
     while not leave.is_set():
         number = ledger.add(seat.number, "lives")
@@ -49,11 +52,11 @@ def train(seat: Seat, spec: dict[str, Any], ledger: Ledger, leave: threading.Eve
             out.write(json.dumps({"kind": seat.kind, "seed": seed}) + "\n")
             try:
                 live(make, seed, seat, spec["endpoint"], out, leave)
-            except JobClosed:
+            except (JobClosed, UnknownJob):
                 ledger.add(seat.number, "stopped")
-            except GpumuxError as error:
-                if "job_closed" in error.code or "ended" in str(error):
-                    ledger.add(seat.number, "stopped")
+            except DaemonGone as error:  # while it is submitted; afterwards it comes back by itself
+                if stunned():
+                    ledger.add(seat.number, "cut")
                 else:
                     ledger.trouble(seat.number, f"{type(error).__name__}: {error}")
             except Exception as error:  # noqa: BLE001 - whatever it is, it should not have been
@@ -123,7 +126,8 @@ def main(path: str, process: str) -> int:
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leave.set())
     seats = [Seat(**seat) for seat in spec["seats"] if seat["process"] == int(process)]
-    threads = [threading.Thread(target=train, args=(seat, spec, ledger, leave)) for seat in seats]
+    stunned = Stuns(spec["lease_s"])
+    threads = [threading.Thread(target=train, args=(seat, spec, ledger, leave, stunned)) for seat in seats]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
