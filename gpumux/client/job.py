@@ -24,6 +24,7 @@ from gpumux.client.pending import Pending
 from gpumux.client.recovering import Recovery, ended_for_now, notes_of
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session
+from gpumux.client.slots import Slotted
 from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure, from_local
@@ -38,7 +39,7 @@ T = TypeVar("T")
 log = logging.getLogger("gpumux.client")
 
 
-class Job(Capturing):
+class Job(Capturing, Slotted):
     """Made by `gpumux.client.submit`. Verbs may be called from any thread; steps run in call order."""
 
     def __init__(
@@ -118,12 +119,13 @@ class Job(Capturing):
         if len(self._pending.steps) >= self._spec.max_inflight:
             self._wait(lambda: len(self._pending) < self._spec.max_inflight, None)
             self._check_open()
-        program = self._remote.programs[number]  # only now: the job may have come back meanwhile
-        slot = program.free.pop()
+        program, slot, filled = self._pick_slot(
+            number, choice.tensors
+        )  # only now: the job may have come back meanwhile
         step, future = self._next_step, StepFuture(self._wait)
         entry = None
         try:
-            frames = program.fill(slot, choice.tensors)
+            frames = [] if filled else program.fill(slot, choice.tensors)
             self._pending.add(step, future, number, slot, choice)
             scalars = choice.values[: choice.made.lowered.counts[0]]
             if told is not None:
