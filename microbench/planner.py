@@ -16,13 +16,14 @@ from typing import Any, TypeAlias
 
 from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
-from gpumux.plan import baselines, costs, deeppool, optimal, roofline, rules, splits
+from gpumux.plan import costs, deeppool, optimal, roofline, rules, splits
 from gpumux.plan.costs import ProfiledCosts, powers_of_two
 from gpumux.plan.graph import Graph, reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
 from gpumux.plan.models import find
 from gpumux.plan.network import preset
 from gpumux.plan.plan import Placement, evaluate
+from gpumux.plan.question import Question
 from gpumux.plan.trace import trace
 from microbench import a100, common
 
@@ -166,11 +167,11 @@ def anew(graph: Graph, model: ProfiledCosts) -> tuple[Graph, ProfiledCosts]:
 def worth(graph: Graph, batch: int, gpus: int) -> list[dict[str, Any]]:
     """Burst parallelism over data parallelism, as the model has it."""
     network = preset("nvswitch")
-    plain = baselines.data_parallel(graph, batch, gpus, network)
-    model = ProfiledCosts(graph, batch, powers_of_two(gpus), network)
+    question = Question(graph, batch, gpus, powers_of_two(gpus), network)
+    plain = question.data_parallel(gpus)
     found = []
     for limit in LIMITS:
-        plan = evaluate(graph, model, optimal.search(graph, model, limit, gpus), gpus=gpus, batch=batch, limit=limit)
+        plan = replace(question, limit=limit).plan()
         found.append(
             {"limit": None if limit == inf else limit, "data_parallel_s": plain.seconds, "burst_s": plan.seconds, "gain": plain.seconds / plan.seconds,
              "idle": plan.idle / (gpus * plan.seconds)}

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from math import isinf
 from pathlib import Path
 
+from gpumux.cli.modelled import is_file
 from gpumux.cli.text import emit, emit_json, size, table
 from gpumux.device.sim.spec import preset
 from gpumux.errors import ConfigError
 from gpumux.plan import lemmas, overhead
+from gpumux.plan.layers import load
 
 
 def _batch(args: argparse.Namespace) -> int:
@@ -19,6 +21,10 @@ def _batch(args: argparse.Namespace) -> int:
     from gpumux.plan.models import find
     from gpumux.plan.trace import trace
 
+    if is_file(args.model):
+        raise ConfigError(
+            f"{args.model} says nothing of convolutions' shapes", "name the model: module:factory, or a built-in"
+        )
     algorithms = args.algorithms.split(",")
     unknown = [each for each in algorithms if each not in cnn.ALGORITHMS]
     if unknown or "gemm" not in algorithms:
@@ -162,9 +168,7 @@ def _servers(args: argparse.Namespace) -> int:
     if (nbytes is None) == (args.model is None):
         raise ConfigError("either --parameters or --model says how much is exchanged", "give one of them")
     if nbytes is None:
-        from gpumux.cli.plan import model_profile
-
-        nbytes = float(model_profile(args).parameter_bytes)
+        nbytes = float(_parameters(args.model))
     found = [
         (bandwidth, lemmas.servers(nbytes, args.workers, bandwidth, args.compute),
          lemmas.exchanges(nbytes, args.workers, bandwidth, args.compute))
@@ -199,6 +203,16 @@ def _servers(args: argparse.Namespace) -> int:
     for each in found[0][2]:
         emit(f"{each.name}: {each.what}")
     return 0
+
+
+def _parameters(model: str) -> int:
+    """Bytes of all parameters of a model that get a gradient."""
+    if is_file(model):
+        return load(Path(model)).parameter_bytes
+    from gpumux.plan.models import build
+
+    module, _ = build(model)
+    return sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
 
 
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {"batch": _batch, "gpus": _gpus, "servers": _servers}

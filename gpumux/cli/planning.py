@@ -11,8 +11,9 @@ from gpumux import config
 _PLAN = """\
 What to know before asking for GPUs. Nothing here needs a daemon or a GPU, but for `plan profile --device cuda`.
 
-MODEL is a file that `gpumux plan profile` wrote, module:factory (a function of yours that returns a torch module, or one and
-its example arguments), or a built-in: alexnet, vgg11, vgg16, wide_resnet101_2, inception_v3, transformer.
+MODEL is module:factory (a function of yours that returns a torch module, or one and its example arguments) or a built-in:
+alexnet, vgg11, vgg16, wide_resnet101_2, inception_v3, transformer. Where only its layers' times are wanted (burst, servers), a
+file that `gpumux plan profile` wrote will do, too.
 
 examples:
   gpumux plan burst vgg16 --gpus 8 --global-batch 32 --amplification 2     how many GPUs each layer should have
@@ -185,11 +186,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     _servers(verb("servers", "parameter servers, and what does without them", _SERVERS))
 
 
-def _model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    name = "--model" if optional else "model"
-    parser.add_argument(
-        name, metavar="MODEL", help="a profile's file, module:factory or a built-in (gpumux plan --help)"
-    )
+FILE = "a profile's file, "
+TORCH = "module:factory or a built-in (gpumux plan --help)"
+
+
+def _model(parser: argparse.ArgumentParser, *, file: bool = False) -> None:
+    """`file`: a profile's will do, too."""
+    parser.add_argument("model", metavar="MODEL", help=FILE + TORCH if file else TORCH)
     parser.add_argument(
         "--input", metavar="N,N,...", type=wholes_in_order, help="shape of one sample of the model's input"
     )
@@ -220,7 +223,7 @@ def _steps(parser: argparse.ArgumentParser) -> None:
 
 
 def _burst(parser: argparse.ArgumentParser) -> None:
-    _model(parser)
+    _model(parser, file=True)
     _steps(parser)
     flag = parser.add_argument
     flag("--gpus", metavar="N", type=whole, required=True, help="GPUs of the cluster")
@@ -228,7 +231,7 @@ def _burst(parser: argparse.ArgumentParser) -> None:
     flag("--amplification", metavar="LIMIT", type=limit, default=2.0, help="GPU time over one GPU's (default 2; none)")
     flag("--counts", metavar="N,N,...", type=wholes, help="GPU counts a layer may have (default: powers of two)")
     flag("--algorithm", choices=("optimal", "deeppool"), default="optimal", help="default optimal")
-    flag("--network", metavar="NAME", default="nvswitch", help="nvswitch (default), 200g or 25g")
+    flag("--network", metavar="NAME", help="nvswitch (default), 200g or 25g")
     flag("--bandwidth", metavar="RATE", type=rate, help="of one GPU, instead of --network's: 25GB, 200Gb")
     flag("--latency", metavar="SECONDS", type=ratio, help="instead of --network's")
     flag(
@@ -238,7 +241,7 @@ def _burst(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="of backward that hides sync (default 0, the paper's)",
     )
-    flag("--critical-batch", metavar="N", type=above_zero, default=1024.0, help="for --figures (default 1024)")
+    flag("--critical-batch", metavar="N", type=above_zero, help="for --figures (default 1024)")
     flag("--plot", metavar="FILE.png", help="draw the plan's timeline (pip install gpumux[plot])")
     flag("--figures", metavar="DIR", help="draw what sizes, networks, layers and limits make of it")
     flag("--curve", action="store_true", help="also the best plan for each of several limits")
@@ -249,9 +252,9 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     _steps(parser)
     flag = parser.add_argument
     flag("-o", "--out", metavar="FILE", required=True, help="where to write it")
-    flag("--device", choices=("cpu", "cuda"), default="cpu", help="where to run the layers (default cpu)")
+    flag("--device", choices=("cpu", "cuda"), help="where to run the layers (default cpu)")
     flag("--batches", metavar="N,N,...", type=wholes, help="batch sizes (default 1,2,4,8,16,32)")
-    flag("--repeats", metavar="N", type=whole, default=5, help="runs of each layer, after one to warm up (default 5)")
+    flag("--repeats", metavar="N", type=whole, help="runs of each layer, after one to warm up (default 5)")
     flag("--threads", metavar="N", type=whole, help="intra-op threads on the CPU")
 
 
@@ -273,10 +276,9 @@ def _gpus(parser: argparse.ArgumentParser) -> None:
 
 
 def _servers(parser: argparse.ArgumentParser) -> None:
-    _model(parser, optional=True)
-    parser.set_defaults(profile=[])
     flag = parser.add_argument
     flag("--parameters", metavar="SIZE", type=size, help="of all parameters (or --model)")
+    flag("--model", metavar="MODEL", help=FILE + TORCH)
     flag("--workers", metavar="N", type=whole, required=True)
     flag("--compute", metavar="SECONDS", type=above_zero, required=True, help="of one iteration on a worker")
     flag(

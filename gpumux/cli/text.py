@@ -34,6 +34,10 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
 def printable(text: str) -> str:
     """Other people's text without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in text)

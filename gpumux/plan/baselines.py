@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf, isfinite
+from dataclasses import dataclass, replace
+from math import isfinite
 
 from gpumux.errors import ConfigError
-from gpumux.plan import optimal
-from gpumux.plan.costs import ProfiledCosts, divisors
 from gpumux.plan.graph import Graph
-from gpumux.plan.network import Network
-from gpumux.plan.plan import Placement, Plan, evaluate
-
-
-def data_parallel(graph: Graph, batch: int, gpus: int, network: Network, overlap: float = 0.0) -> Plan:
-    """Every layer on all GPUs, `batch` samples in all. Raises ConfigError where they don't divide."""
-    costs = ProfiledCosts(graph, batch, (gpus,), network, overlap)
-    placement = Placement((gpus,) * len(graph.layers))
-    return evaluate(graph, costs, placement, gpus=gpus, batch=batch, algorithm="data-parallel")
+from gpumux.plan.question import Question
 
 
 @dataclass(frozen=True)
@@ -58,31 +48,33 @@ class Scaled:
 STRATEGIES = ("weak", "strong", "batch-optimal", "burst")
 
 
-def scaled(
-    graph: Graph, reference: int, gpus: int, network: Network, efficiency: SampleEfficiency, limit: float = inf
-) -> list[Scaled]:
-    """The paper's strategies on one cluster, those that are possible there. Weak: `reference` samples a GPU. Strong:
-    `reference` in all. Batch-optimal: the batch, between one sample a GPU and weak scaling's (by powers of two), that is
-    quickest to accuracy. Burst: strong scaling under the optimal burst-parallel plan with powers of two, within `limit`."""
-    base = data_parallel(graph, reference, 1, network).seconds * efficiency.iterations(reference)
+def scaled(question: Question, gpus: int, efficiency: SampleEfficiency) -> list[Scaled]:
+    """The paper's strategies on a cluster of `gpus`, those that are possible there; the question's batch is the reference.
+    Weak: as many samples a GPU. Strong: as many in all. Batch-optimal: the batch, between one sample a GPU and weak
+    scaling's (by powers of two), that is quickest to accuracy. Burst: strong scaling under the question's algorithm and limit,
+    over those of its counts that the cluster has."""
+    reference, graph = question.batch, question.graph
+    one = replace(question, gpus=gpus, counts=(gpus,), batch=reference * gpus)
+    base = replace(question, gpus=1, counts=(1,)).data_parallel(1).seconds * efficiency.iterations(reference)
 
     def told(strategy: str, batch: int, seconds: float) -> Scaled:
         return Scaled(strategy, gpus, batch, seconds, base / (seconds * efficiency.iterations(batch)))
 
-    found = [told("weak", reference * gpus, data_parallel(graph, reference * gpus, gpus, network).seconds)]
-    if reference % gpus == 0:
-        found.append(told("strong", reference, data_parallel(graph, reference, gpus, network).seconds))
+    def parallel(strategy: str, batch: int) -> Scaled:
+        return told(strategy, batch, replace(one, batch=batch).data_parallel(gpus).seconds)
+
+    smallest = _smallest(graph)
+    found = [parallel("weak", reference * gpus)]
+    if reference % gpus == 0 and reference // gpus >= smallest:
+        found.append(parallel("strong", reference))
     tried = [
-        told("batch-optimal", batch, data_parallel(graph, batch, gpus, network).seconds)
-        for batch in _batches(gpus, reference * gpus)
-        if batch // gpus >= _smallest(graph)
+        parallel("batch-optimal", batch) for batch in _batches(gpus, reference * gpus) if batch // gpus >= smallest
     ]
     found.append(max(tried, key=lambda each: each.speedup))
-    counts = tuple(count for count in divisors(reference, gpus) if count & (count - 1) == 0)
-    costs = ProfiledCosts(graph, reference, counts, network)
-    placement = optimal.search(graph, costs, limit, gpus)
-    burst = evaluate(graph, costs, placement, gpus=gpus, batch=reference, limit=limit)
-    found.append(told("burst", reference, burst.seconds))
+    counts = tuple([g for g in question.counts if g <= gpus and reference // g >= smallest])
+    burst = replace(question, gpus=gpus, counts=counts).answer() if counts else None
+    if burst is not None:
+        found.append(told("burst", reference, burst.seconds))
     return found
 
 

@@ -44,18 +44,41 @@ def find(name: str, shape: Sequence[int] | None = None, *, device: str = "meta")
     `device`; a factory's are moved there unless it is meta. Raises ConfigError."""
     import torch
 
+    made, arguments = build(name, shape, device=device)
+    if not arguments:
+        if shape is None:
+            raise ConfigError(
+                f"{name} makes a model alone",
+                "say what one sample looks like with --input 3,224,224, or return examples",
+            )
+        arguments = (_sample(shape, False),)
+    elif shape is not None and name not in BUILT_IN:
+        raise ConfigError(
+            f"--input with {name}, which returns its example arguments",
+            "leave --input out, or let it return a model alone",
+        )
+    if not all(isinstance(each, torch.Tensor) and each.dim() > 0 and len(each) for each in arguments):
+        raise ConfigError(f"{name} has arguments that are no batches", "give tensors with samples along dimension 0")
+    if name not in BUILT_IN and device != "meta":
+        made, arguments = made.to(device), [each.to(device) for each in arguments]
+    return Loaded(name.rpartition(":")[2], made, arguments)
+
+
+def build(
+    name: str, shape: Sequence[int] | None = None, *, device: str = "meta"
+) -> tuple[torch.nn.Module, Sequence[Any]]:
+    """The module that `find` finds, and its example arguments, if it comes with some. Raises ConfigError."""
+    import torch
+
     if name in BUILT_IN:
         from gpumux.plan import zoo
 
         with torch.device(device):
-            return Loaded(name, zoo.BUILDERS[name](), (_sample(shape or BUILT_IN[name][1], name == "transformer"),))
+            return zoo.BUILDERS[name](), [_sample(shape or BUILT_IN[name][1], name == "transformer")]
     module_name, colon, attribute = name.partition(":")
     if not colon:
         known = ", ".join(BUILT_IN)
-        raise ConfigError(
-            f"no model is called {name!r}",
-            f"use one of {known}, or module:factory for one of your own, or a profile's file",
-        )
+        raise ConfigError(f"no model is called {name!r}", f"use one of {known}, or module:factory for one of your own")
     try:
         made: Any = _factory(module_name, attribute)()
     except ConfigError:
@@ -72,18 +95,7 @@ def find(name: str, shape: Sequence[int] | None = None, *, device: str = "meta")
         raise ConfigError(
             f"{name} makes a {type(made).__name__}", "let it return a torch.nn.Module, or one and its example arguments"
         )
-    if not arguments:
-        if shape is None:
-            raise ConfigError(
-                f"{name} makes a model alone",
-                "say what one sample looks like with --input 3,224,224, or return examples",
-            )
-        arguments = (_sample(shape, False),)
-    if not all(isinstance(each, torch.Tensor) and each.dim() > 0 and len(each) for each in arguments):
-        raise ConfigError(f"{name} has arguments that are no batches", "give tensors with samples along dimension 0")
-    if device != "meta":
-        made, arguments = made.to(device), [each.to(device) for each in arguments]
-    return Loaded(attribute, made, arguments)
+    return made, arguments
 
 
 def _sample(shape: Sequence[int], tokens: bool) -> torch.Tensor:

@@ -25,14 +25,29 @@ from gpumux.plan.sharing import BlockTable
 def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
     """The optimum. `limit`: 1 or more (inf: none); with less, not even one GPU would do. Raises ConfigError where no plan
     keeps the limit, which takes counts that leave out 1."""
+    found = find(graph, costs, limit, gpus)
+    if found is None:
+        raise no_plan(costs.counts)
+    return found
+
+
+def find(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement | None:
+    """The optimum as `search` has it, None where no plan keeps the limit. Raises ConfigError for a limit below 1."""
     if isnan(limit) or limit < 1:
         raise ConfigError(f"an amplification limit of {limit}", "give 1 or more: one GPU alone has 1")
     plain = Block not in map(type, graph.chain)
     if plain and isinstance(costs, ProfiledCosts) and 2 <= len(costs.counts) <= chains.FEW:
         seconds, found = chains.shortest(costs, limit)
-        _possible(seconds, costs.counts)
-        return Placement(tuple([costs.counts[g] for g in found]))
+        return None if isinf(seconds) else Placement(tuple([costs.counts[g] for g in found]))
     return _Search(costs.tables(), limit, gpus).run(graph)
+
+
+def no_plan(counts: Sequence[int]) -> ConfigError:
+    """What to say where no plan over these counts keeps the limit."""
+    return ConfigError(
+        f"no plan over {_some(counts)} GPUs keeps the amplification limit",
+        "raise the limit, or let 1 be among the counts",
+    )
 
 
 class _Search:
@@ -40,7 +55,7 @@ class _Search:
         self.tables, self.gpus = tables, gpus
         self.rules = rules(tables, limit)
 
-    def run(self, graph: Graph) -> Placement:
+    def run(self, graph: Graph) -> Placement | None:
         """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them, until
         it leads through none that are not: then it is the shortest, since no bound is above the truth."""
         chain = graph.chain
@@ -55,7 +70,8 @@ class _Search:
             for step in steps[changed:]:
                 reached = step.run(reached)
             last = int(reached.argmin())
-            _possible(float(reached[last]), self.tables.counts)
+            if isinf(reached[last]):
+                return None
             doubtful, count = len(steps), last
             for at in range(len(steps) - 1, -1, -1):
                 count, settled = steps[at].back(count)
@@ -123,14 +139,6 @@ class _Joined:
         placed[self.fork] = g
         self.table.collect(0, g, last, placed, away)
         return g
-
-
-def _possible(seconds: float, counts: Sequence[int]) -> None:
-    if isinf(seconds):
-        raise ConfigError(
-            f"no plan over {_some(counts)} GPUs keeps the amplification limit",
-            "raise the limit, or let 1 be among the counts",
-        )
 
 
 def _some(counts: Sequence[int]) -> str:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from gpumux.errors import ConfigError
-from gpumux.plan import baselines, deeppool, optimal
+from gpumux.plan import deeppool, optimal
 from gpumux.plan.costs import ProfiledCosts, powers_of_two
 from gpumux.plan.graph import reduce
 from gpumux.plan.network import preset
 from gpumux.plan.plan import evaluate
+from gpumux.plan.question import Question
 from microbench import a100, planner
 
 WHERE = "DEEPPOOL_PROFILES"
@@ -87,4 +88,5 @@ def test_plans_on_the_measured_times(name: str, directory: Path) -> None:
             )
             assert not ours.over_limit()
             assert theirs.over_limit() or ours.seconds <= theirs.seconds * (1 + 1e-12)
-        assert ours.seconds <= baselines.data_parallel(graph, batch, gpus, preset("nvswitch")).seconds * (1 + 1e-12)
+        question = Question(graph, batch, gpus, powers_of_two(gpus), preset("nvswitch"))
+        assert ours.seconds <= question.data_parallel(gpus).seconds * (1 + 1e-12)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumux.errors import ConfigError
-from gpumux.plan import curves
 from gpumux.plan.costs import ProfiledCosts, divisors, powers_of_two
 from gpumux.plan.graph import MAX_BRANCHES, Block, members, reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing, dumps, load, loads, save
 from gpumux.plan.network import Network, away_share, moved_share, preset
+from gpumux.plan.question import Question
 from tests.plan.graphs import layer
 
 
@@ -167,6 +167,6 @@ def test_every_graph_becomes_a_chain_of_all_its_layers(inputs: list[list[int]]):
     assert sorted(members(found.chain)) == list(range(len(found.layers)))
     assert sum(each.parameter_bytes for each in found.layers) == sum(each.parameter_bytes for each in layers)
     assert sum(each.at(1).seconds for each in found.layers) == pytest.approx(3.0 * len(layers))
-    ours, theirs = (curves.plan(found, batch=4, gpus=4, counts=(1, 2, 4), network=preset("25g"), limit=4.0, algorithm=each)
+    ours, theirs = (Question(found, 4, 4, (1, 2, 4), preset("25g"), 4.0, algorithm=each).plan()
                     for each in ("optimal", "deeppool"))  # fmt: skip
     assert theirs.over_limit() or ours.seconds <= theirs.seconds * (1 + 1e-12)

@@ -1,0 +1,231 @@
+"""`gpumux plan burst`: how many GPUs each layer should have, and what that is worth."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite, isinf
+from pathlib import Path
+
+from gpumux.cli.modelled import idle_option, model_profile
+from gpumux.cli.text import emit, emit_json, milliseconds, table
+from gpumux.errors import ConfigError
+from gpumux.plan import baselines, curves, network
+from gpumux.plan.costs import powers_of_two
+from gpumux.plan.graph import members, reduce
+from gpumux.plan.layers import ModelProfile
+from gpumux.plan.network import Network
+from gpumux.plan.plan import Plan
+from gpumux.plan.question import Question
+
+CRITICAL_BATCH = 1024.0
+NETWORK = "nvswitch"
+
+Curve = Sequence[tuple[float, Plan | None]]  # amplification limits, and the plan for each
+
+
+def run(args: argparse.Namespace) -> int:
+    """Find a plan, and say what it is worth."""
+    _check_pictures(args)
+    link = _network(args)
+    profile = model_profile(args)
+    counts = args.counts or powers_of_two(args.gpus)
+    if counts[-1] > args.gpus:
+        raise ConfigError(f"--counts has {counts[-1]}, and the cluster has {args.gpus} GPUs", "leave it out")
+    question = Question(
+        reduce(profile), args.global_batch, args.gpus, counts, link, args.amplification, args.overlap, args.algorithm
+    )
+    began = time.perf_counter()
+    plan = question.plan()
+    search_s = time.perf_counter() - began
+    beside = _beside(question)
+    curve = curves.over_limits(question) if args.curve or args.figures else []
+    notes = _notes(args, question, profile, curve)
+    if args.json:
+        body = plan.figures() | {
+            "search_s": search_s,
+            "network": {"name": link.name, "bandwidth": link.bandwidth, "latency": link.latency},
+            "baselines": [
+                {"algorithm": each.algorithm, "gpus": each.width, "iteration_s": each.seconds, "idle_gpu_s": each.idle}
+                for each in beside
+            ],
+            "notes": notes,
+        }
+        if args.curve:
+            body["curve"] = [_point(limit, each) for limit, each in curve]
+        emit_json(body)
+    else:
+        shown = _curve(question, curve) if args.curve else ""
+        emit("\n\n".join(filter(None, (describe(plan), compare([plan, *beside]), shown, "\n".join(notes)))))
+    _draw(args, question, plan, curve)
+    return 0
+
+
+def _network(args: argparse.Namespace) -> Network:
+    if args.bandwidth is not None and args.latency is not None:
+        idle_option(args, ["network"], "beside both --bandwidth and --latency", "what either does not say")
+    found = network.preset(args.network or NETWORK)
+    if args.bandwidth is not None:
+        found = replace(found, name="given", bandwidth=args.bandwidth, source="given")
+    if args.latency is not None:
+        found = replace(found, name="given", latency=args.latency, source="given")
+    return found
+
+
+def _beside(question: Question) -> list[Plan]:
+    """Data parallelism on one GPU and on as many as a layer may have, as far as layers were timed so."""
+    return [question.data_parallel(count) for count in sorted({1, question.counts[-1]})]
+
+
+def describe(plan: Plan) -> str:
+    """A plan as people read it: runs of layers with the same count, and what they cost."""
+    names = [layer.name for layer in plan.graph.layers]
+    rows = []
+    for i in members(plan.graph.chain):
+        amplification = plan.amplification[i]
+        rows.append(
+            (
+                names[i],
+                str(plan.placement.gpus[i]),
+                milliseconds(plan.times[i]),
+                "-" if amplification is None else f"{amplification:.2f}",
+            )
+        )
+    head = (
+        f"{plan.graph.name} on {plan.gpus} GPUs, global batch {plan.batch}, amplification limit {_limit(plan.limit)}, {plan.algorithm}\n"
+        f"iteration {milliseconds(plan.seconds)}, {plan.speedup:.2f} times as fast as one GPU; {plan.busy * 1e3:.3f} GPU-ms used, "
+        f"{plan.idle * 1e3:.3f} GPU-ms idle for other jobs ({_idle(plan):.0%} of {plan.gpus} GPUs)"
+    )
+    away = len(plan.placement.away)
+    if away:
+        head += f"\n{away} branch{'es run' if away > 1 else ' runs'} beside others, on GPUs of their own"
+    over = [names[i] for i in plan.over_limit()]
+    if over:
+        head += f"\nabove the limit: {', '.join(over)}"
+    return f"{head}\n{table(('LAYER', 'GPUS', 'TIME', 'AMPLIFICATION'), rows)}"
+
+
+def compare(plans: Sequence[Plan]) -> str:
+    """Several plans for one cluster."""
+    rows = [
+        (
+            "one GPU" if plan.algorithm == "data-parallel" and plan.width == 1 else plan.algorithm,
+            str(plan.width),
+            milliseconds(plan.seconds),
+            f"{plan.speedup:.2f}",
+            milliseconds(plan.busy),
+            f"{_idle(plan):.0%}",
+        )
+        for plan in plans
+    ]
+    return table(("PLAN", "GPUS", "ITERATION", "SPEED-UP", "GPU TIME", _idle_of(plans[0].gpus)), rows)
+
+
+def _curve(question: Question, curve: Curve) -> str:
+    rows = [
+        (_limit(limit), "no plan", "-", "-", "-")
+        if plan is None
+        else (
+            _limit(limit) + (" (exceeded)" if plan.over_limit() else ""),
+            milliseconds(plan.seconds),
+            f"{plan.speedup:.2f}",
+            milliseconds(plan.busy),
+            f"{_idle(plan):.0%}",
+        )
+        for limit, plan in curve
+    ]
+    return table(("LIMIT", "ITERATION", "SPEED-UP", "GPU TIME", _idle_of(question.gpus)), rows)
+
+
+def _point(limit: float, plan: Plan | None) -> dict[str, object]:
+    """One limit of the curve, for scripts: null where no plan keeps it."""
+    keep = ("iteration_s", "speedup", "gpu_s", "busy_gpu_s", "idle_gpu_s", "over_limit")
+    figures = dict.fromkeys(keep) if plan is None else plan.figures()
+    return {"amplification_limit": limit if isfinite(limit) else None} | {key: figures[key] for key in keep}
+
+
+def _notes(args: argparse.Namespace, question: Question, profile: ModelProfile, curve: Curve) -> list[str]:
+    """What the figures rest on, and what they leave out."""
+    graph, link = question.graph, question.network
+    sources = ", ".join(sorted({layer.source for layer in graph.layers}))
+    notes = [
+        f"layer times of {graph.device} ({sources}); network {link.name}: {link.bandwidth / 1e9:g} GB/s a GPU, "
+        f"{link.latency * 1e6:g} us ({link.source})"
+    ]
+    largest = min(layer.times[-1].samples for layer in graph.layers)
+    if args.global_batch > largest:
+        notes.append(f"batches above {largest} are taken as several of {largest}: none so large was timed")
+    without = [_limit(limit) for limit, plan in curve if plan is None]
+    if without:
+        notes.append(f"no plan over {_listed(question.counts)} GPUs keeps a limit of {', '.join(without)}")
+    share = question.batch // question.gpus
+    if args.figures and curves.background_batch(question) > share:
+        notes.append(
+            f"background jobs of the trade-off run batches of {curves.background_batch(question)}: no layer was timed at {share}"
+        )
+    notes += [profile.note] if args.profile else []
+    notes += graph.notes
+    notes += [profile.unsteady()] if profile.unsteady() else []
+    return notes
+
+
+def _check_pictures(args: argparse.Namespace) -> None:
+    """Before anything is traced or searched."""
+    if not args.figures:
+        idle_option(args, ["critical-batch"], "without --figures", "the ways to scale that they draw")
+    if not (args.plot or args.figures):
+        return
+    from gpumux.plan import plot
+
+    plot.available()
+    if args.plot:
+        path = Path(args.plot)
+        if path.suffix.lower() != ".png":
+            raise ConfigError(f"{path} is no name of a PNG", "pictures are PNG: name a FILE.png")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path.parent} is no directory", "name a file in one that exists")
+    if args.figures:
+        try:
+            Path(args.figures).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"can't make {args.figures}: {error.strerror}", "name a directory you may write"
+            ) from None
+
+
+def _draw(args: argparse.Namespace, question: Question, plan: Plan, curve: Curve) -> None:
+    if not (args.plot or args.figures):
+        return
+    from gpumux.plan import plot
+
+    if args.plot:
+        plot.timeline(plan, Path(args.plot))
+    if not args.figures:
+        return
+    directory, name = Path(args.figures), question.graph.name
+    efficiency = baselines.SampleEfficiency(args.critical_batch or CRITICAL_BATCH)
+    limited = f"{name}, amplification limit {_limit(question.limit)}, {question.algorithm}"
+    plot.scaling(curves.over_sizes(question, efficiency), limited, directory / "scaling.png")
+    plot.networks(curves.over_networks(question, efficiency), limited, directory / "networks.png")
+    plot.layers(question.graph, curves.layer_speedups(question), question.counts, directory / "layers.png")
+    points = curves.operating_points(question, [each for _, each in curve if each is not None])
+    plot.trade_off(points, name, directory / "trade_off.png")
+
+
+def _idle(plan: Plan) -> float:
+    """The part of the whole cluster's GPU time in which nothing runs."""
+    return plan.idle / (plan.gpus * plan.seconds) if plan.seconds else 0.0
+
+
+def _idle_of(gpus: int) -> str:
+    return f"IDLE OF {gpus} GPUS" if gpus > 1 else "IDLE"
+
+
+def _limit(limit: float) -> str:
+    return "none" if isinf(limit) else f"{limit:g}"
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))

@@ -1,0 +1,71 @@
+"""What a plan is asked for: one value that every figure and curve varies, so that none of it gets lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+from gpumux.errors import ConfigError
+from gpumux.plan import deeppool, optimal
+from gpumux.plan.costs import Costs, ProfiledCosts
+from gpumux.plan.graph import Graph
+from gpumux.plan.network import Network
+from gpumux.plan.plan import Placement, Plan, evaluate
+
+ALGORITHMS: dict[str, Callable[[Graph, Costs, float, int], Placement | None]] = {
+    "optimal": optimal.find,
+    "deeppool": deeppool.search,
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """The quickest plan for `batch` samples of a graph's model on up to `gpus` GPUs, each layer on one of `counts`, under an
+    amplification limit, found by `algorithm`. `overlap`: see ProfiledCosts. Raises ConfigError for counts that the cluster has
+    not or the batch can't be divided among, and for algorithms that do not exist."""
+
+    graph: Graph
+    batch: int
+    gpus: int
+    counts: tuple[int, ...]
+    network: Network
+    limit: float = inf
+    overlap: float = 0.0
+    algorithm: str = "optimal"
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(f"no algorithm is called {self.algorithm!r}", f"use one of {', '.join(ALGORITHMS)}")
+        if self.counts and max(self.counts) > self.gpus:
+            raise ConfigError(f"a count of {max(self.counts)}", f"the cluster has {self.gpus} GPUs")
+        assert self.costs
+
+    @cached_property
+    def costs(self) -> ProfiledCosts:
+        return ProfiledCosts(self.graph, self.batch, self.counts, self.network, self.overlap)
+
+    def answer(self) -> Plan | None:
+        """The plan; None where none keeps the limit, which takes counts without 1. Raises ConfigError where layers were not
+        timed at batches as small as the counts ask for."""
+        placement = ALGORITHMS[self.algorithm](self.graph, self.costs, self.limit, self.gpus)
+        return None if placement is None else self.evaluate(placement)
+
+    def plan(self) -> Plan:
+        """The plan. Raises ConfigError where there is none."""
+        found = self.answer()
+        if found is None:
+            raise optimal.no_plan(self.counts)
+        return found
+
+    def data_parallel(self, count: int) -> Plan:
+        """Every layer on `count` GPUs of the cluster. Raises ConfigError where they don't divide the batch."""
+        costs = ProfiledCosts(self.graph, self.batch, (count,), self.network, self.overlap)
+        placement = Placement((count,) * len(self.graph.layers))
+        return evaluate(self.graph, costs, placement, gpus=self.gpus, batch=self.batch, algorithm="data-parallel")
+
+    def evaluate(self, placement: Placement) -> Plan:
+        return evaluate(
+            self.graph, self.costs, placement, gpus=self.gpus, batch=self.batch, limit=self.limit, algorithm=self.algorithm
+        )  # fmt: skip
