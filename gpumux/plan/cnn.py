@@ -126,7 +126,7 @@ def read(traced: TracedModel) -> Cnn:
 
     from torch import nn
 
-    from gpumux.plan.trace import tensors
+    from gpumux.plan.grouping import tensors
 
     convolutions, maps, dense = [], list[int](), list[int]()
     for node in traced.module.graph.nodes:

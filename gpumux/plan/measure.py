@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from gpumux.errors import CaptureError, ConfigError
+from gpumux.plan.grouping import Traced, tensors
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
 from gpumux.plan.models import Loaded
-from gpumux.plan.trace import Traced, TracedModel, tensors, trace
+from gpumux.plan.trace import TracedModel, trace
 
 Progress = Callable[[int, int, str], None]  # layers done, layers in all, what is being measured
 
@@ -47,7 +48,8 @@ def profile(
             except Exception as error:  # whatever the model's own code raises
                 raise CaptureError(
                     f"{layer.name} fails at a batch of {batch}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                    "choose other --batches (too little memory: smaller ones; a batch norm that has but one value: larger ones)",
+                    "choose other --batches (too little memory: smaller ones; a batch norm that has but one value: larger ones); "
+                    "a batch's size that is written into the model, as in x.view(8, -1), has to come from its input",
                 ) from error
     return ModelProfile(
         loaded.name,

@@ -11,8 +11,9 @@ from torch import fx, nn
 from gpumux.device.sim.cost import EFFICIENCY, FLOOR_S, product, stream
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.errors import CaptureError
+from gpumux.plan.grouping import VIEW_MODULES, VIEWS, Traced, function_name, tensors
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
-from gpumux.plan.trace import VIEW_MODULES, VIEWS, Traced, TracedModel, function_name, tensors
+from gpumux.plan.trace import TracedModel
 
 BATCHES = tuple(1 << i for i in range(11))
 

@@ -18,8 +18,9 @@ from torch import fx, nn
 from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
 from gpumux.plan import roofline
+from gpumux.plan.grouping import module_path, tensors
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
-from gpumux.plan.trace import TracedModel, module_path, tensors
+from gpumux.plan.trace import TracedModel
 from gpumux.program.layers import ROOT
 from gpumux.program.profile import OpProfile, StepProfile
 

@@ -8,8 +8,10 @@ convolution, its batch norm and its rectifier are one layer, as in DeepPool's ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
@@ -20,37 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpumux.errors import CaptureError, ConfigError
-from gpumux.plan.models import Loaded
-
-CHEAP_MODULES = (
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Softmax, nn.Dropout,
-    nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
-    nn.Identity,
-)  # fmt: skip
-VIEW_MODULES = (nn.Flatten, nn.Unflatten)
-VIEWS = {
-    "view", "reshape", "flatten", "unflatten", "permute", "transpose", "squeeze", "unsqueeze", "getitem", "chunk", "split",
-    "unbind", "contiguous", "expand", "t", "movedim", "swapaxes", "narrow", "select", "detach", "to", "float",
-}  # fmt: skip
-CHEAP = {
-    "relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "softmax", "log_softmax", "dropout", "add", "iadd", "sub", "mul",
-    "imul", "truediv", "div", "neg", "exp", "sqrt", "rsqrt", "pow", "clamp", "leaky_relu", "layer_norm", "batch_norm",
-    "mean", "masked_fill", "radd", "rmul",
-}  # fmt: skip
-
-
-@dataclass
-class Traced:
-    """One layer: its nodes, in order; the layers it reads; the bytes of one sample's output and of its parameters; the
-    floating-point operations of one sample's forward pass."""
-
-    name: str
-    kind: str
-    nodes: list[fx.Node]
-    inputs: list[str] = field(default_factory=list)
-    output_bytes: int = 0
-    parameter_bytes: int = 0
-    flops: float = 0.0
+from gpumux.plan.grouping import Grouping, Traced, module_path, tensors
+from gpumux.plan.models import BUILT_IN, Loaded
 
 
 @dataclass
@@ -80,36 +53,71 @@ def trace(loaded: Loaded, *, batch: int = 2, whole: Sequence[str] = ()) -> Trace
     tracer, defaults = _Tracer(whole), _defaults(loaded)
     try:
         graph = tracer.trace(loaded.module, defaults)
-        module = fx.GraphModule(tracer.root, graph)
-        _propagate(module, loaded.example(batch))
     except Exception as error:  # whatever the model's own code raises
         raise CaptureError(
-            f"{loaded.name} can't be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            "branches on values or shapes can't be; name the module class around them with --whole CLASS",
+            f"{loaded.name} can't be traced: {_said(error)}",
+            "branches on values or shapes can't be; where a module inside of the model has them, name its class with "
+            "--whole CLASS, and where the model itself has, move them into such a module",
         ) from error
-    layers = _Grouping(module, batch).layers()
+    module = fx.GraphModule(tracer.root, graph)
+    _propagate(module, loaded, batch)
+    layers = Grouping(module, batch).layers()
     if not layers:
         raise CaptureError(f"{loaded.name} computes nothing", "give a model that does more than rearrange its input")
     return TracedModel(loaded.name, module, layers, batch)
 
 
+def _said(error: Exception) -> str:
+    """An error of somebody's own code in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def _check_classes(loaded: Loaded, whole: Sequence[str]) -> None:
-    classes = sorted({type(module).__name__ for module in loaded.module.modules()})
-    unknown = [each for each in whole if each not in classes]
+    inside = {type(module).__name__ for module in loaded.module.modules() if module is not loaded.module}
+    unknown = [each for each in whole if each not in inside]
+    if unknown and unknown[0] == type(loaded.module).__name__:
+        raise ConfigError(
+            f"{unknown[0]} is {loaded.name} itself: as one layer it would have nothing to plan",
+            f"name a class of modules inside: {', '.join(sorted(inside)) or 'there is none'}",
+        )
     if unknown:
         raise ConfigError(
-            f"{loaded.name} has no module of class {unknown[0]!r}", f"its classes are {', '.join(classes)}"
+            f"{loaded.name} has no module of class {unknown[0]!r}", f"its classes are {', '.join(sorted(inside))}"
         )
 
 
 def _defaults(loaded: Loaded) -> dict[str, Any]:
     """What the model's further arguments are when nobody gives them, so that it may ask whether one is None. Raises
-    CaptureError where an example is for `*args`: how many there are is not known to a trace."""
+    CaptureError where an example is for `*args`: how many there are is not known to a trace; and where the examples are
+    too few or too many."""
     given = len(loaded.example(1))
     parameters = list(signature(loaded.module.forward).parameters.values())
+    placed = [each for each in parameters if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     if any(each.kind is Parameter.VAR_POSITIONAL for each in parameters[:given]):
         raise CaptureError(f"{loaded.name} takes *args", "name each tensor that forward() takes")
-    return {each.name: each.default for each in parameters[given:] if each.default is not Parameter.empty}
+    if given > len(placed):
+        raise CaptureError(
+            f"{loaded.name} has {given} example arguments, and its forward() takes {len(placed)} by position",
+            "return as many as it takes",
+        )
+    missing = [each for each in parameters if each not in placed[:given] and each.default is Parameter.empty]
+    missing = [each for each in missing if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+    keywords = [each.name for each in missing if each.kind is Parameter.KEYWORD_ONLY]
+    if keywords:
+        raise CaptureError(
+            f"{loaded.name}'s forward() needs {', '.join(keywords)} by keyword, and examples are given by position",
+            "give what it needs a default, or let the factory return a module whose forward() takes it by position",
+        )
+    if missing:
+        raise CaptureError(
+            f"{loaded.name}'s forward() needs {', '.join(each.name for each in missing)}, too",
+            "let the factory return the module and an example of each: return model, (x, mask)",
+        )
+    return {
+        each.name: each.default
+        for each in parameters
+        if each not in placed[:given] and each.default is not Parameter.empty
+    }
 
 
 class _Shapes(fx.Interpreter):
@@ -133,180 +141,45 @@ def _recurrent(module: nn.Module, made: Sequence[torch.Tensor]) -> int:
     return 2 * sum(each.numel() for each in module.parameters() if each.dim() > 1) * (made[0].numel() // wide)
 
 
-def _propagate(module: fx.GraphModule, arguments: Sequence[torch.Tensor]) -> None:
-    """Work out what every node makes, without computing anything: parameters and buffers stay as they are."""
+def _propagate(module: fx.GraphModule, loaded: Loaded, batch: int) -> None:
+    """Work out what every node makes of a batch, without computing anything: parameters and buffers stay as they are. Raises
+    CaptureError, which names the layer, where it takes no such batch."""
     plain = sdpa_kernel(SDPBackend.MATH)  # as products, which are counted whatever the device
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), plain:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), plain, _quiet():
         shapes = _Shapes(module)
-        shapes.args_iter = iter([mode.from_tensor(each) for each in arguments])
+        given = [mode.from_tensor(each) for each in loaded.example(batch)]
+        shapes.args_iter = iter(given)
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # attention in one operator that nobody counts
         try:
             for node in module.graph.nodes:  # Interpreter.run would start the thread of a progress bar
-                shapes.env[node] = shapes.run_node(node)
+                try:
+                    shapes.env[node] = shapes.run_node(node)
+                except Exception as error:  # whatever the model's own code raises
+                    sizes = " and ".join(str(list(each.shape)) for each in given)
+                    raise CaptureError(
+                        f"{loaded.name} fails on a batch of {batch} (input {sizes}) in {module_path(node) or node.name}: {_said(error)}",
+                        _remedy(loaded.name),
+                    ) from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
 
 
-def function_name(node: fx.Node) -> str:
-    """The name of what a node calls."""
-    target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+def _remedy(name: str) -> str:
+    if name in BUILT_IN:
+        return f"leave --input out: {name} takes samples of {','.join(map(str, BUILT_IN[name][1]))}"
+    return (
+        "check the shape of one sample (--input, or what the factory returns); a batch's size that is written into the model, "
+        "as in x.view(8, -1), has to come from its input"
+    )
 
 
-def module_path(node: fx.Node) -> str:
-    """The module that a node calls, or runs in: as named_modules has it, "" for the model itself."""
-    if node.op == "call_module":
-        return str(node.target)
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return str(stack[-1][0]) if stack else ""
-
-
-def tensors(value: object) -> list[torch.Tensor]:
-    """The tensors in a node's result."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [each for item in value for each in tensors(item)]
-    return [each for item in value.values() for each in tensors(item)] if isinstance(value, dict) else []
-
-
-class _Grouping:
-    """Puts nodes into layers."""
-
-    def __init__(self, module: fx.GraphModule, batch: int) -> None:
-        self.module, self.batch = module, batch
-        self.owner: dict[fx.Node, Traced | None] = {}  # None: the model's input
-        self.base: dict[fx.Node, fx.Node] = {}  # what a view is a view of
-        self.constant: dict[
-            fx.Node, list[fx.Node]
-        ] = {}  # what is the same for every sample, and the nodes it is made by
-        self.found: list[Traced] = []
-        self.seen: set[str] = set()
-        self.names: set[str] = set()
-
-    def layers(self) -> list[Traced]:
-        for node in self.module.graph.nodes:
-            if node.op == "output":
-                self._leaving(node)
-            elif node.op == "placeholder":
-                self.owner[node] = None
-            else:
-                self._place(node)
-        return self.found
-
-    def _place(self, node: fx.Node) -> None:
-        varying = [each for each in node.all_input_nodes if each in self.owner]
-        if not varying or not tensors(node.meta["val"]):
-            made_by = [*(made for each in node.all_input_nodes for made in self.constant.get(each, [])), node]
-            self.constant[node] = made_by  # parameters, shapes, and what follows from them
-            return
-        if self._is_view(node):
-            source = varying[0]
-            layer = self.owner[source]
-            self.base[node] = self.base.get(source, source)
-            self.owner[node] = layer
-            if layer is not None:
-                self._add(layer, node)
-            return
-        sources = {id(self.owner[each]): self.owner[each] for each in varying}
-        (layer,) = sources.values() if len(sources) == 1 else (None,)
-        if layer is None or not (self._is_cheap(node) and self._alone(layer, node)):
-            layer = Traced(self._name(node), self._kind(node), [])
-            self.found.append(layer)
-        self.base[node], self.owner[node] = node, layer
-        self._add(layer, node)
-        for each in varying:
-            before = self.owner[each]
-            if before is not None and before is not layer and before.name not in layer.inputs:
-                layer.inputs.append(before.name)
-                self._leaves(before)
-
-    def _add(self, layer: Traced, node: fx.Node) -> None:
-        made_by = [made for each in node.all_input_nodes for made in self.constant.get(each, [])]
-        for each in [*made_by, node]:
-            if each not in layer.nodes:
-                layer.nodes.append(each)
-            layer.parameter_bytes += self._parameters(each)
-        layer.flops += node.meta["flops"] / self.batch
-
-    def _parameters(self, node: fx.Node) -> int:
-        """Bytes of the parameters a node uses that no node before it used."""
-        found: list[tuple[str, Any]] = []
-        if node.op == "get_attr":
-            owner, _, leaf = str(node.target).rpartition(".")
-            found = [(str(node.target), getattr(self.module.get_submodule(owner), leaf))]
-        elif node.op == "call_module":
-            found = [
-                (f"{node.target}.{name}", each)
-                for name, each in self.module.get_submodule(str(node.target)).named_parameters()
-            ]
-        new = [(name, each) for name, each in found if isinstance(each, nn.Parameter) and name not in self.seen]
-        self.seen |= {name for name, _ in new}
-        return sum(each.numel() * each.element_size() for _, each in new if each.requires_grad)
-
-    def _is_view(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return isinstance(self.module.get_submodule(str(node.target)), VIEW_MODULES)
-        return function_name(node) in VIEWS
-
-    def _is_cheap(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return isinstance(self.module.get_submodule(str(node.target)), CHEAP_MODULES)
-        return function_name(node) in CHEAP
-
-    def _alone(self, layer: Traced, node: fx.Node) -> bool:
-        """Whether nobody else reads what `node` reads of the layer."""
-
-        def readers(each: fx.Node) -> set[fx.Node]:
-            found: set[fx.Node] = set()
-            for user in each.users:
-                found |= readers(user) if user in layer.nodes or self._unplaced_view(user) else {user}
-            return found
-
-        own = [each for each in node.all_input_nodes if self.owner.get(each) is layer]
-        made = {self.base.get(each, each) for each in own}
-        return all(
-            reader is node or not tensors(reader.meta.get("val", ())) for each in made for reader in readers(each)
-        )
-
-    def _unplaced_view(self, node: fx.Node) -> bool:
-        return node.op in ("call_module", "call_method", "call_function") and self._is_view(node)
-
-    def _leaves(self, layer: Traced) -> None:
-        """Count what other layers read of this one."""
-        read = {
-            self.base[node]
-            for node in layer.nodes
-            if node in self.base
-            for user in node.users
-            if user not in layer.nodes and tensors(user.meta.get("val", ()))
-        }
-        layer.output_bytes = sum(self._nbytes(node) for node in read)
-
-    def _leaving(self, output: fx.Node) -> None:
-        for node in output.all_input_nodes:
-            layer = self.owner.get(node)
-            if layer is not None and not layer.output_bytes:
-                layer.output_bytes = self._nbytes(self.base[node])
-
-    def _nbytes(self, node: fx.Node) -> int:
-        return sum(each.numel() * each.element_size() for each in tensors(node.meta["val"])) // self.batch
-
-    def _kind(self, node: fx.Node) -> str:
-        if node.op == "call_module":
-            return type(self.module.get_submodule(str(node.target))).__name__
-        return function_name(node)
-
-    def _name(self, node: fx.Node) -> str:
-        if node.op == "call_module":
-            name = str(node.target)
-        else:
-            path = module_path(node)
-            name = f"{path}.{function_name(node)}" if path else function_name(node)
-        unique, number = name, 1
-        while unique in self.names:
-            number += 1
-            unique = f"{name}:{number}"
-        self.names.add(unique)
-        return unique
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own log of what fails on fake tensors: the error says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -16,8 +16,9 @@ from gpumux import client
 from gpumux.cli.main import main
 from gpumux.client.layers import Layers
 from gpumux.plan import layers, steps
+from gpumux.plan.grouping import module_path
 from gpumux.plan.models import find
-from gpumux.plan.trace import TracedModel, module_path, trace
+from gpumux.plan.trace import TracedModel, trace
 from gpumux.program.layers import ROOT, Label, labels
 from gpumux.program.profile import StepProfile, load
 from tests.client.branching import branching

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,8 +95,8 @@ def test_a_model_that_does_not_trace_says_what_to_do():
     with pytest.raises(CaptureError, match="it can't be traced") as caught:
         trace(loaded(Branchy(), 4))
     assert "--whole" in caught.value.remedy
-    with pytest.raises(CaptureError, match="can't be traced"):
-        trace(loaded(nn.Linear(3, 2), 4))  # the shape is wrong
+    with pytest.raises(ConfigError, match="is it itself"):
+        trace(loaded(Branchy(), 4), whole=["Branchy"])
 
 
 @pytest.mark.parametrize("make", [lambda: (cnn("tiny"), (1, 8, 8)), lambda: (transformer("tiny"), (1, 8, 8))])
@@ -209,6 +211,45 @@ def test_arguments_nobody_gives_have_their_defaults():
     it = loaded(Optional(), 4)
     assert [each.name for each in trace(it).layers] == ["dense", "other"]
     assert len(measure.profile(it, device="cpu", batches=(1, 2), repeats=1).layers) == 2
+
+
+class Keywords(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, *, scale: Tensor, by: int = 2) -> Tensor:
+        return x * scale + by * y
+
+
+class Fixed(nn.Module):
+    """Eight samples and no others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.zeros(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "examples", "says", "remedy"),
+    [
+        (Keywords(), 2, "needs scale by keyword", "takes it by position"),
+        (Keywords(), 3, "has 3 example arguments, and its forward() takes 2", "as many"),
+        (Optional(), 0, "needs x, too", "return model, (x, mask)"),
+        (nn.Linear(3, 2), 1, r"fails on a batch of 2 (input [2, 4]) in linear", "--input"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 2)), 1, "in 1: RuntimeError", "--input"),
+        (Fixed(), 1, "fails on a batch of 2", "x.view(8, -1)"),
+    ],
+)
+def test_a_model_that_does_not_run_says_where_and_what_to_do(
+    module: nn.Module, examples: int, says: str, remedy: str, capfd: pytest.CaptureFixture[str]
+):
+    with pytest.raises(CaptureError, match=re.escape(says)) as caught:
+        trace(Loaded("it", module, [torch.zeros(1, 4)] * examples))
+    assert remedy in caught.value.remedy
+    assert capfd.readouterr().err == ""  # torch's own log of it
+
+
+def test_the_whole_of_a_nested_class_is_what_lies_inside():
+    found = trace(
+        loaded(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), 4), whole=["Sequential"]
+    )
+    assert [(each.name, each.kind) for each in found.layers] == [("0", "Linear"), ("1", "Sequential")]
 
 
 class Starred(nn.Module):
