@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, main
-from gpumux.plan import layers
+from gpumux.plan import curves, layers, plot
+from gpumux.plan.question import Question
 
 PNG = b"\x89PNG"
 CNN = ["clients.models.cnn:cnn", "--input", "1,8,8"]
@@ -85,6 +88,97 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "idle" in capsys.readouterr().out
 
 
+def test_figures_and_the_curve_are_of_what_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No option gets lost on the way, and each picture has a file of its own."""
+    asked: dict[str, Question] = {}
+    for name in ("over_sizes", "over_networks", "over_limits", "operating_points", "layer_speedups"):
+        real = getattr(curves, name)
+
+        def spy(question: Question, *rest: Any, name: str = name, real: Any = real) -> Any:
+            asked[name] = question
+            return real(question, *rest)
+
+        monkeypatch.setattr(curves, name, spy)
+    saved: dict[str, str] = {}
+    monkeypatch.setattr(plot, "save", lambda figure, path: saved.setdefault(path.name, figure.axes[0].get_title()))
+    options = [
+        "--overlap",
+        "0.5",
+        "--counts",
+        "1,4",
+        "--algorithm",
+        "deeppool",
+        "--amplification",
+        "3",
+        "--network",
+        "25g",
+    ]
+    figures = ["--figures", str(tmp_path), "--critical-batch", "64", "--plot", str(tmp_path / "plan.png")]
+    assert main(["plan", "burst", "alexnet", *SMALL, *options, *figures, "--curve"]) == 0
+    assert set(asked) == {"over_sizes", "over_networks", "over_limits", "operating_points", "layer_speedups"}
+    for question in asked.values():
+        assert (question.batch, question.gpus, question.counts) == (8, 4, (1, 4))
+        assert (question.overlap, question.algorithm, question.limit) == (0.5, "deeppool", 3.0)
+        assert question.network.name == "25g"
+    titles = {"plan.png": "alexnet, deeppool", "scaling.png": "ways to scale", "networks.png": "4 GPUs over one",
+              "layers.png": "computation alone", "trade_off.png": "amplification limits"}  # fmt: skip
+    assert set(saved) == set(titles)
+    assert all(text in saved[name] for name, text in titles.items())
+    assert "IDLE OF 4 GPUS" in capsys.readouterr().out
+
+
+def test_limits_without_a_plan_are_shown_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "burst", "vgg16", *SMALL, "--counts", "2,4", "--amplification", "none", "--curve"]
+    assert main([*asked, "--figures", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "\n1      no plan" in out
+    assert "no plan over 2, 4 GPUs keeps a limit of 1, 1.1" in out
+    assert main([*asked, "--json"]) == 0
+    curve = json.loads(capsys.readouterr().out)["curve"]
+    assert curve[0] == {"amplification_limit": 1.0, "over_limit": None} | dict.fromkeys(
+        ("iteration_s", "speedup", "gpu_s", "busy_gpu_s", "idle_gpu_s")
+    )
+    assert curve[-1]["amplification_limit"] is None
+    assert curve[-1]["iteration_s"] > 0
+
+
+def test_figures_of_a_profile_of_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "v8.json"
+    assert main(["plan", "profile", "alexnet", "--gpu-model", "a100", "--batches", "8", "-o", str(path)]) == 0
+    asked = ["plan", "burst", str(path), *SMALL, "--counts", "1", "--figures", str(tmp_path)]
+    assert main(asked) == 0
+    assert "background jobs of the trade-off run batches of 8: no layer was timed at 2" in capsys.readouterr().out
+
+
+def test_idle_time_is_of_the_whole_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "burst", "vgg16", *SMALL, "--counts", "1,2"]
+    assert main([*asked, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    one, two = body["baselines"]
+    assert one["idle_gpu_s"] == pytest.approx(3 * one["iteration_s"])
+    assert two["idle_gpu_s"] == pytest.approx(2 * two["iteration_s"])
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert "IDLE OF 4 GPUS" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("one GPU", "data-parallel"))}
+    assert rows["one"][-1] == "75%"
+    assert rows["data-parallel"][-1] == "50%"
+
+
+def test_what_is_used_and_idle_make_up_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", "burst", "inception_v3", "--gpus", "8", "--global-batch", "32", "--amplification", "none"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "on GPUs of their own" in out  # samples move between branches, too
+    found = re.search(r"iteration ([\d.]+) ms.*; ([\d.]+) GPU-ms used, ([\d.]+) GPU-ms idle", out)
+    assert found is not None
+    iteration, used, idle = map(float, found.groups())
+    assert used + idle == pytest.approx(8 * iteration, abs=0.01)
+
+
 def test_modelled_profiles_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
     assert main(["plan", "profile", "alexnet", "--gpu-model", "h200", "-o", str(path), "--json"]) == 0
@@ -146,7 +240,7 @@ def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert "can't read /absent" in capsys.readouterr().err
 
 
-def test_servers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "servers", "--workers", "8", "--compute", "0.5"]
     assert main([*asked, "--parameters", "180MB"]) == 0
     out = capsys.readouterr().out
@@ -159,6 +253,16 @@ def test_servers(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["bandwidth"] for each in body["networks"]] == [3.125e9]
     for wrong in ([], ["--model", "alexnet", "--parameters", "1MB"]):
         assert main([*asked, *wrong]) == EX_CONFIG
+    for unknown in (["--whole", "Linear"], ["--gpu-model", "a100"], ["--input", "3,8,8"]):
+        assert main([*asked, "--model", "alexnet", *unknown]) == EX_USAGE
+    capsys.readouterr()
+    assert main([*asked, "--model", CNN[0], "--json"]) == 0  # nobody has to say what its input is
+    told = json.loads(capsys.readouterr().out)["parameter_bytes"]
+    profile = tmp_path / "cnn.json"
+    assert main(["plan", "profile", *CNN, "--gpu-model", "a100", "-o", str(profile)]) == 0
+    capsys.readouterr()
+    assert main([*asked, "--model", str(profile), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameter_bytes"] == told > 0
 
 
 @pytest.mark.parametrize(
@@ -175,7 +279,7 @@ def test_servers(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["burst", "alexnet", *SMALL, "--whole", "Block"],
             EX_CONFIG,
-            "its classes are Classifier, Conv2d",
+            "its classes are Conv2d",
         ),
         (["burst", "alexnet", *SMALL, "--plot", "plan.pdf"], EX_CONFIG, "plan.pdf is no name of a PNG"),
         (["burst", "alexnet", *SMALL, "--plot", "/absent/plan.png"], EX_CONFIG, "/absent is no directory"),
@@ -184,6 +288,45 @@ def test_servers(capsys: pytest.CaptureFixture[str]) -> None:
         (["burst", "absent.json", *SMALL], EX_CONFIG, "can't read absent.json"),
         (["burst", "tests.plan.test_trace:Branchy", "--input", "4", *SMALL], EX_FAILED, "can't be traced"),
         (["profile", "alexnet", "-o", "/absent/x.json"], EX_CONFIG, "no directory"),
+        (
+            ["profile", "alexnet", "-o", "x", "--gpu-model", "a100", "--device", "cpu"],
+            EX_CONFIG,
+            "--device has no effect with --gpu-model",
+        ),
+        (
+            ["profile", "alexnet", "-o", "x", "--gpu-model", "a100", "--repeats", "5"],
+            EX_CONFIG,
+            "it belongs to measuring layers here",
+        ),
+        (
+            ["profile", "alexnet", "-o", "x", "--profile", "y", "--threads", "1"],
+            EX_CONFIG,
+            "--threads has no effect with --profile",
+        ),
+        (
+            ["profile", "alexnet", "-o", "x", "--device", "cuda", "--threads", "1"],
+            EX_CONFIG,
+            "--threads has no effect with --device cuda",
+        ),
+        (["profile", "y.json", "-o", "x"], EX_CONFIG, "y.json is a profile already"),
+        (["batch", "y.json"], EX_CONFIG, "says nothing of convolutions"),
+        (
+            ["burst", "alexnet", *SMALL, "--critical-batch", "64"],
+            EX_CONFIG,
+            "--critical-batch has no effect without --figures",
+        ),
+        (
+            ["burst", "alexnet", *SMALL, "--network", "25g", "--bandwidth", "1Gb", "--latency", "0"],
+            EX_CONFIG,
+            "--network has no effect",
+        ),
+        (["burst", "alexnet", *SMALL, "--whole", "Classifier"], EX_CONFIG, "Classifier is alexnet itself"),
+        (
+            ["burst", "tests.plan.test_trace:with_example", "--input", "4", *SMALL],
+            EX_CONFIG,
+            "returns its example arguments",
+        ),
+        (["burst", "transformer", "--input", "64", *SMALL], EX_FAILED, "takes samples of 128"),
         (["burst", "alexnet", *SMALL, "--amplification", "0.5"], EX_USAGE, "give 1 or more"),
         (["burst", "alexnet", "--gpus", "0", "--global-batch", "8"], EX_USAGE, "whole number from 1 up"),
         (["burst", "alexnet", *SMALL, "--bandwidth", "fast"], EX_USAGE, "no bandwidth above 0"),
