@@ -68,7 +68,7 @@ def submit(
     session = Session.connect(endpoint)
     job: Job | None = None
     try:
-        table = StateTable(models, optimizers, *_devices(session))
+        table = StateTable(models, optimizers, *devices_of(session))
         refuse_stale(table)
         kept = find_kept(session, resume) if resume is not None else None
         if kept is not None:
@@ -89,7 +89,7 @@ def submit(
     return job
 
 
-def _devices(session: Session) -> tuple[str, str]:
+def devices_of(session: Session) -> tuple[str, str]:
     """The device type a job's local tensors must be on, which is where its steps are traced, and the one that they run
     on. Warns of a daemon that computes nothing."""
     device = session.welcome.device

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpumux.fuse.array import Array as Array
+    from gpumux.fuse.submit import ArrayJob as ArrayJob
+    from gpumux.fuse.submit import submit_array as submit_array
 
-__all__ = ["Array"]
+__all__ = ["Array", "ArrayJob", "submit_array"]
+
+_HOME = {"Array": "gpumux.fuse.array", "ArrayJob": "gpumux.fuse.submit", "submit_array": "gpumux.fuse.submit"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Array":  # torch takes seconds to import
-        from gpumux.fuse.array import Array
-
-        return Array
+    # torch takes seconds to import
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -11,18 +11,14 @@ import torch
 
 from gpumux.client.variants import Choice
 from gpumux.errors import ConfigError
-from gpumux.fuse import checkpoint
-from gpumux.fuse.fuse import Decision, stream_bytes
-from gpumux.fuse.member import Member, example_arguments
-from gpumux.fuse.memory import STREAM, Memory, key_of
-from gpumux.fuse.plan import Plan
+from gpumux.fuse.fuse import Fused
+from gpumux.fuse.models import Factory, Models
+from gpumux.fuse.runner import Runner
 from gpumux.fuse.trial import Times, cache_file
-from gpumux.fuse.variants import Options, Variant, Variants
-
-Factory = Callable[[Any], "tuple[Callable[..., Any], Any, Any]"]
+from gpumux.fuse.variants import Options, Variants
 
 
-class Array:
+class Array(Models):
     """`factory(config) -> (step, model, optimizer)` for each of `configs`; `example` is a batch, as submit takes it.
 
     The steps must be of one kind: the same operators and shapes. Configurations may differ in learning rates and
@@ -45,46 +41,20 @@ class Array:
         choose: Literal["measured", "fused", "per-model"] = "measured", per_model_operators: Sequence[str] = (),
         times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
     ) -> None:  # fmt: skip
-        if not configs:
-            raise ConfigError("configs is empty", "give one configuration for each model")
         if choose not in ("measured", "fused", "per-model"):
             raise ConfigError(f"choose is {choose!r}", 'use "measured", "fused" or "per-model"')
-        if seeds is not None and len(seeds) != len(configs):
-            raise ConfigError(f"{len(seeds)} seeds for {len(configs)} models", "give one a model")
-        self.name = name
-        self._factory = factory
-        self._max_variants = max_variants
-        self._example = example_arguments(example)
-        self._members: list[Member] = []
-        self._memory = Memory(0)
+        super().__init__(factory, configs, example, seeds, max_variants, name)
         times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
-        self._variants = Variants(Options(choose, tuple(per_model_operators), times), self._buffers)
-        self._last: list[Variant] = []
+        self._variants = Variants(Options(choose, tuple(per_model_operators), times), self._attach)
         try:
-            for index, config in enumerate(configs):
-                self._join(config, None if seeds is None else seeds[index])
-            choices = self._choices([self._example] * len(self._members))
-            self._variants.get(choices, 0, False)  # one run, whatever the kinds: says what differs
+            self._capture()
         except BaseException:
             self.close()
             raise
 
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def _join(self, config: Any, seed: int | None) -> None:
-        made = self._factory(config)
-        if not isinstance(made, tuple) or len(made) != 3:
-            raise ConfigError(f"factory({config!r}) is no tuple of three", "return (step, model, optimizer)")
-        stream = (
-            torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
-        )
-        self._members.append(Member(f"{self.name}[{len(self._members)}]", *made, self._max_variants))
-        self._memory = self._memory.with_one()
-        self._memory.line(STREAM, stream_bytes())
-        model = len(self._members) - 1
-        self._memory.part(STREAM, model).copy_(stream)
-        self._push(model)
+    def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Runner:
+        keys = self._keys(choices, first, fused.streams)
+        return Runner(fused.program, [self._memory.run(key, first, len(choices)) for key in keys])
 
     # ---- steps -------------------------------------------------------------------------------------
 
@@ -104,102 +74,14 @@ class Array:
             member.advance(choice)
         self._last = [variant for variant, _ in runs]
         lowered = choices[0].made.lowered
-        hosts = [c.values[sum(c.made.lowered.counts) :] for c in choices]
-        together = [torch.tensor([h[i] for h in hosts]) for i in range(len(hosts[0]))]
         tensors = results[0] if len(results) == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)]
-        return lowered.value(tensors, together)
-
-    def _batches(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> list[Any]:
-        models = len(self._members)
-        if not per_model:
-            return [(batch, named)] * models
-        if not all(isinstance(v, (list, tuple)) and len(v) == models for v in (*batch, *named.values())):
-            raise ConfigError(f"per_model=True takes a list of {models} for every argument", "give one a model")
-        return [(tuple(v[b] for v in batch), {k: v[b] for k, v in named.items()}) for b in range(models)]
-
-    def _choices(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Choice]:
-        return [m.choose(*b) for m, b in zip(self._members, batches, strict=True)]
-
-    def _buffers(self, choices: Sequence[Choice], first: int, streams: bool) -> list[torch.Tensor]:
-        """The state of a run of models, by state slot of their fused Program."""
-        found = []
-        table = self._members[first].table
-        for index in choices[0].made.lowered.binding:
-            key = key_of(table, index)
-            _, new = self._memory.line(key, key[1])
-            if new:
-                for model, member in enumerate(self._members):
-                    for other in range(len(member.table.buffers)):
-                        if key_of(member.table, other) == key:
-                            self._memory.push(key, model, member.table, other)
-            found.append(self._memory.run(key, first, len(choices)))
-        return [*found, self._memory.run(STREAM, first, len(choices))] if streams else found
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """How each operator of the step that ran last runs. Empty before the first."""
-        return self._last[0].fused.decisions if self._last else ()
-
-    def plan(self) -> Plan:
-        """How the step that ran last was run, operator by operator, with what was measured: print it. Raises
-        ConfigError before the first step."""
-        if not self._last:
-            raise ConfigError("no step has run yet", "run one")
-        first = self._last[0]
-        return Plan(first.fused.models, first.fused.decisions, first.whole_s)
+        return lowered.value(tensors, self._together(choices))
 
     @property
     def runs(self) -> tuple[int, ...]:
         """How many models ran together in the last step: (B,) when all did. A model that has just joined, or whose
         optimizer takes another path than its neighbours', runs beside them for as long as that is so."""
         return tuple(v.fused.models for v in self._last)
-
-    # ---- state -------------------------------------------------------------------------------------
-
-    def _push(self, model: int) -> None:
-        table = self._members[model].table
-        for index in range(len(table.buffers)):
-            key = key_of(table, index)
-            if key in self._memory.lines:
-                self._memory.push(key, model, table, index)
-
-    def state_dict(self, model: int) -> dict[str, Any]:
-        """{"model": ..., "optimizer": ...} of one model, as its own objects would give it."""
-        member = self._members[self._index(model)]
-        return member.dictionaries(self._memory.pull(model, member.table))
-
-    def load(self, model: int, state: dict[str, Any]) -> None:
-        """Load dictionaries, as state_dict gives them, into one model."""
-        member = self._members[self._index(model)]
-        member.install(self._memory.pull(model, member.table))
-        member.adopt(state)
-        self._push(model)
-
-    def random_state(self, model: int) -> torch.Tensor:
-        """Where a model's random generator stands, as torch.Generator.get_state gives it."""
-        return self._memory.part(STREAM, self._index(model)).clone()
-
-    def set_random_state(self, model: int, state: torch.Tensor) -> None:
-        self._memory.part(STREAM, self._index(model)).copy_(state)
-
-    def sync(self) -> None:
-        """Bring the trained state into the local models and optimizers that the factory made."""
-        for model, member in enumerate(self._members):
-            member.install(self._memory.pull(model, member.table))
-
-    def save(self, path: str | Path, model: int | None = None) -> None:
-        """Write a checkpoint of all models, or of one: tensors and numbers only, for torch.load(weights_only=True)."""
-        checkpoint.save(self, path, range(len(self)) if model is None else [self._index(model)])
-
-    def restore(self, path: str | Path, model: int | None = None) -> None:
-        """Read a checkpoint: of all models of an array of this size, or of one into `model`. Raises ConfigError for
-        one that does not fit."""
-        checkpoint.restore(self, path, None if model is None else self._index(model))
-
-    def _index(self, model: int) -> int:
-        if not 0 <= model < len(self._members):
-            raise ConfigError(f"there is no model {model} among {len(self._members)}", "count from 0")
-        return model
 
     # ---- who is in it ------------------------------------------------------------------------------
 
@@ -232,8 +114,7 @@ class Array:
 
     def close(self) -> None:
         """Take the tripwires off the local models. Idempotent."""
-        for member in self._members:
-            member.release()
+        self._release()
         self._variants.clear()
 
     def __enter__(self) -> Array:

@@ -12,12 +12,12 @@ import torch
 from gpumux.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gpumux.fuse.array import Array
+    from gpumux.fuse.models import Models
 
 _FORM = "gpumux array 1"
 
 
-def save(array: Array, path: str | Path, models: Iterable[int]) -> None:
+def save(array: Models, path: str | Path, models: Iterable[int]) -> None:
     """Each model's state_dict and random state. The file appears whole or not at all."""
     states = [{**array.state_dict(b), "random": array.random_state(b)} for b in models]
     target = Path(path)
@@ -29,7 +29,7 @@ def save(array: Array, path: str | Path, models: Iterable[int]) -> None:
         half.unlink(missing_ok=True)
 
 
-def restore(array: Array, path: str | Path, model: int | None) -> None:
+def restore(array: Models, path: str | Path, model: int | None) -> None:
     """Raises ConfigError for a file that is no checkpoint, or of another number of models."""
     states = _read(Path(path))
     targets = range(len(array)) if model is None else [model]

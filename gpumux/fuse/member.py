@@ -22,10 +22,18 @@ class Member:
     """`step`, `model` and `optimizer` as a factory made them. Its tensors of state are buffers of `table`, numbered
     alike in all models of one kind."""
 
-    def __init__(self, name: str, step: Callable[..., Any], model: Any, optimizer: Any, max_variants: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        model: Any,
+        optimizer: Any,
+        max_variants: int,
+        devices: tuple[str, str] = ("cpu", "cpu"),
+    ) -> None:
         self.name = name
         self.table = StateTable(
-            several(model, torch.nn.Module, "model"), several(optimizer, torch.optim.Optimizer, "optimizer")
+            several(model, torch.nn.Module, "model"), several(optimizer, torch.optim.Optimizer, "optimizer"), *devices
         )
         refuse_stale(self.table)
         self._structures: dict[Structure, Structure] = {}
@@ -38,13 +46,15 @@ class Member:
     def _intern(self, structure: Structure) -> Structure:
         return self._structures.setdefault(structure, structure)
 
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """What a step on this batch runs. Raises CaptureError and its kin; nothing changes then."""
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], at: State | None = None) -> Choice:
+        """What a step on this batch runs, now or from the state `at`. Raises CaptureError and its kin; nothing changes
+        then."""
+        state = at or self.state
         try:
-            return self._function.choose(args, kwargs, self.state)
+            return self._function.choose(args, kwargs, state)
         except KeepMore as more:
-            self.state.keep = more.keep
-            return self._function.choose(args, kwargs, self.state)
+            self.state.keep = state.keep = more.keep
+            return self._function.choose(args, kwargs, state)
 
     def advance(self, choice: Choice) -> None:
         """The step has run: what its Python would have changed is changed."""

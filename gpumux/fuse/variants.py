@@ -14,7 +14,6 @@ from gpumux.fuse import rules
 from gpumux.fuse.align import align
 from gpumux.fuse.fuse import Fused, fuse
 from gpumux.fuse.measured import fuse_measured
-from gpumux.fuse.runner import Runner
 from gpumux.fuse.trial import Times
 from gpumux.program.ir import Program, ScalarRef
 
@@ -30,10 +29,10 @@ class Options:
 
 @dataclass(slots=True)
 class Variant:
-    """One fused Program and what runs it. `alike`: scalars that it takes to be equal for all models."""
+    """One fused Program and what runs it (a Runner, in this process). `alike`: scalars that it takes to be equal for all models."""
 
     fused: Fused
-    runner: Runner
+    runner: Any
     alike: tuple[int, ...]
     batch: int  # tensors of one batch
     whole_s: tuple[float, float] | None = None  # seconds of a step, and of one model after another
@@ -51,21 +50,45 @@ class Variant:
         else:
             for target, source in zip(inputs[: self.batch], choices[0].tensors, strict=True):
                 lay(target, source.detach())
-        for table, target in zip(self.fused.tables, inputs[self.batch :], strict=True):
-            rows = [
-                [choices[b].values[s.index] if isinstance(s, ScalarRef) else s for b, s in enumerate(row)]
-                for row in table.rows
+        for target, rows in zip(inputs[self.batch :], self.numbers(choices), strict=True):
+            target.copy_(rows)
+        results: list[torch.Tensor] = self.runner.run(self.scalars(choices))
+        return results
+
+    def tensors(self, choices: Sequence[Choice]) -> list[torch.Tensor]:
+        """The inputs of the fused Program, as a batch to send."""
+        if self.fused.batch_per_model:
+            batch = [
+                torch.stack([t.detach() for t in each]) for each in zip(*[c.tensors for c in choices], strict=True)
             ]
-            target.copy_(torch.tensor(rows, dtype=torch.float64))
-        return self.runner.run([choices[model].values[index] for model, index in self.fused.scalars])
+        else:
+            batch = choices[0].tensors
+        tables = zip(self.fused.tables, self.numbers(choices), strict=True)
+        return [*batch, *[rows.to(getattr(torch, table.dtype)) for table, rows in tables]]
+
+    def numbers(self, choices: Sequence[Choice]) -> list[torch.Tensor]:
+        """What differs between models now, by table: [rows, B] of float64."""
+        return [
+            torch.tensor(
+                [
+                    [choices[b].values[s.index] if isinstance(s, ScalarRef) else s for b, s in enumerate(row)]
+                    for row in table.rows
+                ],
+                dtype=torch.float64,
+            )
+            for table in self.fused.tables
+        ]
+
+    def scalars(self, choices: Sequence[Choice]) -> list[float | int]:
+        return [choices[model].values[index] for model, index in self.fused.scalars]
 
 
 class Variants:
-    """`buffers(choices, first, streams)` gives the state of the models from `first` on."""
+    """`attach(fused, choices, first)` gives what runs a fused Program on the models from `first` on."""
 
-    def __init__(self, options: Options, buffers: Callable[[Sequence[Choice], int, bool], list[torch.Tensor]]) -> None:
+    def __init__(self, options: Options, attach: Callable[[Fused, Sequence[Choice], int], Any]) -> None:
         self._options = options
-        self._buffers = buffers
+        self._attach = attach
         self._made: dict[Any, Variant] = {}
         self._kinds: dict[int, int] = {}
         self._keep: list[Made] = []
@@ -85,7 +108,7 @@ class Variants:
         now = {i for i in range(count) if any(differ(v[i], values[0][i]) for v in values[1:])}
         differs = self._differs[known] = frozenset(now) | self._differs.get(known, frozenset())
         fused, whole = self._fuse([c.made.lowered.program for c in choices], values, differs, per_model)
-        runner = Runner(fused.program, self._buffers(choices, first, fused.streams))
+        runner = self._attach(fused, choices, first)
         alike = tuple(i for i in range(count) if i not in differs)
         made = self._made[key] = Variant(fused, runner, alike, len(choices[0].tensors), whole)
         return made
@@ -112,7 +135,11 @@ class Variants:
     def same_from_the_start(self, choice: Choice) -> None:
         """Raises NotFusible unless a model that takes its first step is of the array's kind."""
         if self._first is not None:
-            align([self._first.made.lowered.program, choice.made.lowered.program])
+            self.same(self._first, choice)
+
+    def same(self, one: Choice, other: Choice) -> None:
+        """Raises NotFusible unless two models run the same."""
+        align([one.made.lowered.program, other.made.lowered.program])
 
     def kind(self, choice: Choice) -> int:
         """Equal for Programs that differ in numbers alone, of models whose state is bound alike."""

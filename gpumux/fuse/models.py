@@ -1,0 +1,189 @@
+"""Some models of one kind: what an array in this process and one in a daemon have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpumux.client.variants import Choice
+from gpumux.errors import ConfigError
+from gpumux.fuse import checkpoint
+from gpumux.fuse.fuse import Decision, stream_bytes
+from gpumux.fuse.member import Member, example_arguments
+from gpumux.fuse.memory import STREAM, Memory, key_of
+from gpumux.fuse.plan import Plan
+from gpumux.fuse.variants import Variant, Variants
+
+Factory = Callable[[Any], "tuple[Callable[..., Any], Any, Any]"]
+_WARM_PHASES = 4  # how many phases of the optimizers are captured ahead
+
+
+class Models:
+    """The models, their state in `_memory`, and the Programs of all of them."""
+
+    _variants: Variants
+
+    def __init__(
+        self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, max_variants: int,
+        name: str, devices: tuple[str, str] = ("cpu", "cpu"),
+    ) -> None:  # fmt: skip
+        if not configs:
+            raise ConfigError("configs is empty", "give one configuration for each model")
+        if seeds is not None and len(seeds) != len(configs):
+            raise ConfigError(f"{len(seeds)} seeds for {len(configs)} models", "give one a model")
+        self.name = name
+        self._factory = factory
+        self._max_variants = max_variants
+        self._devices = devices
+        self._example = example_arguments(example)
+        self._members: list[Member] = []
+        self._memory = Memory(0)
+        self._last: list[Variant] = []
+        try:
+            for index, config in enumerate(configs):
+                self._join(config, None if seeds is None else seeds[index])
+        except BaseException:
+            self._release()
+            raise
+
+    def _capture(self) -> None:
+        """The Programs of the first step, and of those that the optimizers' next phases need. Raises NotFusible."""
+        states = [m.state for m in self._members]
+        for _ in range(_WARM_PHASES):
+            choices = [m.choose(*self._example, s) for m, s in zip(self._members, states, strict=True)]
+            self._variants.get(choices, 0, False)  # one run, whatever the kinds: says what differs
+            after = [c.after(m.state.keep) for c, m in zip(choices, self._members, strict=True)]
+            if all(a.structure is s.structure for a, s in zip(after, states, strict=True)):
+                return
+            states = after
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def _join(self, config: Any, seed: int | None) -> None:
+        made = self._factory(config)
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise ConfigError(f"factory({config!r}) is no tuple of three", "return (step, model, optimizer)")
+        stream = (
+            torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
+        )
+        self._members.append(Member(f"{self.name}[{len(self._members)}]", *made, self._max_variants, self._devices))
+        self._memory = self._memory.with_one()
+        self._memory.line(STREAM, stream_bytes())
+        model = len(self._members) - 1
+        self._memory.part(STREAM, model).copy_(stream)
+        self._push(model)
+
+    def _batches(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> list[Any]:
+        models = len(self._members)
+        if not per_model:
+            return [(batch, named)] * models
+        if not all(isinstance(v, (list, tuple)) and len(v) == models for v in (*batch, *named.values())):
+            raise ConfigError(f"per_model=True takes a list of {models} for every argument", "give one a model")
+        return [(tuple(v[b] for v in batch), {k: v[b] for k, v in named.items()}) for b in range(models)]
+
+    def _choices(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Choice]:
+        return [m.choose(*b) for m, b in zip(self._members, batches, strict=True)]
+
+    def _line(self, first: int, index: int) -> Any:
+        """The key of a buffer of the models' tables; its line is in `_memory` from now on."""
+        key = key_of(self._members[first].table, index)
+        _, new = self._memory.line(key, key[1])
+        if new:
+            for model, member in enumerate(self._members):
+                for other in range(len(member.table.buffers)):
+                    if key_of(member.table, other) == key:
+                        self._memory.push(key, model, member.table, other)
+        return key
+
+    def _keys(self, choices: Sequence[Choice], first: int, streams: bool) -> list[Any]:
+        """Of a run of models, the keys of their state, by state slot of their fused Program."""
+        keys = [self._line(first, index) for index in choices[0].made.lowered.binding]
+        return [*keys, STREAM] if streams else keys
+
+    def _together(self, choices: Sequence[Choice]) -> list[torch.Tensor]:
+        """The numbers that the steps return, [B] each."""
+        hosts = [c.values[sum(c.made.lowered.counts) :] for c in choices]
+        return [torch.tensor([h[i] for h in hosts]) for i in range(len(hosts[0]))]
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """How each operator of the step that ran last runs. Empty before the first."""
+        return self._last[0].fused.decisions if self._last else ()
+
+    def plan(self) -> Plan:
+        """How the step that ran last was run, operator by operator, with what was measured: print it. Raises
+        ConfigError before the first step."""
+        if not self._last:
+            raise ConfigError("no step has run yet", "run one")
+        first = self._last[0]
+        return Plan(first.fused.models, first.fused.decisions, first.whole_s)
+
+    # ---- state -------------------------------------------------------------------------------------
+
+    def _fetch(self) -> None:
+        """Bring the state into `_memory`, if it is elsewhere."""
+
+    def _send(self) -> None:
+        """`_memory` was written."""
+
+    def _push(self, model: int) -> None:
+        table = self._members[model].table
+        for index in range(len(table.buffers)):
+            key = key_of(table, index)
+            if key in self._memory.lines:
+                self._memory.push(key, model, table, index)
+
+    def state_dict(self, model: int) -> dict[str, Any]:
+        """{"model": ..., "optimizer": ...} of one model, as its own objects would give it."""
+        member = self._members[self._index(model)]
+        self._fetch()
+        return member.dictionaries(self._memory.pull(model, member.table))
+
+    def load(self, model: int, state: dict[str, Any]) -> None:
+        """Load dictionaries, as state_dict gives them, into one model."""
+        member = self._members[self._index(model)]
+        self._fetch()
+        member.install(self._memory.pull(model, member.table))
+        member.adopt(state)
+        self._push(model)
+        self._send()
+
+    def random_state(self, model: int) -> torch.Tensor:
+        """Where a model's random generator stands, as torch.Generator.get_state gives it."""
+        index = self._index(model)
+        self._fetch()
+        return self._memory.part(STREAM, index).clone()
+
+    def set_random_state(self, model: int, state: torch.Tensor) -> None:
+        index = self._index(model)
+        self._fetch()
+        self._memory.part(STREAM, index).copy_(state)
+        self._send()
+
+    def sync(self) -> None:
+        """Bring the trained state into the local models and optimizers that the factory made."""
+        self._fetch()
+        for model, member in enumerate(self._members):
+            member.install(self._memory.pull(model, member.table))
+
+    def save(self, path: str | Path, model: int | None = None) -> None:
+        """Write a checkpoint of all models, or of one: tensors and numbers only, for torch.load(weights_only=True)."""
+        checkpoint.save(self, path, range(len(self)) if model is None else [self._index(model)])
+
+    def restore(self, path: str | Path, model: int | None = None) -> None:
+        """Read a checkpoint: of all models of an array of this size, or of one into `model`. Raises ConfigError for
+        one that does not fit."""
+        checkpoint.restore(self, path, None if model is None else self._index(model))
+
+    def _index(self, model: int) -> int:
+        if not 0 <= model < len(self._members):
+            raise ConfigError(f"there is no model {model} among {len(self._members)}", "count from 0")
+        return model
+
+    def _release(self) -> None:
+        for member in self._members:
+            member.release()

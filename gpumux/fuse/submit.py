@@ -1,0 +1,199 @@
+"""An array of models as one job of a daemon."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from gpumux.client.arguments import job_spec, whole
+from gpumux.client.future import StepFuture
+from gpumux.client.job import Job
+from gpumux.client.lower import Lowered
+from gpumux.client.recovering import open_message
+from gpumux.client.returning import open_job
+from gpumux.client.session import Session
+from gpumux.client.state import Buffer, StateTable
+from gpumux.client.submit import devices_of
+from gpumux.client.variants import Choice, Made, State
+from gpumux.errors import NotFusible
+from gpumux.fuse.fuse import Fused
+from gpumux.fuse.models import Factory, Models
+from gpumux.fuse.trial import Times, cache_file
+from gpumux.fuse.variants import Options, Variants
+from gpumux.wire.fields import MAX_INT
+
+
+def submit_array(
+    factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
+    choose: Literal["measured", "fused", "per-model"] | None = None, per_model_operators: Sequence[str] = (),
+    times_file: str | Path | None = "", max_variants: int = 4, name: str = "array", priority: str = "low",
+    endpoint: str | None = None, weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None,
+    max_inflight: int = 2, replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
+) -> ArrayJob:  # fmt: skip
+    """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside other
+    jobs, with their priorities. Arguments are those of Array and of client.submit.
+
+    choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a GPU.
+
+    Raises what Array and submit raise. Nothing local is changed by a failed submit."""
+    spec = job_spec(factory, priority, name, weight, max_slowdown, memory_limit, max_inflight, 0)
+    replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
+    session = Session.connect(endpoint)
+    array: ArrayJob | None = None
+    try:
+        devices = devices_of(session)
+        how = choose or ("measured" if devices[1] == "cpu" else "fused")
+        times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
+        array = ArrayJob(
+            factory,
+            configs,
+            example,
+            seeds,
+            max_variants,
+            name,
+            devices,
+            Options(how, tuple(per_model_operators), times),
+        )
+        job_id = uuid.uuid4().hex
+        open_job(session, open_message(job_id, spec), False)
+        job = Job(session, job_id, spec, array.table, max_variants, replay_bytes, reconnect_s)
+        array.begin(job)
+        job._recovery.ready(job)
+    except BaseException:
+        if array is not None:
+            array.close(drain=False)
+        session.close()
+        raise
+    return array
+
+
+class ArrayJob(Models):
+    """Made by `submit_array`. `job` is the job, for pause(), resume(), stats() and the like."""
+
+    job: Job
+
+    def __init__(
+        self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, max_variants: int,
+        name: str, devices: tuple[str, str], options: Options,
+    ) -> None:  # fmt: skip
+        super().__init__(factory, configs, example, seeds, max_variants, name, devices)
+        self.table = StateTable([], [], *devices)  # the job's: each buffer is a line of all models' state
+        self._slots: dict[Any, int] = {}
+        self._begun = False
+        self._dirty = False  # whether the daemon's state is newer than `_memory`
+        self._variants = Variants(options, self._attach)
+        self._function = _Function(self)
+
+    def begin(self, job: Job) -> None:
+        self.job = job
+        self._begun = True
+        self._capture()
+        function: Any = self._function
+        job._functions.append((function, *self._example))
+
+    def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Made:
+        keys = self._keys(choices, first, fused.streams)
+        binding = tuple(self._slot(key) for key in keys)
+        plain: Lowered = choices[0].made.lowered
+        lowered = replace(
+            plain, program=fused.program, binding=binding, counts=(len(fused.scalars), 0, 0), groups=(), flags=(),
+            reads_dropped=frozenset(), exit=self.job._state.structure,
+        )  # fmt: skip
+        made = Made(lowered)
+        made.number = self.job._remote.upload(lowered)
+        return made
+
+    def _slot(self, key: Any) -> int:
+        found = self._slots.get(key)
+        if found is None:
+            line = self._memory.lines[key]
+            found = self._slots[key] = len(self.table.buffers)
+            self.table.buffers.append(Buffer(key[0], line.numel(), True, [(line.untyped_storage(), 0)]))
+        return found
+
+    def choice(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> Choice:
+        """What a step on this batch is for the job."""
+        choices = self._choices(self._batches(batch, named, per_model))
+        kinds = [self._variants.kind(c) for c in choices]
+        for model, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                self._variants.same(choices[0], choices[model])
+                raise NotFusible(
+                    f"models 0 and {model} have come to different steps of their optimizers",
+                    "load states of equal progress, or use fuse.Array, which runs them beside each other",
+                )
+        variant = self._variants.get(choices, 0, per_model)
+        self._last = [variant]
+        values = [*variant.scalars(choices), *self._together(choices)]
+        made: Made = variant.runner
+        return _ArrayChoice(made, values, variant.tensors(choices), self, choices)  # type: ignore[arg-type]
+
+    def step(self, *batch: Any, per_model: bool = False, **named: Any) -> StepFuture:
+        """One step of every model, as Array.step, in the job's queue: returns a StepFuture. All models must take the same
+        path at a step; raises NotFusible else, and what Job.step raises."""
+        function: Any = self._function
+        return self.job._run(function, (batch, per_model), named)
+
+    def stats(self) -> dict[str, Any]:
+        """What the daemon knows of the job. Results are "equivalent": a batched product may be rounded in another order
+        than each model's own, to a relative difference of about 1e-6 a step in float32 and 1e-15 in float64."""
+        return {**self.job.stats(), "exactness": "equivalent"}
+
+    def _fetch(self) -> None:
+        if self._begun and self._dirty:
+            self.job.sync()  # into the lines of `_memory`, which are the table's homes
+            self._dirty = False
+
+    def _send(self) -> None:
+        if self._begun:
+            self.job._persist(lambda: self.job._remote.push(self.job._remote.resident()))
+
+    def close(self, drain: bool = True) -> None:
+        """End the job; its state in the daemon is gone afterwards: sync() first. Idempotent."""
+        self._release()
+        if self._begun:
+            if not self._dirty:
+                self.job._unsynced = 0
+            self.job.close(drain=drain)
+
+    def __enter__(self) -> ArrayJob:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close(drain=kind is None)
+
+
+@dataclass(slots=True)
+class _ArrayChoice(Choice):
+    array: ArrayJob
+    choices: list[Choice]
+
+    def after(self, keep: frozenset[int]) -> State:
+        state = self.array.job._state
+        return State(state.structure, state.host, keep)
+
+    def settle(self, table: StateTable) -> None:
+        self.array._dirty = True
+        for member, choice in zip(self.array._members, self.choices, strict=True):
+            member.advance(choice)
+
+
+class _Function:
+    """Stands where a job has a captured function."""
+
+    microbatches = 1
+
+    def __init__(self, array: ArrayJob) -> None:
+        self._array = array
+        self.name = array.name
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
+        batch, per_model = args
+        return self._array.choice(batch, kwargs, per_model)
+
+
+__all__ = ["ArrayJob", "submit_array"]
