@@ -159,8 +159,12 @@ class Call:
         return self.homes.vector(varying, dtype).reshape(self.models, *[1] * rank)
 
     def invoke(self, changes: dict[str, Any], func: Any = None) -> Any:
-        """The operator, or `func` with the same arguments, some of them replaced by name: the operands must be."""
+        """The operator, or `func` with the same arguments, some of them replaced by name: the operands must be. Declined
+        where a number that differs between models is left."""
         func = func or self.func
+        for name, value in self.varying():
+            if name not in changes or isinstance(changes[name], Varying):
+                raise Declined(f"{name} differs between models: {value.values}")
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for argument in func._schema.arguments:

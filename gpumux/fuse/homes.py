@@ -31,6 +31,9 @@ class Homes:
         self.scalar_values: list[float | int] = []
         self._scalar_ids: dict[tuple[int, int], int] = {}
         self.tables: dict[str, tuple[int, list[tuple[Source, ...]]]] = {}  # dtype -> (storage, rows)
+        self.notes: dict[
+            Any, Any
+        ] = {}  # what the rule of one operator leaves for that of another, such as its backward
 
     def of(self, view: View) -> Home:
         return self._homes[view.storage]
@@ -292,13 +295,13 @@ class Homes:
     def save(self) -> Any:
         return (
             self.emitter.mark(), [h.copy() for h in self._homes], dict(self._owner), len(self.scalar_sources),
-            {k: (s, list(rows)) for k, (s, rows) in self.tables.items()},
+            {k: (s, list(rows)) for k, (s, rows) in self.tables.items()}, dict(self.notes),
         )  # fmt: skip
 
     def restore(self, saved: Any) -> None:
-        mark, homes, owner, scalars, tables = saved
+        mark, homes, owner, scalars, tables, notes = saved
         self.emitter.back(mark)
-        self._homes, self._owner, self.tables = homes, owner, tables
+        self._homes, self._owner, self.tables, self.notes = homes, owner, tables, notes
         for key in self.scalar_sources[scalars:]:
             del self._scalar_ids[key]
         del self.scalar_sources[scalars:], self.scalar_values[scalars:], self.emitter.scalars[scalars:]

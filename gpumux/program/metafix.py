@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._prims_common import compute_elementwise_output_strides
 
 aten = torch.ops.aten
 
@@ -34,16 +35,23 @@ _FUSED = frozenset(
     )
 )
 
-# Two operands of unlike strides: the kernels lay the result out as any sum of the two, their shape rules like the second.
-_LIKE_A_SUM = frozenset(
+# Element by element, with a result laid out as the operands are, the first of them first; torch's decompositions, which
+# run in place of their shape rules, start with another.
+_BY_OPERANDS = frozenset(
     (
-        aten.hardswish_backward.default,
-        aten.hardsigmoid_backward.default,
-        aten.hardtanh_backward.default,
-        aten.softplus_backward.default,
-        aten.logit_backward.default,
+        aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
+        aten.hardtanh_backward.default, aten.softplus_backward.default, aten.logit_backward.default,
+        aten.xlogy.Tensor, aten.copysign.Tensor, aten.native_dropout_backward.default,
     )
-)
+)  # fmt: skip
+
+# Whose result is always contiguous on the CPU.
+_CONTIGUOUS = frozenset(
+    (
+        aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
+    )
+)  # fmt: skip
 
 
 def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
@@ -53,8 +61,6 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
     if func in _FUSED:
         return _same_lists(func, args)
     out = func(*args, **kwargs)
-    if func in _LIKE_A_SUM:
-        return torch.empty_like(args[0] + args[1], dtype=out.dtype)
     if device == "cpu" and func is aten.log_sigmoid_forward.default:  # always contiguous, whatever its argument is
         return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in out)
     if device == "cpu" and func in _STATISTICS:
@@ -64,7 +70,22 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
         return out[0], torch.empty_like(out[1], dtype=torch.promote_types(args[0].dtype, torch.float32))
     if device == "cpu" and func is aten.native_group_norm_backward.default and out[0] is not None:
         return torch.empty_like(out[0], dtype=args[1].dtype), out[1], out[2]
+    if func is aten.native_batch_norm_backward.default:  # the kernels make only the gradients that are asked for
+        return tuple(o if wanted else None for o, wanted in zip(out, args[-1], strict=True))
+    if func in _BY_OPERANDS and out.dim() > 1:
+        return _laid_as([a for a in args if isinstance(a, torch.Tensor)], out)
+    if func is aten.binary_cross_entropy_backward.default:
+        return torch.empty_like(args[1], dtype=out.dtype)
+    if device == "cpu" and func in _CONTIGUOUS:
+        return torch.empty_like(out, memory_format=torch.contiguous_format)
     return out
+
+
+def _laid_as(operands: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    strides = tuple(compute_elementwise_output_strides(*operands))
+    if out.stride() == strides:
+        return out
+    return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device)
 
 
 def _same_lists(func: Any, args: tuple[Any, ...]) -> None:

@@ -66,10 +66,38 @@ def of_unlike_strides():
     return found | {"log sigmoid": (aten.log_sigmoid_forward.default, (turned,))}
 
 
+def mixed():
+    """Operands that lie in memory in different orders."""
+    a, b = torch.rand(3, 5, 4), torch.rand(5, 3, 4).transpose(0, 1)
+    names = {
+        "hardsigmoid_backward": (), "hardswish_backward": (),
+        "hardtanh_backward": (-0.5, 0.5), "softplus_backward": (0.3, 1.0), "gelu_backward": (), "silu_backward": (),
+        "sigmoid_backward": (), "tanh_backward": (), "threshold_backward": (0.3,), "mish_backward": (),
+        "leaky_relu_backward": (0.3, False), "logit_backward": (), "_softmax_backward_data": (1, torch.float32),
+        "_log_softmax_backward_data": (1, torch.float32),
+    }  # fmt: skip
+    found = {
+        "elu_backward": (aten.elu_backward.default, (a, 1.0, 1.0, 0.3, False, b)),
+        "elu_backward, exchanged": (aten.elu_backward.default, (b, 1.0, 1.0, 0.3, False, a)),
+    }
+    for name, rest in names.items():
+        for order, pair in (("", (a, b)), (", exchanged", (b, a))):
+            found[f"{name}{order}"] = (getattr(aten, name).default, (*pair, *rest))
+    for name, rest in {"mse": (0,), "smooth_l1": (0, 1.0), "huber": (0, 1.0)}.items():
+        for order, pair in (("", (a, b, a)), (", exchanged", (b, a, b))):
+            found[f"{name}{order}"] = (getattr(aten, f"{name}_loss_backward").default, (*pair, *rest))
+    found["bce"] = (aten.binary_cross_entropy_backward.default, (a, b, a, None, 0))
+    found["unasked gradient"] = (
+        aten.native_batch_norm_backward.default,
+        (a, a, ones(5), ones(5), ones(5), ones(5), ones(5), True, 1e-5, [False, True, True]),
+    )
+    return found
+
+
 CASES = [("bf16 " + k, *v) for k, v in norms(BF16).items()] + [
     ("f32 " + k, *v) for k, v in norms(torch.float32).items()
 ]
-CASES += [(k, *v) for k, v in (others() | of_unlike_strides()).items()]
+CASES += [(k, *v) for k, v in (others() | of_unlike_strides() | mixed()).items()]
 
 
 @pytest.mark.parametrize(("name", "func", "args"), CASES, ids=[case[0] for case in CASES])
