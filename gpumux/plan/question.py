@@ -9,7 +9,7 @@ from math import inf
 
 from gpumux.errors import ConfigError
 from gpumux.plan import deeppool, optimal
-from gpumux.plan.costs import Costs, ProfiledCosts
+from gpumux.plan.costs import Costs, ProfiledCosts, divisors
 from gpumux.plan.graph import Graph
 from gpumux.plan.network import Network
 from gpumux.plan.plan import Placement, Plan, evaluate
@@ -24,7 +24,7 @@ ALGORITHMS: dict[str, Callable[[Graph, Costs, float, int], Placement | None]] = 
 class Question:
     """The quickest plan for `batch` samples of a graph's model on up to `gpus` GPUs, each layer on one of `counts`, under an
     amplification limit, found by `algorithm`. `overlap`: see ProfiledCosts. Raises ConfigError for counts that the cluster has
-    not or the batch can't be divided among, and for algorithms that do not exist."""
+    not or the batch can't be divided among, for batches smaller than any that was timed, and for algorithms that do not exist."""
 
     graph: Graph
     batch: int
@@ -40,15 +40,27 @@ class Question:
             raise ConfigError(f"no algorithm is called {self.algorithm!r}", f"use one of {', '.join(ALGORITHMS)}")
         if self.counts and max(self.counts) > self.gpus:
             raise ConfigError(f"a count of {max(self.counts)}", f"the cluster has {self.gpus} GPUs")
-        assert self.costs
+        self._check_times(self.costs.counts[-1])
+
+    def _check_times(self, most: int) -> None:
+        """Whether every layer was timed at batches as small as the largest count leaves."""
+        smallest, name = max((layer.times[0].samples, layer.name) for layer in self.graph.layers)
+        if self.batch // most >= smallest:
+            return
+        fitting = ",".join(str(count) for count in divisors(self.batch, most) if self.batch // count >= smallest)
+        raise ConfigError(
+            f"a global batch of {self.batch} on {most} GPUs is {self.batch // most} samples each, and layer {name!r} was timed at "
+            f"{smallest} and more",
+            f"time batches of {self.batch // most}, too (--batches of `plan profile`, one more --profile of a job), give a batch of "
+            f"{smallest * most}" + (f", or --counts {fitting}" if fitting else ""),
+        )
 
     @cached_property
     def costs(self) -> ProfiledCosts:
         return ProfiledCosts(self.graph, self.batch, self.counts, self.network, self.overlap)
 
     def answer(self) -> Plan | None:
-        """The plan; None where none keeps the limit, which takes counts without 1. Raises ConfigError where layers were not
-        timed at batches as small as the counts ask for."""
+        """The plan; None where none keeps the limit, which takes counts without 1."""
         placement = ALGORITHMS[self.algorithm](self.graph, self.costs, self.limit, self.gpus)
         return None if placement is None else self.evaluate(placement)
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpumux.errors import CaptureError, ConfigError
@@ -120,12 +121,25 @@ def _defaults(loaded: Loaded) -> dict[str, Any]:
     }
 
 
+class _Operators(TorchDispatchMode):
+    """Notes the names of the operators that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class _Shapes(fx.Interpreter):
-    """Runs the graph over fake tensors; each node keeps its result and its floating-point operations."""
+    """Runs the graph over fake tensors; each node keeps its result, its floating-point operations and its operators' names."""
 
     def run_node(self, n: fx.Node) -> Any:
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, _Operators() as operators:
             result = super().run_node(n)
+        n.meta["operators"] = operators.names
         flops = counter.get_total_flops()
         if n.op == "call_module":
             flops = max(flops, _recurrent(self.module.get_submodule(str(n.target)), tensors(result)))

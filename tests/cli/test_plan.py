@@ -150,6 +150,13 @@ def test_figures_of_a_profile_of_one_batch(tmp_path: Path, capsys: pytest.Captur
     asked = ["plan", "burst", str(path), *SMALL, "--counts", "1", "--figures", str(tmp_path)]
     assert main(asked) == 0
     assert "background jobs of the trade-off run batches of 8: no layer was timed at 2" in capsys.readouterr().out
+    assert main(["plan", "burst", str(path), *SMALL]) == EX_CONFIG
+    said = capsys.readouterr().err
+    assert "8 on 4 GPUs is 2 samples each" in said
+    assert (
+        "time batches of 2, too (--batches of `plan profile`, one more --profile of a job), give a batch of 32, or --counts 1"
+        in said
+    )
 
 
 def test_idle_time_is_of_the_whole_cluster(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from gpumux import client
 from gpumux.cli.main import main
 from gpumux.client.layers import Layers
-from gpumux.plan import layers, steps
+from gpumux.device.sim.spec import A100
+from gpumux.errors import ConfigError
+from gpumux.plan import layers, roofline, steps
 from gpumux.plan.grouping import module_path
-from gpumux.plan.models import find
+from gpumux.plan.models import Loaded, find
 from gpumux.plan.trace import TracedModel, trace
+from gpumux.program.ir import Program
 from gpumux.program.layers import ROOT, Label, labels
-from gpumux.program.profile import StepProfile, load
+from gpumux.program.profile import OpProfile, StepProfile, load
 from tests.client.branching import branching
 
 CLASSES = 5
@@ -39,13 +43,18 @@ def training_step(model: nn.Module, optimizer: Any) -> Any:
 
 def captured(endpoint: str, model: nn.Module, *models: nn.Module, **options: Any) -> list[tuple[str, Label | None]]:
     """(operator, label) of a training step's Program."""
+    program = captured_program(endpoint, model, *models, **options)
+    return [(op.target.split(".")[1], label) for op, label in zip(program.ops, labels(program), strict=True)]
+
+
+def captured_program(endpoint: str, model: nn.Module, *models: nn.Module, **options: Any) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(4, 3, 8, 8), torch.randint(0, CLASSES, (4,))
     with client.submit(
         training_step(model, optimizer), example=batch, model=[model, *models], optimizer=optimizer, endpoint=endpoint, **options
     ) as job:  # fmt: skip
-        program = job._functions[0][0].choose(batch, {}, job._state).made.lowered.program
-    return [(op.target.split(".")[1], label) for op, label in zip(program.ops, labels(program), strict=True)]
+        found: Program = job._functions[0][0].choose(batch, {}, job._state).made.lowered.program
+        return found
 
 
 def test_operators_are_of_the_innermost_module_in_both_passes(endpoint: str) -> None:
@@ -107,9 +116,12 @@ def test_a_step_without_modules_has_no_layers(endpoint: str) -> None:
 
 
 def test_nothing_but_the_labels_differs(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_labels = captured(endpoint, branching())
+    with_labels = captured_program(endpoint, branching())
     monkeypatch.setattr(Layers, "here", lambda self: None)
-    assert [name for name, _ in captured(endpoint, branching())] == [name for name, _ in with_labels]
+    without_labels = captured_program(endpoint, branching())
+    assert with_labels.spans
+    assert not without_labels.spans
+    assert replace(with_labels, layers=(), spans=()) == without_labels
 
 
 # ---- plans
@@ -118,21 +130,26 @@ def test_nothing_but_the_labels_differs(endpoint: str, monkeypatch: pytest.Monke
 @pytest.fixture(scope="module")
 def recorded(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Files of a job's steps with 4 and with 8 samples, as `gpumux jobs profile` writes them."""
-    directory, files = tmp_path_factory.mktemp("steps"), []
-    for samples in (4, 8):
-        model = branching()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batch = torch.randn(samples, 3, 8, 8), torch.randint(0, CLASSES, (samples,))
-        name, out = f"branching-{samples}", str(directory / f"{samples}.json")
-        with client.submit(
-            training_step(model, optimizer), example=batch, model=model, optimizer=optimizer, endpoint=endpoint, name=name
-        ) as job:  # fmt: skip
-            for _ in range(3):
-                job.step(*batch).result()
-            assert main(["jobs", "profile", name, "-o", out, "--endpoint", endpoint]) == 0
-            job.sync()
-        files.append(out)
-    return files
+    directory = tmp_path_factory.mktemp("steps")
+    return [record(endpoint, directory, samples) for samples in (4, 8)]
+
+
+def record(endpoint: str, directory: Path, samples: int, microbatches: int = 1) -> str:
+    """The file that `gpumux jobs profile` writes of a job that trains `branching`."""
+    model = branching()
+    model.norm.train(microbatches == 1)  # a batch's statistics are no microbatch's
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(samples, 3, 8, 8), torch.randint(0, CLASSES, (samples,))
+    name, out = f"branching-{samples}", str(directory / f"{samples}-{microbatches}.json")
+    with client.submit(
+        training_step(model, optimizer), example=batch, model=model, optimizer=optimizer, endpoint=endpoint, name=name,
+        microbatches=microbatches,
+    ) as job:  # fmt: skip
+        for _ in range(3):
+            job.step(*batch).result()
+        assert main(["jobs", "profile", name, "-o", out, "--endpoint", endpoint]) == 0
+        job.sync()
+    return out
 
 
 MODEL = ["tests.client.branching:branching", "--input", "3,8,8"]
@@ -168,7 +185,90 @@ def test_plan_with_what_a_jobs_steps_took(
     timings = {layer.name: layer.times[0] for layer in profile.layers}
     assert timings["stem"].samples == 4
     assert all(timing.forward > 0 and timing.backward > 0 for timing in timings.values())
+    for name in ("left", "right", "head"):  # modules of one operator or two, and nobody else's
+        for passes, backward in ((timings[name].forward, False), (timings[name].backward, True)):
+            own = [op.seconds for op in taken[0].ops if op.layer == name and op.backward == backward]
+            assert passes == pytest.approx(sum(own)), (name, backward)
     assert main(["plan", "burst", str(merged), *SIZE]) == 0
+
+
+def test_a_step_in_microbatches_says_what_one_of_them_takes(
+    endpoint: str, recorded: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record(endpoint, tmp_path, 16, microbatches=2)
+    step, traced = load(Path(path)), traced_model()
+    assert step.batch == 16
+    found = steps.profile(traced, [step])
+    assert {timing.samples for layer in found.layers for timing in layer.times} == {8}
+    assert found.seconds(8) == pytest.approx(sum(op.seconds for op in step.ops if op.layer is not None) / 2)
+    assert "microbatches of 8 of 16 samples" in found.note
+    assert main(["plan", "burst", *MODEL, *SIZE, "--profile", recorded[0], "--profile", path]) == 0
+    assert "microbatches of 8 of 16 samples" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="two profiles are of batches of 8"):
+        steps.profile(traced, [step, load(Path(recorded[1]))])
+    first = next(op for op in step.ops if op.layer == "stem" and not op.backward and "convolution" in op.target)
+    once = tuple(op for op in step.ops if op is not first)
+    with pytest.raises(ConfigError, match=r"numbers a sample|parts that are not equal"):
+        steps.profile(traced, [replace(step, ops=once)])
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.Identity(), nn.Tanh()])
+def test_a_model_with_other_activations_is_another_model(recorded: list[str], activation: nn.Module) -> None:
+    model = branching()
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.relu = deepcopy(activation)
+    other = trace(Loaded("other", model, (torch.randn(1, 3, 8, 8),)))
+    with pytest.raises(ConfigError, match=r"has relu in 'blocks.0.relu', and other has (gelu|none|tanh)") as caught:
+        steps.profile(other, [load(Path(recorded[0]))])
+    assert "model that the job trains" in caught.value.remedy
+
+
+def test_what_several_layers_share_is_shared_as_modelled(recorded: list[str]) -> None:
+    """blocks.0 is two layers: each has its own convolution, and of the rectifier, which both use, as much as is modelled."""
+    step, traced = load(Path(recorded[0])), traced_model()
+    ops = tuple(
+        replace(op, seconds=0.0 if op.layer != "blocks.0.relu" else 1.0 if op.backward else 3.0) for op in step.ops
+    )
+    relus = [sum(op.layer == "blocks.0.relu" and op.backward == back for op in step.ops) for back in (False, True)]
+    found = {layer.name: layer.times[0] for layer in steps.profile(traced, [replace(step, ops=ops)]).layers}
+    parts: dict[str, tuple[float, float]] = {}
+    for layer in traced.layers:
+        for node in layer.nodes:
+            if module_path(node) == "blocks.0.relu":
+                parts[layer.name] = roofline.node_seconds(traced, node, A100, traced.batch)
+    assert len(parts) == 2
+    whole = [sum(each[at] for each in parts.values()) for at in (0, 1)]
+    for name, (forward, backward) in parts.items():
+        assert found[name].forward == pytest.approx(3.0 * relus[0] * forward / whole[0])
+        assert found[name].backward == pytest.approx(1.0 * relus[1] * backward / whole[1])
+    assert sum(timing.forward for timing in found.values()) == pytest.approx(3.0 * relus[0])
+
+
+def test_shares_follow_the_model_where_layers_differ() -> None:
+    """Two layers that add in the model itself, one of them to ten times as much."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(4, 4000000), nn.Linear(4000000, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.narrow(self.wide(x) + 1.0) + 1.0
+            return found
+
+    with torch.device("meta"):
+        traced = trace(Loaded("uneven", Uneven(), (torch.randn(1, 4),)))
+    ops = [
+        OpProfile("aten.addmm.default", ((4, wide),), 1.0, 1, layer=name, backward=back)
+        for name, wide in (("wide", 4000000), ("narrow", 4)) for back in (False, True)
+    ]  # fmt: skip
+    shared = OpProfile("aten.add.Tensor", ((4, 4),), 8.0, 1, layer=ROOT)
+    wide, narrow = steps.profile(traced, [StepProfile("x", "d", (*ops, shared), batch=4)]).layers
+    adding = {layer.name: roofline.node_seconds(traced, layer.nodes[-1], A100, 2)[0] for layer in traced.layers}
+    assert adding["wide"] > 1.05 * adding["narrow"]
+    share = adding["wide"] / sum(adding.values())
+    assert wide.times[0] == (4, pytest.approx(1 + 8 * share), 1.0)
+    assert narrow.times[0] == (4, pytest.approx(1 + 8 * (1 - share)), 1.0)
 
 
 def test_layers_are_called_as_the_trace_calls_them(recorded: list[str]) -> None:
@@ -195,7 +295,7 @@ def without(step: StepProfile, what: str) -> StepProfile:
         (["vgg11", *SIZE, "--profile", "0"], "has layers that vgg11 has not: stem, norm"),
         ([*MODEL[:2], "3,16,16", *SIZE, "--profile", "0"], "512 numbers a sample, and branching makes 2048"),
         ([*MODEL, *SIZE, "--profile", "0", "--profile", "0"], "two profiles are of batches of 4"),
-        ([*MODEL, *SIZE, "--profile", "1"], "no time for 4 samples"),
+        ([*MODEL, *SIZE, "--profile", "1"], "16 on 4 GPUs is 4 samples each, and layer"),
         ([*MODEL, *SIZE, "--profile", "0", "--gpu-model", "a100"], "not of 'a100'"),
         (["0", *SIZE], "is the profile of a step"),
     ],
@@ -209,8 +309,6 @@ def test_steps_that_do_not_fit_are_named(
 
 
 def test_profiles_that_lack_something_are_refused(recorded: list[str]) -> None:
-    from gpumux.errors import ConfigError
-
     step, traced = load(Path(recorded[0])), traced_model()
     plain = replace(step, ops=tuple(replace(op, layer=None, backward=False) for op in step.ops))
     forward = replace(step, ops=tuple(op for op in step.ops if not op.backward))

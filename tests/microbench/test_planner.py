@@ -11,10 +11,10 @@ import pytest
 from gpumux.errors import ConfigError
 from gpumux.plan import deeppool, optimal
 from gpumux.plan.costs import ProfiledCosts, powers_of_two
-from gpumux.plan.graph import reduce
 from gpumux.plan.network import preset
 from gpumux.plan.plan import evaluate
 from gpumux.plan.question import Question
+from gpumux.plan.reduction import reduce
 from microbench import a100, planner
 
 WHERE = "DEEPPOOL_PROFILES"
@@ -44,6 +44,9 @@ def test_it_runs_on_modelled_times(tmp_path: Path, capsys: pytest.CaptureFixture
             == timed["ratio"]["median"]
             == timed["samples"]["deeppool"][0] / timed["samples"]["optimal"][0]
         )
+        first = report["targets"][f"{name} on 8: the first search over deeppool"]["value"]
+        assert first == timed["samples"]["deeppool"][0] / timed["samples"]["first"][0]
+        assert timed["looked_up_ratio"]["median"] == timed["samples"]["looked_up"][0] / timed["samples"]["optimal"][0]
         gains = [each["gain"] for each in report["models"][name]["gains"]]
         assert gains == sorted(gains)
     assert report["chain"]["layers"] == 50

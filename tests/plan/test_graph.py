@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from gpumux.errors import ConfigError
 from gpumux.plan.costs import ProfiledCosts, divisors, powers_of_two
-from gpumux.plan.graph import MAX_BRANCHES, Block, members, reduce
+from gpumux.plan.graph import Block, members
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing, dumps, load, loads, save
 from gpumux.plan.network import Network, away_share, moved_share, preset
 from gpumux.plan.question import Question
+from gpumux.plan.reduction import MAX_BRANCHES, reduce
 from tests.plan.graphs import layer
 
 
@@ -48,6 +49,45 @@ def test_what_is_no_block_is_merged_and_said_so():
     assert merged.times == (Timing(1, 3.0, 6.0),)
     assert merged.parameter_bytes == 12
     assert "counts as one layer" in found.notes[0]
+
+
+def test_branches_that_meet_before_the_others_get_a_fork_of_their_own():
+    """Queries and keys meet in the scores, and the values join them later."""
+    found = graph(
+        layer("x", output_bytes=24), layer("q", "x"), layer("k", "x"), layer("v", "x"), layer("scores", "q", "k"),
+        layer("values", "scores", "v"), layer("out", "values"),
+    )  # fmt: skip
+    assert [each.name for each in found.layers] == ["x", "x.parting", "q", "k", "v", "scores", "values", "out"]
+    parting = found.layers[1]
+    assert (parting.output_bytes, parting.parameter_bytes, parting.times[0].seconds) == (24, 0, 0.0)
+    assert found.chain == (0, Block(0, ((1, Block(1, ((2,), (3,))), 5), (4,))), 6, 7)
+    assert found.notes == ()
+
+
+def test_a_fork_of_their_own_moves_no_samples():
+    """The layer that takes no time is where its input is, and the plan as good as if it were not there."""
+    attention = [timed("x", 1), timed("q", 4, "x"), timed("k", 4, "x"), timed("v", 8, "x"), timed("scores", 1, "q", "k"),
+                 timed("values", 1, "scores", "v")]  # fmt: skip
+    found = Question(graph(*attention), 4, 4, (1, 2, 4), Network("n", 1e6, 0.01), 2.0).plan()
+    places = {each.name: found.placement.gpus[i] for i, each in enumerate(found.graph.layers)}
+    assert places["x.parting"] == places["x"]
+    assert not found.over_limit()
+    assert found.placement.away  # the values run beside the queries and keys
+    assert not any(row.comm for row in found.rows if found.graph.layers[row.layer].name == "x.parting")
+
+
+def timed(name: str, seconds: float, *inputs: str) -> LayerProfile:
+    """No quicker on more GPUs."""
+    return layer(name, *inputs, times=tuple(Timing(n, seconds, seconds) for n in (1, 2, 4)), parameter_bytes=0)
+
+
+def test_what_is_merged_is_called_as_the_module_around_it():
+    found = graph(
+        layer("a"), layer("net.inner.b", "a"), layer("net.inner.c", "a"), layer("net.inner.d", "net.inner.b", "net.inner.c"),
+        layer("e", "net.inner.b", "net.inner.d"),
+    )  # fmt: skip
+    assert [each.name for each in found.layers] == ["a", "net.inner", "e"]
+    assert found.notes[0].startswith("net.inner (3 layers between a and e)")
 
 
 def test_more_branches_than_can_be_searched_are_merged():

@@ -13,8 +13,9 @@ from clients.models.transformer import transformer
 from gpumux.device.sim.spec import A100
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan import measure, models, roofline
-from gpumux.plan.graph import Block, reduce
+from gpumux.plan.graph import Block
 from gpumux.plan.models import Loaded
+from gpumux.plan.reduction import reduce
 from gpumux.plan.trace import trace
 
 
@@ -44,6 +45,29 @@ def test_attention_and_skip_connections_become_blocks():
     assert () in skip.branches
     names = [each.name for each in graph.layers]
     assert "blocks.0.attention.1.scaled_dot_product_attention" in names
+
+
+class Attention(nn.Module):
+    """Written as products, two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (2, 4)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) / 2.0, -1)
+        found: Tensor = self.out(torch.matmul(weights, v).transpose(1, 2).flatten(2))
+        return found
+
+
+def test_attention_written_as_products_is_a_block_in_a_block():
+    traced = trace(loaded(nn.Sequential(nn.Linear(8, 8), Attention()), 6, 8))
+    graph = reduce(roofline.profile(traced, A100))
+    assert graph.notes == ()
+    names = ["0", "0.parting", "1.query", "1.key", "1.value", "1.matmul", "1.matmul:2", "1.out"]
+    assert [each.name for each in graph.layers] == names
+    assert graph.chain == (0, Block(0, ((1, Block(1, ((2,), (3,))), 5), (4,))), 6, 7)
 
 
 @pytest.mark.parametrize(

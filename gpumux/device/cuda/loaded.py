@@ -25,7 +25,8 @@ from gpumux.device.cuda.operands import Operands
 from gpumux.device.cuda.worker import PENDING
 from gpumux.errors import ProgramError
 from gpumux.program.ir import Program
-from gpumux.program.profile import OpProfile, StepProfile, batch_size, op_nbytes, op_shapes
+from gpumux.program.layers import labels
+from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
 
 _BUG = "this is a bug in the daemon: report it"
 
@@ -130,8 +131,10 @@ class LoadedProgram:
             raise ProgramError("the program's operators are not measured yet", "run two steps of it first")
         program = self.program
         rows = [
-            OpProfile(op.target, op_shapes(program, op), seconds, op_nbytes(program, op), source="measured")
-            for op, seconds in zip(program.ops, self.cuts.op_s, strict=True)
+            of_layer(
+                OpProfile(op.target, op_shapes(program, op), seconds, op_nbytes(program, op), source="measured"), label
+            )
+            for op, seconds, label in zip(program.ops, self.cuts.op_s, labels(program), strict=True)
         ]
         return StepProfile(
             name="", device=device, ops=tuple(rows),
