@@ -95,9 +95,12 @@ class Call:
             if index < len(op.args) and not argument.kwarg_only:
                 self.args[argument.name] = self._resolve(op.args[index])
             elif argument.name in given:
-                self.args[argument.name] = self._resolve(given[argument.name])
+                self.args[argument.name] = self._resolve(given.pop(argument.name))
             else:
                 self.args[argument.name] = argument.default_value if argument.has_default_value() else None
+
+        if given or len(op.args) > len(self.args) - len(self.keyword_only):
+            raise Declined(f"{op.target} takes no such arguments: {len(op.args)}, {', '.join(given)}")
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]

@@ -53,6 +53,7 @@ class Emitter(TorchDispatchMode):
         self.consts: list[bytes] = []
         self.label: Label | None = None
         self._view_ids: dict[View, int] = {}
+        self._windows: dict[View, torch.Tensor] = {}
         self._storage_ids: dict[int, int] = {}
         self._bases: list[torch.Tensor] = []
         self._silent = False
@@ -94,9 +95,14 @@ class Emitter(TorchDispatchMode):
         self, storage: int, dtype: str, size: Sequence[int], stride: Sequence[int], offset: int = 0
     ) -> torch.Tensor:
         """A fake tensor onto a storage of the fused Program."""
-        with self._bookkeeping():
-            made = torch.empty(0, dtype=getattr(torch, dtype), device=self.device)
-            return made.set_(self._bases[storage].untyped_storage(), offset, tuple(size), tuple(stride))
+        view = View(storage, dtype, tuple(size), tuple(stride), offset)
+        found = self._windows.get(view)
+        if found is None:
+            with self._bookkeeping():
+                made = torch.empty(0, dtype=getattr(torch, dtype), device=self.device)
+                found = made.set_(self._bases[storage].untyped_storage(), offset, view.size, view.stride)
+            self._windows[view] = found
+        return found
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         return self._storage_ids[tensor.untyped_storage()._cdata]
@@ -218,6 +224,8 @@ class Emitter(TorchDispatchMode):
         """Take back everything since `mark`."""
         for view in self.views[mark.views :]:
             del self._view_ids[view]
+        if len(self.storages) > mark.storages:
+            self._windows = {v: t for v, t in self._windows.items() if v.storage < mark.storages}
         for base in self._bases[mark.storages :]:
             self._storage_ids.pop(base.untyped_storage()._cdata, None)
         del self.storages[mark.storages :], self._bases[mark.storages :], self._birth_dtype[mark.storages :]

@@ -18,7 +18,7 @@ from gpumux.fuse.emit import Declined, Emitter
 from gpumux.fuse.homes import Homes
 from gpumux.fuse.rules.pointwise import is_pointwise, pointwise
 from gpumux.program.builder import contiguous_strides
-from gpumux.program.ir import ITEM_BYTES, Program, View
+from gpumux.program.ir import ITEM_BYTES, Program, ScalarRef, View
 
 # Operators that look at their operand's shape and layout only.
 _BY_SHAPE = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
@@ -65,6 +65,17 @@ class Fused:
     decisions: tuple[Decision, ...]
     batch_per_model: bool
     streams: bool  # whether there is one more state slot: the models' random generators, `stream_bytes()` each
+
+
+def numbers(fused: Fused, values: Sequence[Sequence[float | int]]) -> list[torch.Tensor]:
+    """The contents of the tables, [rows, B] of float64 each, for these host scalars of each model."""
+    return [
+        torch.tensor(
+            [[values[b][s.index] if isinstance(s, ScalarRef) else s for b, s in enumerate(row)] for row in table.rows],
+            dtype=torch.float64,
+        )
+        for table in fused.tables
+    ]
 
 
 @cache
@@ -178,7 +189,13 @@ class Fuser:
     def op(self, index: int) -> None:
         call = Call(self.homes, self.template.ops[index])
         start = len(self.emitter.ops)
-        how, why = self._run(call, index)
+        try:
+            how, why = self._run(call, index)
+        except Declined as reason:
+            raise NotFusible(
+                f"{call.target}, {layer_name(self.emitter.label)}, can't run once a model either: {reason}",
+                "report this as a bug with the step's code",
+            ) from reason
         self.slices.append((start, len(self.emitter.ops)))
         used = {o.view.storage for o in call.operands()}
         self.reads += [(index, self.makers[s]) for s in sorted(used) if s in self.makers]
@@ -193,8 +210,7 @@ class Fuser:
         if call.op.random is not None:
             self._draw(call)
             return "per-model", "it draws random numbers, each model from its own stream"
-        if self.is_alike(call):
-            self.once(call)
+        if self.is_alike(call) and self.once(call):
             return "alike", ""
         if call.target in self._per_model:
             self.each(call)
@@ -221,11 +237,18 @@ class Fuser:
             return False
         return call.name in _BY_SHAPE or all(o.alike for o in call.operands())
 
-    def once(self, call: Call) -> None:
+    def once(self, call: Call) -> bool:
+        """Run it once; false where that gives another layout than the template's."""
+        saved = self.homes.save()
         for operand in call.written:
             self.homes.of(operand.view).only_shared()
-        made = call.invoke(call.filled(lambda o: o.one() if o.alike else o.of(0)))
-        self._bind(call, made, self.homes.put_one)
+        try:
+            made = call.invoke(call.filled(lambda o: o.one() if o.alike else o.of(0)))
+            self._bind(call, made, self.homes.put_one)
+        except Declined:
+            self.homes.restore(saved)
+            return False
+        return True
 
     def together(self, call: Call) -> tuple[str, str]:
         """Run it for all models at once: by what, or why that is not possible."""
@@ -310,4 +333,4 @@ def _ways(call: Call) -> Iterator[tuple[str, rules.Rule]]:
     yield "batched", batched
 
 
-__all__ = ["Decision", "Fused", "Fuser", "Table", "fuse", "stream_bytes"]
+__all__ = ["Decision", "Fused", "Fuser", "Table", "fuse", "numbers", "stream_bytes"]

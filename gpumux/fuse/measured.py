@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpumux.fuse import proof
 from gpumux.fuse.align import Template
 from gpumux.fuse.choice import END, Timed, cheapest
 from gpumux.fuse.emit import Emitter
@@ -27,7 +28,8 @@ def fuse_measured(
     per_model: Collection[str], times: Times,
 ) -> Measured:  # fmt: skip
     """The Program whose operators run for all models or once a model as is cheapest by `times`, whichever is
-    quicker as a whole of that, everything fused, and nothing fused. Raises NotFusible."""
+    quicker as a whole of that, everything fused, and nothing fused; it is held against the last on invented numbers.
+    Raises NotFusible."""
 
     def made(choose: Any) -> tuple[Fuser, Fused]:
         fuser = Fuser(template, Emitter(template.program.device), values, choose, per_model)
@@ -49,6 +51,8 @@ def fuse_measured(
     if wholes["each"] < best:
         found, best = each[1], wholes["each"]
     times.save()
+    if found is not each[1]:
+        proof.check(found, each[1], values)
     return Measured(replace(found, decisions=_with_times(found.decisions, timed)), (best, wholes["each"]))
 
 

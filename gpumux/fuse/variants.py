@@ -12,7 +12,7 @@ from gpumux.client.remote import lay
 from gpumux.client.variants import Choice, Made
 from gpumux.fuse import rules
 from gpumux.fuse.align import align
-from gpumux.fuse.fuse import Fused, fuse
+from gpumux.fuse.fuse import Fused, fuse, numbers
 from gpumux.fuse.measured import fuse_measured
 from gpumux.fuse.trial import Times
 from gpumux.program.ir import Program, ScalarRef
@@ -50,7 +50,7 @@ class Variant:
         else:
             for target, source in zip(inputs[: self.batch], choices[0].tensors, strict=True):
                 lay(target, source.detach())
-        for target, rows in zip(inputs[self.batch :], self.numbers(choices), strict=True):
+        for target, rows in zip(inputs[self.batch :], numbers(self.fused, [c.values for c in choices]), strict=True):
             target.copy_(rows)
         results: list[torch.Tensor] = self.runner.run(self.scalars(choices))
         return results
@@ -63,21 +63,8 @@ class Variant:
             ]
         else:
             batch = choices[0].tensors
-        tables = zip(self.fused.tables, self.numbers(choices), strict=True)
+        tables = zip(self.fused.tables, numbers(self.fused, [c.values for c in choices]), strict=True)
         return [*batch, *[rows.to(getattr(torch, table.dtype)) for table, rows in tables]]
-
-    def numbers(self, choices: Sequence[Choice]) -> list[torch.Tensor]:
-        """What differs between models now, by table: [rows, B] of float64."""
-        return [
-            torch.tensor(
-                [
-                    [choices[b].values[s.index] if isinstance(s, ScalarRef) else s for b, s in enumerate(row)]
-                    for row in table.rows
-                ],
-                dtype=torch.float64,
-            )
-            for table in self.fused.tables
-        ]
 
     def scalars(self, choices: Sequence[Choice]) -> list[float | int]:
         return [choices[model].values[index] for model, index in self.fused.scalars]

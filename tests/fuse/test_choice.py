@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumux import fuse
-from gpumux.errors import ConfigError
-from gpumux.fuse import trial
+from gpumux.errors import ConfigError, NotFusible
+from gpumux.fuse import rules, trial
 from gpumux.fuse.choice import END, Timed, cheapest
 from gpumux.program.builder import ProgramBuilder
 from gpumux.program.ir import Program
@@ -140,6 +140,20 @@ def test_repeating_a_program_does_it_again():
     assert [op.target for op in again.ops] == ["aten.neg.default", "aten.add_.Tensor"] * 3
     assert sum(s.kind == "temp" for s in again.storages) == 3
     assert 0 < trial.seconds(again) < 60
+
+
+def test_a_wrong_rule_is_found_before_a_step_runs(monkeypatch: pytest.MonkeyPatch):
+    with_times(monkeypatch, by_operator())
+    monkeypatch.setitem(rules.RULES, "aten.tanh.default", lambda call: torch.tanh(call["self"].all()) * 1.01)
+    with pytest.raises(NotFusible, match=r"result 0 .* fused wrongly: .*aten\.tanh\.default"):
+        fuse.Array(training(mlp), configs(), batches(6, 5)[0])
+
+
+def test_draws_are_alike_in_what_is_compared(monkeypatch: pytest.MonkeyPatch):
+    with_times(monkeypatch, by_operator())
+    module = lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 4))  # noqa: E731
+    operators = ["aten.native_batch_norm.default", "aten.native_batch_norm_backward.default"]
+    check(training(module), batches(6, 5), choose="measured", per_model_operators=operators, noise=["0.bias"])
 
 
 def test_a_plan_needs_a_step():

@@ -22,6 +22,10 @@ OPTIMIZERS = {
     "adam": lambda p, c: torch.optim.Adam(p, lr=c.lr),
     "adam, all different": lambda p, c: torch.optim.Adam(p, lr=c.lr, betas=(0.9 - c.lr, 0.99 - c.lr), eps=1e-8 * (c.seed + 1)),
     "adamw": lambda p, c: torch.optim.AdamW(p, lr=c.lr, weight_decay=c.lr, amsgrad=True),
+    "foreach adam": lambda p, c: torch.optim.Adam(p, lr=c.lr, foreach=True, weight_decay=0.1),
+    "foreach adam, alike": lambda p, c: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "foreach sgd": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9, foreach=True, weight_decay=c.lr),
+    "foreach rmsprop": lambda p, c: torch.optim.RMSprop(p, lr=c.lr, foreach=True, centered=True, momentum=0.4),
     "rmsprop": lambda p, c: torch.optim.RMSprop(p, lr=c.lr, alpha=0.9 + c.lr, momentum=0.5),
     "adagrad": lambda p, c: torch.optim.Adagrad(p, lr=c.lr, lr_decay=c.lr),
     "adadelta": lambda p, c: torch.optim.Adadelta(p, lr=c.lr, rho=0.9 + c.lr),
@@ -38,6 +42,35 @@ def test_an_array_trains_each_model_as_if_alone(name: str):
     found = ways(array)
     assert found["aten.addmm.default"] == {"rule"}
     assert not any("per-model" in how for how in found.values()), found
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("alike", [False, True])
+def test_fused_optimizers(kind: type[torch.optim.Optimizer], alike: bool):
+    """With one learning rate for all SGD is one call. Kernels that take one number, or one step count, run once a model."""
+    factory = training(mlp, lambda p, c: kind(p, lr=0.01 if alike else c.lr, fused=True))  # type: ignore[call-arg]
+    found = ways(check(factory, batches(6, 5)))
+    (target,) = [t for t in found if t.startswith("aten._fused_")]
+    assert found[target] == {"rule" if alike and kind is torch.optim.SGD else "per-model"}
+
+
+def test_gradients_clipped_over_lists():
+    def factory(config: Config) -> object:
+        torch.manual_seed(config.seed)
+        model = mlp().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5 + config.lr, foreach=True)
+            optimizer.step()
+            return loss
+
+        return step, model, optimizer
+
+    assert ways(check(factory, batches(6, 5)))["aten._foreach_norm.Scalar"] == {"rule"}
 
 
 @pytest.mark.parametrize("choose", ["fused", "per-model"])

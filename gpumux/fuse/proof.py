@@ -1,0 +1,105 @@
+"""Holding a fused Program against one that runs every operator once a model, on invented numbers, before it is used.
+
+A wrong rule would train wrong models without a word; a step of each on the same bytes shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gpumux.device.cpu.operands import allocate
+from gpumux.errors import NotFusible
+from gpumux.fuse.fuse import Fused, numbers, stream_bytes
+from gpumux.fuse.runner import Runner
+from gpumux.program.ir import Program
+
+# Relative to the largest value of a tensor, after one step. Batched products round in another order.
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 5e-3, torch.complex128: 1e-7, torch.complex64: 5e-3}
+_LOOSE = 0.1  # for types of fewer bits
+
+
+def check(fused: Fused, each: Fused, values: Sequence[Sequence[float | int]]) -> None:
+    """Raises NotFusible unless both do the same to the same state and batch. `values`: each model's host scalars."""
+    states, results = zip(*(_ran(f, values) for f in (fused, each)), strict=True)
+    for position, (a, b) in enumerate(zip(*results, strict=True)):
+        _same(a, b, f"result {position} of the step", fused)
+    for slot, (a, b) in enumerate(zip(*states, strict=True)):
+        _same(a, b, f"tensor {slot} of the state", fused)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor, what: str, fused: Fused) -> None:
+    if torch.equal(a, b):
+        return
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        limit = _TOLERANCE.get(a.dtype, _LOOSE)
+        a, b = (
+            a.to(torch.complex128 if a.dtype.is_complex else torch.float64),
+            b.to(torch.complex128 if b.dtype.is_complex else torch.float64),
+        )
+        both = torch.isfinite(a) & torch.isfinite(b)
+        if torch.equal(torch.isfinite(a), torch.isfinite(b)):
+            away = (a - b)[both].abs()
+            if not away.numel() or float(away.max()) <= limit * max(float(b[both].abs().max()), 1e-30):
+                return
+    rules = sorted({d.target for d in fused.decisions if d.how == "fused"})
+    raise NotFusible(
+        f"for all models at once, {what} comes out otherwise than for one model after another",
+        f"one of these operators is fused wrongly: {', '.join(rules)}. Report it with the step's code; until then give "
+        "those of which you think so as per_model_operators=[...]",
+    )
+
+
+def _ran(fused: Fused, values: Sequence[Sequence[float | int]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(state, results) after a step from invented numbers, equal for Programs of equal state."""
+    program = fused.program
+    dtypes = _slot_dtypes(program)
+    slots = sorted((s.slot, s.nbytes) for s in program.storages if s.kind == "state")
+    unused = max((s for s, _ in slots), default=-1) + 1
+    assert len(slots) == unused, "every slot is there"
+    generator = torch.Generator().manual_seed(11)
+    buffers = [_invented(nbytes, dtypes[slot], generator) for slot, nbytes in slots]
+    if fused.streams:
+        state = torch.Generator().manual_seed(5).get_state()
+        buffers[-1].view(-1, stream_bytes()).copy_(state.expand(fused.models, -1))
+    runner = Runner(program, buffers)
+    for target, index in zip(runner.inputs, program.inputs, strict=True):
+        view = program.views[index]
+        target.copy_(_invented_tensor(target.shape, getattr(torch, view.dtype), generator))
+    batch = len(program.inputs) - len(fused.tables)
+    for target, rows in zip(runner.inputs[batch:], numbers(fused, values), strict=True):
+        target.copy_(rows)
+    results = runner.run([values[model][index] for model, index in fused.scalars])
+    typed = [_typed(b, dtypes[slot]) for b, (slot, _) in zip(buffers, slots, strict=True)]
+    return typed, results
+
+
+def _slot_dtypes(program: Program) -> dict[int, torch.dtype]:
+    found: dict[int, torch.dtype] = {}
+    for view in program.views:
+        storage = program.storages[view.storage]
+        if storage.kind == "state":
+            found.setdefault(storage.slot, getattr(torch, view.dtype))
+    for storage in program.storages:
+        if storage.kind == "state":
+            found.setdefault(storage.slot, torch.uint8)
+    return found
+
+
+def _invented_tensor(size: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Numbers around one: variances and denominators stay away from zero. Whole numbers are zero, which indexes anything."""
+    if dtype.is_floating_point:
+        return torch.rand(tuple(size), generator=generator, dtype=torch.float64).add_(0.5).to(dtype)
+    return torch.zeros(tuple(size), dtype=dtype)
+
+
+def _invented(nbytes: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    line = allocate(nbytes)
+    typed = _typed(line, dtype)
+    typed.copy_(_invented_tensor(typed.shape, dtype, generator))
+    return line
+
+
+def _typed(line: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return line[: line.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
