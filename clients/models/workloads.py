@@ -235,7 +235,7 @@ _ADAM, _ADADELTA = (torch.optim.Adam, 1e-3), (torch.optim.Adadelta, 0.5)
 
 RECIPES: dict[str, Recipe] = {
     "cnn": Recipe(
-        _images((32, 32, 8)), (64, 32, 4), *_ADAM,
+        _images((32, 32, 8)), (64, 4, 4), *_ADAM,
         lambda size, config: DigitsCNN(**CNN[size], **_dropped(config)), _classify,
     ),
     "pointnet_cls": Recipe(
@@ -253,7 +253,7 @@ RECIPES: dict[str, Recipe] = {
         lambda size, config: MobileNetV3(size, **_dropped(config)), _classify,
     ),
     "transformer": Recipe(
-        _sentences, (32, 16, 4), *_ADADELTA,
+        _sentences, (32, 2, 4), *_ADADELTA,
         lambda size, config: language.LanguageModel(size, **_dropped(config)), _token_loss,
     ),
     "bert_medium": Recipe(

@@ -38,9 +38,10 @@ def hand_fused(workload: Workload, configs: Configs) -> tuple[Losses, dict[str, 
     return step, network.params
 
 
-def vmapped(workload: Workload, configs: Configs) -> tuple[Losses, dict[str, Tensor]]:
+def vmapped(workload: Workload, configs: Configs, compiled: bool = False) -> tuple[Losses, dict[str, Tensor]]:
     """A training step by vmap over the models' gradients, and its stacked parameters by name. Dropout draws independently for
-    each model. Attention takes its mathematical form: the CPU's own kernel has no batching rule, and would loop. Raises ConfigError for a workload of several losses."""
+    each model. Attention takes its mathematical form: the CPU's own kernel has no batching rule, and would loop. `compiled`: with
+    torch.compile. Raises ConfigError for a workload of several losses."""
     recipe = RECIPES[workload.name]
     if recipe.loss is None:
         raise ConfigError(f"{workload.name} has several losses", "take a workload that is one model")
@@ -67,6 +68,9 @@ def vmapped(workload: Workload, configs: Configs) -> tuple[Losses, dict[str, Ten
 
     count = len(RECIPES[workload.name].draw(workload.size, 2, torch.Generator()))
     many = vmap(grad_and_value(one), in_dims=(0, 0, *[None] * count), randomness="different")
+
+    if compiled:
+        many = torch.compile(many)
 
     def step(*batch: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
