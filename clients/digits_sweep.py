@@ -23,7 +23,14 @@ from clients.models.cnn import cnn
 from clients.models.transformer import transformer
 
 Config = Mapping[str, Any]
-MODELS: dict[str, Callable[[str], nn.Module]] = {"cnn": cnn, "transformer": transformer}
+
+
+def mlp(size: str) -> nn.Module:
+    """One hidden layer, whatever the size."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
+
+
+MODELS: dict[str, Callable[[str], nn.Module]] = {"cnn": cnn, "mlp": mlp, "transformer": transformer}
 DTYPE = torch.float32
 
 direction = "maximize"

@@ -262,7 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
     _simulation(simulate)
     planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
-    tuning.add(_add(subparsers, "tune", "search hyper-parameters", " "))
+    tuning.add(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")

@@ -1,4 +1,4 @@
-"""`gpumux tune`: hyper-parameter search, trials one after another or as jobs of a daemon."""
+"""`gpumux tune`: hyper-parameter search, trials as arrays, as jobs of a daemon, or one after another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
             task, space, steps=args.steps, trials=args.trials, algorithm=args.algorithm, scheduler=args.scheduler,
             min_steps=args.min_steps, eta=args.eta, skip_last=args.skip_last, sampler=args.sampler, seed=args.seed,
             storage=args.storage, study=args.study, checkpoints=args.checkpoints, concurrent=args.concurrent,
-            endpoint=args.endpoint, listener=told.listener(),
+            endpoint=args.endpoint, max_array=args.max_array, memory=int(args.memory) if args.memory else None,
+            listener=told.listener(),
         )  # fmt: skip
     except KeyboardInterrupt:
         told.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gpumux.cli.planning import whole
+from gpumux.cli.planning import size, whole
 
 _TUNE = """\
 MODULE:FACTORY is a function of yours, factory(config) -> (step, model, optimizer), the loop body as you would submit it. Its module
@@ -16,11 +16,11 @@ data,  direction = "maximize" or "minimize",  and, for a schedule,  hyperparamet
   low = 1e-4
   high = 0.1
   log = true
-  fusible = true        changes numbers only, neither operators nor shapes
+  fusible = true        changes numbers only: models that differ in it train as one array
   [batch_size]
-  choices = [32, 64]    infusible: changes operators or shapes
+  choices = [32, 64]    infusible: changes operators or shapes, so it parts trials into arrays
 
---scheduler says how trials are trained: `concurrent` as jobs of a running daemon, `serial` one after another.
+--scheduler says how trials are trained: `fused` as arrays, `concurrent` as jobs of a running daemon, `serial` one after another.
 It changes what a sweep costs, not what it finds. With --storage a sweep that was ended, or killed, goes on when the same
 command is run again; Optuna's dashboard reads it. docs/tuning.md says more.
 
@@ -66,14 +66,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     flag(
         "--sampler", choices=("random", "tpe"), default="random", help="where configurations come from (default random)"
     )
-    flag("--scheduler", choices=("serial", "concurrent"), default="serial", help="default serial")
+    flag("--scheduler", choices=("serial", "concurrent", "fused"), default="fused", help="default fused")
     flag("--seed", metavar="N", type=int, default=0, help="of configurations, weights and random draws (default 0)")
     flag("--storage", metavar="URL", help="an Optuna storage: sqlite:///FILE (pip install gpumux[tune])")
     flag("--study", metavar="NAME", help="the sweep's name in the storage (default: MODULE:FACTORY)")
     flag("--checkpoints", metavar="DIR", help="where trials' states are kept between rungs (default beside --storage)")
+    flag("--max-array", metavar="N", type=whole, help="fused: models of an array at most")
+    flag("--memory", metavar="SIZE", type=size, help="fused: of an array at most (default: most of what is free)")
     flag("--concurrent", metavar="N", type=whole, default=4, help="concurrent: jobs at a time (default 4)")
-    flag("--endpoint", metavar="URL", help="concurrent: which daemon (also GPUMUX_ENDPOINT; default: GPU 0 here)")
-    flag("--threads", metavar="N", type=whole, help="serial: torch's threads on the CPU")
+    flag(
+        "--endpoint",
+        metavar="URL",
+        help="which daemon (concurrent: default GPUMUX_ENDPOINT, GPU 0; fused: default none)",
+    )
+    flag("--threads", metavar="N", type=whole, help="serial and fused: torch's threads on the CPU")
     flag("--plot", metavar="FILE.png", help="draw scores over steps and time (pip install gpumux[plot])")
     flag("--save", metavar="FILE.pt", help="write the best trial's state (torch.save)")
     flag("--json", action="store_true", help="print JSON, for scripts")

@@ -16,6 +16,7 @@ from gpumux.fuse.member import Member, example_arguments
 from gpumux.fuse.memory import STREAM, Memory, key_of
 from gpumux.fuse.plan import Plan
 from gpumux.fuse.variants import Variant, Variants
+from gpumux.program.ir import Program
 
 Factory = Callable[[Any], "tuple[Callable[..., Any], Any, Any]"]
 _WARM_PHASES = 4  # how many phases of the optimizers are captured ahead
@@ -113,6 +114,11 @@ class Models:
     def decisions(self) -> tuple[Decision, ...]:
         """How each operator of the step that ran last runs. Empty before the first."""
         return self._last[0].fused.decisions if self._last else ()
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The fused Programs of the step that ran last, one for each run of models: what it takes of memory."""
+        return tuple(v.fused.program for v in self._last)
 
     def plan(self) -> Plan:
         """How the step that ran last was run, operator by operator, with what was measured: print it. Raises

@@ -29,7 +29,7 @@ from gpumux.fuse.tuning.task import Task, find
 from gpumux.fuse.tuning.trainer import Checkpoints, Trainer
 
 ALGORITHMS = ("random", "hyperband")
-SCHEDULERS = ("serial", "concurrent")
+SCHEDULERS = ("serial", "concurrent", "fused")
 DEPTH = 3  # rungs below the last one in Hyperband's largest bracket, if min_steps is not given
 
 
@@ -120,17 +120,19 @@ def read_space(path: Path) -> Space:
 
 def tune(
     task: Task | str, space: Space | Mapping[str, Any] | str | Path, *, steps: int, trials: int | None = None,
-    algorithm: str = "random", scheduler: str = "serial", min_steps: int | None = None, eta: int = 3, skip_last: int = 0,
+    algorithm: str = "random", scheduler: str = "fused", min_steps: int | None = None, eta: int = 3, skip_last: int = 0,
     sampler: str = "random", seed: int = 0, storage: str | None = None, study: str | None = None,
     checkpoints: str | Path | None = None, concurrent: int = 4, endpoint: str | None = None,
-    listener: Listener | None = None,
+    max_array: int | None = None, memory: int | None = None, listener: Listener | None = None,
 ) -> Found:  # fmt: skip
     """Search `space` for the configuration whose model scores best.
 
     task: "module:factory", or a Task (gpumux.fuse.tuning.task says what the module provides).
     steps: what a configuration is trained for (at most, with Hyperband). trials: how many configurations.
     algorithm: "random", or "hyperband" (min_steps, eta, skip_last: see tuning.algorithms.hyperband).
-    scheduler: "serial", one trial after another here; "concurrent", `concurrent` jobs at a time of the daemon at `endpoint`.
+    scheduler: "serial", one trial after another here; "concurrent", `concurrent` jobs at a time of the daemon at
+        `endpoint`; "fused", arrays of trials that train as one, of at most `max_array` models and `memory` bytes;
+        with an `endpoint` each is a job of that daemon.
     sampler: "random", or "tpe" (Optuna's; needs storage). seed: of configurations, weights and random draws.
     storage: URL of an Optuna storage, such as sqlite:///sweep.db. The sweep of the same name (`study`) that is there goes
         on where it was: trials that were finished are not trained again. checkpoints: folder for the states of trials
@@ -160,7 +162,7 @@ def tune(
         )
     try:
         kept = _checkpoints(storage, name, checkpoints)
-        trainer = _trainer(scheduler, task, space, kept, concurrent, endpoint)
+        trainer = _trainer(scheduler, task, space, kept, concurrent, endpoint, max_array, memory)
         began = time.monotonic()
         try:
             sweep(asked, ledger, trainer, kept, listener or _QUIET, maximize=task.maximize, seed=seed)
@@ -196,10 +198,12 @@ def _checkpoints(storage: str | None, study: str, folder: str | Path | None) -> 
 
 
 def _trainer(
-    scheduler: str, task: Task, space: Space, kept: Checkpoints, concurrent: int, endpoint: str | None
+    scheduler: str, task: Task, space: Space, kept: Checkpoints, concurrent: int, endpoint: str | None,
+    max_array: int | None, memory: int | None,
 ) -> Trainer:  # fmt: skip
-    if concurrent < 1:
-        raise ConfigError(f"concurrent is {concurrent}", "give a whole number from 1 up")
+    for name, value in (("concurrent", concurrent), ("max_array", max_array), ("memory", memory)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}", "give a whole number from 1 up")
     if scheduler == "serial":
         from gpumux.fuse.tuning.serial import Serial
 
@@ -208,4 +212,8 @@ def _trainer(
         from gpumux.fuse.tuning.concurrent import Concurrent
 
         return Concurrent(task, kept, most=concurrent, endpoint=endpoint)
+    if scheduler == "fused":
+        from gpumux.fuse.tuning.fused import Fused
+
+        return Fused(task, space, kept, most=max_array, memory=memory, endpoint=endpoint)
     raise ConfigError(f"no scheduler is called {scheduler!r}", f"choose from {', '.join(SCHEDULERS)}")

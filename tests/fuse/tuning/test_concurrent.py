@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ SPACE = {
     "optimizer": {"choices": ["sgd", "adam"]},
     "momentum": {"low": 0.1, "high": 0.9, "fusible": True, "when": {"optimizer": "sgd"}},
 }
+ONE = {"lr": SPACE["lr"], "batch_size": {"choices": [8]}, "optimizer": {"choices": ["adam"]}}
 HYPERBAND = {"algorithm": "hyperband", "steps": 6, "min_steps": 3, "eta": 2}
 
 
@@ -61,6 +63,19 @@ def test_equal_to_serial(daemon: RunningDaemon):
     for name, value in many.state()["model"].items():
         assert torch.equal(value, alone.state()["model"][name]), name
     assert many.notes == {"jobs_at_once": 2}
+    assert many.device_s > 0
+    assert jobs_left(daemon) == []
+
+
+def test_arrays_as_jobs_equal_serial(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Two arrays, whose survivor trains on alone as a job of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    many = verb.tune(TASK, ONE, scheduler="fused", endpoint=daemon.endpoint, **HYPERBAND)
+    alone = verb.tune(TASK, ONE, scheduler="serial", **HYPERBAND)
+    assert many.notes["array_sizes"] == [2, 1, 2]
+    assert [e.config for e in many.entries] == [e.config for e in alone.entries]
+    for ours, theirs in zip(many.entries, alone.entries, strict=True):
+        assert ours.scores == pytest.approx(theirs.scores, rel=1e-9)
     assert many.device_s > 0
     assert jobs_left(daemon) == []
 

@@ -30,7 +30,8 @@ when = { optimizer = "sgd" }
 
 
 def factory(config):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)).double()
+    width = config.get("width", 8)
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1)).double()
     if config["optimizer"] == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
     else:
