@@ -41,7 +41,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
     "cli": SHARED | {"core", "wire", "device", "metrics", "recovery", "daemon", "simulate", "plan", "fuse"},
     "client": SHARED | {"wire"},
-    "fuse": SHARED | {"client", "wire", "device", "simulate"},  # captures and submits as a job does, runs as the device does
+    "fuse": SHARED
+    | {"client", "wire", "device", "simulate"},  # captures and submits as a job does, runs as the device does
     "__main__": frozenset({"cli"}),
     "gpumux": frozenset(),
 }
