@@ -34,6 +34,7 @@ class Mark:
     storages: int
     views: int
     ops: int
+    consts: int
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -218,7 +219,7 @@ class Emitter(TorchDispatchMode):
     # ---- trying ------------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        return Mark(len(self.storages), len(self.views), len(self.ops))
+        return Mark(len(self.storages), len(self.views), len(self.ops), len(self.consts))
 
     def back(self, mark: Mark) -> None:
         """Take back everything since `mark`."""
@@ -229,7 +230,7 @@ class Emitter(TorchDispatchMode):
         for base in self._bases[mark.storages :]:
             self._storage_ids.pop(base.untyped_storage()._cdata, None)
         del self.storages[mark.storages :], self._bases[mark.storages :], self._birth_dtype[mark.storages :]
-        del self.views[mark.views :], self.ops[mark.ops :], self.labels[mark.ops :]
+        del self.views[mark.views :], self.ops[mark.ops :], self.labels[mark.ops :], self.consts[mark.consts :]
 
     def build(self, inputs: Sequence[int], results: Sequence[int], numerics: Numerics) -> Program:
         layers, found = spans(self.labels)

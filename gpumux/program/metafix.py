@@ -45,6 +45,9 @@ _BY_OPERANDS = frozenset(
     )
 )  # fmt: skip
 
+# With a result laid out as this argument is.
+_LAID_AS = {aten.binary_cross_entropy.default: 0, aten.binary_cross_entropy_backward.default: 1}
+
 # Whose result is always contiguous on the CPU.
 _CONTIGUOUS = frozenset(
     (
@@ -74,8 +77,8 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
         return tuple(o if wanted else None for o, wanted in zip(out, args[-1], strict=True))
     if func in _BY_OPERANDS and out.dim() > 1:
         return _laid_as([a for a in args if isinstance(a, torch.Tensor)], out)
-    if func is aten.binary_cross_entropy_backward.default:
-        return torch.empty_like(args[1], dtype=out.dtype)
+    if func in _LAID_AS and out.dim() == args[_LAID_AS[func]].dim():
+        return torch.empty_like(args[_LAID_AS[func]])
     if device == "cpu" and func in _CONTIGUOUS:
         return torch.empty_like(out, memory_format=torch.contiguous_format)
     return out

@@ -86,7 +86,8 @@ def mixed():
     for name, rest in {"mse": (0,), "smooth_l1": (0, 1.0), "huber": (0, 1.0)}.items():
         for order, pair in (("", (a, b, a)), (", exchanged", (b, a, b))):
             found[f"{name}{order}"] = (getattr(aten, f"{name}_loss_backward").default, (*pair, *rest))
-    found["bce"] = (aten.binary_cross_entropy_backward.default, (a, b, a, None, 0))
+    found["bce"] = (aten.binary_cross_entropy.default, (b, a, b, 0))
+    found["bce backward"] = (aten.binary_cross_entropy_backward.default, (a, b, a, None, 0))
     found["unasked gradient"] = (
         aten.native_batch_norm_backward.default,
         (a, a, ones(5), ones(5), ones(5), ones(5), ones(5), True, 1e-5, [False, True, True]),

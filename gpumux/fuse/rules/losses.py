@@ -1,0 +1,122 @@
+"""Losses: the kernel's own loss of each sample of all models, reduced over one model's samples each.
+
+No gradient crosses from one model to another, so nothing needs scaling (HFTA, appendix C).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpumux.fuse.call import Call, Operand
+from gpumux.fuse.rules.layout import by_memory
+from gpumux.fuse.rules.table import rule
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for a reduction
+
+_ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+
+
+@rule(*_ELEMENTWISE)
+def elementwise(call: Call) -> Any:
+    reduction, rank = call["reduction"], call["self"].dim
+    loss = call.invoke(call.filled(lambda o: o.all(rank)) | {"reduction": NONE})
+    return _reduced(loss, reduction)
+
+
+@rule(*(f"{name}_backward" for name in _ELEMENTWISE))
+def elementwise_backward(call: Call) -> Any:
+    reduction, x = call["reduction"], call["self"]
+    grad = call["grad_output"].all(x.dim)
+    if reduction == MEAN:
+        grad = grad / max(1, torch.Size(x.size).numel())
+    size = (call.models, *x.size)  # some of the kernels take no gradient that broadcasts
+    changes = call.filled(lambda o: o.all(x.dim)) | {"grad_output": grad.expand(size), "reduction": NONE}
+    return call.invoke(changes)
+
+
+def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
+    dims = list(range(1, loss.dim()))
+    if reduction == NONE or not dims:
+        return loss
+    return loss.mean(dims) if reduction == MEAN else loss.sum(dims)
+
+
+class Samples:
+    """The samples of all models as one batch, [B*N, ...], in the order in which `x` has them in memory."""
+
+    def __init__(self, x: Operand) -> None:
+        """`x`: [N, C, ...] in one model, or [C]."""
+        self.single = x.dim == 1
+        tensor = self._with_samples(x.all())
+        self.x, _, order = by_memory(tensor, tensor.dim() - 2)
+        self.order = order[:2]
+        self._lead = self.x.shape[:2]
+        self.x = self.x.flatten(0, 1)
+
+    def _with_samples(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unsqueeze(1) if self.single else tensor
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, N, ...] -> [B*N, ...]."""
+        tensor = self._with_samples(tensor)
+        return tensor.permute(*self.order, *range(2, tensor.dim())).flatten(0, 1)
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """[B*N, ...] -> [B, N, ...]."""
+        split: torch.Tensor = packed.unflatten(0, self._lead)
+        split = split.permute(*self.order, *range(2, split.dim()))  # of two, an order is its own inverse
+        return split.squeeze(1) if self.single else split
+
+
+def _weights(call: Call) -> torch.Tensor | None:
+    """How much each label counts, [B, N, ...]: the weight of its class, 0 where it is to be ignored. None: all the same."""
+    weight, labels = call["weight"], call["target"].all()
+    if weight is None:
+        return None
+    ignored = labels == call["ignore_index"]
+    rows = labels.masked_fill(ignored, 0).reshape(call.models, -1)
+    found: torch.Tensor = weight.all().gather(1, rows).view(labels.shape)
+    return found.masked_fill(ignored, 0)
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward")
+def nll(call: Call) -> Any:
+    """Class weights can't go into one kernel, since they may be others for each model: they scale what comes out."""
+    x, target, reduction = call["self"], call["target"], call["reduction"]
+    samples = Samples(x)
+    packed, scale = samples.pack(target.all()), _weights(call)
+    loss = samples.unpack(call.invoke({"self": samples.x, "target": packed, "weight": None, "reduction": NONE})[0])
+    if scale is not None:
+        loss = loss * scale
+    dims = list(range(1, loss.dim()))
+    saved = call.outputs()[1]
+    if saved is not None:
+        call.homes.notes["labels", saved.storage] = samples.order, packed, scale  # which the gradient needs again
+    if reduction == NONE:
+        return loss, loss.new_zeros(call.models)
+    counts = target.all() != call["ignore_index"] if scale is None else scale
+    total = counts.sum(dims, dtype=x.dtype) if dims else counts.to(x.dtype, copy=True)
+    made = loss.sum(dims) if dims else loss.clone()
+    return (made / total if reduction == MEAN else made), total
+
+
+@rule("nll_loss_backward", "nll_loss2d_backward")
+def nll_backward(call: Call) -> Any:
+    x, target, total = call["self"], call["target"], call["total_weight"]
+    samples = Samples(x)
+    order, packed, scale = call.homes.notes.get(("labels", total.view.storage), (None, None, None))
+    if order != samples.order:
+        packed, scale = samples.pack(target.all()), _weights(call)
+    grad = call["grad_output"].all()
+    if call["reduction"] == MEAN:
+        grad = grad / total.all()
+    grad = grad.view(*grad.shape, *[1] * (1 + target.dim - grad.dim()))
+    if scale is not None:
+        grad = grad * scale
+    changes = {
+        "grad_output": samples.pack(grad.expand(call.models, *target.size)), "self": samples.x, "target": packed,
+        "weight": None, "reduction": NONE, "total_weight": total.all().select(0, 0),
+    }  # fmt: skip
+    return samples.unpack(call.invoke(changes))
