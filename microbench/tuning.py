@@ -8,6 +8,7 @@ thread everywhere; the daemon may run as many jobs' pieces at once as there are 
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     facts = common.machine()
     found: dict[str, list[Found]] = {name: [] for name in args.schedulers}
     task = find("clients.digits_sweep:factory")
-    with running_daemon(threads=1) as daemon:
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(running_daemon(threads=1)).endpoint if "concurrent" in found else None
         for _ in range(args.repeats):
             for name in args.schedulers:
-                found[name].append(_sweep(task, name, daemon.endpoint, args))
+                found[name].append(_sweep(task, name, endpoint if name == "concurrent" else None, args))
     rows = {name: summary(runs) for name, runs in found.items()}
     print(common.describe(facts))
     print(show(rows))
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if agreement["same_best"] else 1
 
 
-def _sweep(task: Task, scheduler: str, endpoint: str, args: Any) -> Found:
+def _sweep(task: Task, scheduler: str, endpoint: str | None, args: Any) -> Found:
     space = {
         "model": {"choices": [args.model]},
         "batch_size": {"choices": [args.batch]},
