@@ -43,6 +43,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "client": SHARED | {"wire"},
     "fuse": SHARED
     | {"client", "wire", "device", "simulate"},  # captures and submits as a job does, runs as the device does
+    "integrations": SHARED | {"client"},  # training frameworks, each in a module that imports it
     "__main__": frozenset({"cli"}),
     "gpumux": frozenset(),
 }

@@ -80,6 +80,7 @@ def copies(report: Report) -> None:
     is_figure(report["ratio"], 3)
     assert report["targets"]["copies counted"]["value"] == report["bytes_written"] / report["batch_bytes"]
     assert report["targets"]["call over one copy"]["value"] == report["ratio"]["median"]
+    assert report["from_samples"] == {"collate": 1.0, "torch": 2.0}
 
 
 def core_rate(report: Report) -> None:

@@ -1,0 +1,217 @@
+"""A Lightning strategy whose training steps run in a gpumux daemon.
+
+    from gpumux.integrations.lightning import GpumuxStrategy
+    trainer = Trainer(strategy=GpumuxStrategy(priority="low", name="mnist"), accelerator="cpu")
+    trainer.fit(module, loader)
+
+Lightning keeps its loop: data, schedulers, loggers, callbacks, checkpoints, validation. `training_step`, the backward pass, gradient
+clipping and the optimizer's step are one captured step. What `training_step` logs (`self.log`) comes out of the step as a result and is logged then.
+Before anything reads the model in this process (validating, testing, saving), its state is fetched from the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpumux.client.job import Job
+from gpumux.client.submit import submit
+from gpumux.errors import CaptureError, ConfigError
+
+try:
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+except ModuleNotFoundError:  # the same, under its older name
+    from pytorch_lightning.plugins.precision import Precision
+    from pytorch_lightning.strategies import SingleDeviceStrategy
+
+
+class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """`options` are those of gpumux.client.submit: priority, name, endpoint, weight, ...
+
+    Raises ConfigError, when fitting begins, for modules that optimize by hand or have other than one optimizer, for accumulated batches
+    and mixed precision; and CaptureError, with the line, for a training_step that can't be captured. Batches must have equal shapes, but
+    for a few (`max_variants`), and `training_step` can't use `batch_idx`, which is another number at every step.
+    """
+
+    strategy_name = "gpumux"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(device="cpu")
+        self._options = options
+        self._job: Job | None = None
+        self._log = Log()
+
+    # ---- training
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        given = [a for a in args if not isinstance(a, int)]  # batch, batch_idx, dataloader_idx
+        module.train()
+        if self._job is None:
+            self._job = self._submit(module, given, len(args) - len(given))
+        out, logged = self._job.step(*given).result()
+        for name, value, settings in logged:
+            self._log.pass_on(name, value, **settings)
+        return out
+
+    def _submit(self, module: Any, given: list[Any], indices: int) -> Job:
+        trainer = module.trainer
+        optimizer = self._only_optimizer()
+        for wrong, so in (
+            ("optimizes by hand (automatic_optimization = False)", not module.automatic_optimization),
+            ("accumulates batches (accumulate_grad_batches)", trainer.accumulate_grad_batches != 1),
+            ("uses mixed precision", type(self.precision_plugin) is not Precision),
+        ):
+            if so:
+                raise ConfigError(
+                    f"this trainer {wrong}, which gpumux does not capture", "turn it off, or use another strategy"
+                )
+        self._log.take_over(module)
+        clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        step = _step(module, optimizer, self._log, clip, indices)
+        return submit(step, example=tuple(given), model=module, optimizer=optimizer, **self._options)
+
+    def _only_optimizer(self) -> torch.optim.Optimizer:
+        if len(self.optimizers) != 1:
+            raise ConfigError(
+                f"this module has {len(self.optimizers)} optimizers", "use gpumux.client.submit in a loop of your own"
+            )
+        return self.optimizers[0]  # type: ignore[no-any-return]
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """It was part of the step."""
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Runs the closure, which is the whole step."""
+        return closure()
+
+    # ---- what reads the model here
+
+    def sync(self) -> None:
+        """The daemon's state into the module and its optimizer."""
+        if self._job is not None:
+            self._job.sync()
+
+    def on_validation_start(self) -> None:
+        self.sync()
+        super().on_validation_start()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.sync()
+        return super().lightning_module_state_dict()  # type: ignore[no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        self.sync()
+        return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
+
+    def on_train_end(self) -> None:
+        self._end(in_order=True)
+        super().on_train_end()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._end(in_order=False)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        self._end(in_order=False)
+        super().teardown()
+
+    def _end(self, in_order: bool) -> None:
+        job, self._job = self._job, None
+        if job is None:
+            return
+        try:
+            if in_order:
+                job.sync()
+        finally:
+            self._log.give_back()
+            job.close(drain=in_order)
+
+
+def _step(
+    module: Any, optimizer: torch.optim.Optimizer, log: Log, clip: tuple[float | None, Any], indices: int
+) -> Callable[..., Any]:
+    most, algorithm = clip
+
+    def step(*batch: Any) -> tuple[Any, list[Any]]:
+        with log.caught() as logged:
+            out = module.training_step(*batch, *[NO_INDEX] * indices)
+        loss = out["loss"] if isinstance(out, dict) else out
+        optimizer.zero_grad()
+        loss.backward()
+        if most and str(algorithm).endswith("value"):
+            torch.nn.utils.clip_grad_value_(module.parameters(), most)
+        elif most:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), most)
+        optimizer.step()
+        return out, logged
+
+    return step
+
+
+class Log:
+    """Stands where `module.log` was while a job is open: catches what a captured step logs, and passes all else on."""
+
+    def __init__(self) -> None:
+        self.catching: list[Any] | None = None
+        self._module: Any = None
+        self.pass_on: Callable[..., None] = _unheard
+
+    def take_over(self, module: Any) -> None:
+        self._module = module
+        self.pass_on = module.log
+        object.__setattr__(module, "log", self)
+
+    def give_back(self) -> None:
+        if self._module is not None:
+            object.__delattr__(self._module, "log")
+            self._module = None
+
+    @contextmanager
+    def caught(self) -> Iterator[list[Any]]:
+        """What is logged meanwhile: (name, value, settings) each."""
+        self.catching = []
+        try:
+            yield self.catching
+        finally:
+            self.catching = None
+
+    def __call__(self, name: str, value: Any, *args: Any, **settings: Any) -> None:
+        if self.catching is None:
+            self.pass_on(name, value, *args, **settings)
+            return
+        if args or not isinstance(value, (Tensor, bool, int, float)):
+            raise CaptureError(
+                f"training_step logs {name!r} as {type(value).__name__}, or with settings that have no names",
+                "log tensors and numbers: self.log(name, value, prog_bar=True)",
+            )
+        self.catching.append((name, value.detach() if isinstance(value, Tensor) else value, settings))
+
+
+def _unheard(*_: Any, **__: Any) -> None:
+    raise AssertionError("nothing is logged before the first step")
+
+
+class NoIndex:
+    """Stands for `batch_idx` in a captured step. It can be handed on, and that is all."""
+
+    def _used(self, *_: Any) -> Any:
+        raise CaptureError(
+            "training_step uses batch_idx, which is another number at every step",
+            "count in a tensor of the module, or do what depends on it in a callback",
+        )
+
+    __index__ = __int__ = __float__ = __bool__ = __mod__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = (
+        __rsub__
+    ) = _used
+    __floordiv__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __str__ = __format__ = _used
+    __hash__ = object.__hash__
+
+
+NO_INDEX = NoIndex()

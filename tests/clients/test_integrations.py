@@ -1,0 +1,88 @@
+"""Users of other loops change at most five lines, get the same bits, and keep their logs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clients import integrations
+from microbench.daemon import RunningDaemon, running_daemon
+from tests.client.parity import assert_same
+
+MOST = 5  # lines that a user changes
+HOME = Path(integrations.__file__).parent
+NEEDS = {
+    "loop": ["tensorboard"],
+    "huggingface": ["tensorboard", "transformers", "accelerate"],
+    "lightning": ["tensorboard", "lightning"],
+}
+
+# torch's warnings of its own use by these packages, and theirs of each other, are not ours to mend.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon(threads=1) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def changed(name: str) -> list[str]:
+    """Lines of the plain program that went, or of the other that came, whichever are more."""
+    before, after = ((HOME / f"{name}_{kind}.py").read_text().splitlines() for kind in ("plain", "gpumux"))
+    lines = [line for line in difflib.unified_diff(before, after, n=0) if not line.startswith(("---", "+++", "@@"))]
+    gone, come = ([line for line in lines if line[0] == sign] for sign in "-+")
+    return max(gone, come, key=len)
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """All that was logged for TensorBoard below a directory, but for how long things took."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(directory.rglob("events.out.tfevents.*")):
+        events = EventAccumulator(str(path)).Reload()
+        for tag in events.Tags()["scalars"]:
+            if not tag.endswith(("runtime", "per_second")):
+                found.setdefault(tag, []).extend((e.step, e.value) for e in events.Scalars(tag))
+    return found
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_at_most_five_lines_change(name: str):
+    lines = changed(name)
+    assert 0 < len([line for line in lines if line[1:].strip()]) <= MOST, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_the_results_and_the_logs_are_the_same(
+    name: str, daemon: RunningDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for package in NEEDS[name]:
+        pytest.importorskip(package, reason="the extra `test` brings it")
+    monkeypatch.setenv("GPUMUX_ENDPOINT", daemon.endpoint)
+    ran: dict[str, Any] = {}
+    for kind in ("plain", "gpumux"):
+        ran[kind] = importlib.import_module(f"clients.integrations.{name}_{kind}").main(str(tmp_path / kind))
+    assert_same(ran["gpumux"], ran["plain"], "state")
+    logged = scalars(tmp_path / "gpumux")
+    assert logged == scalars(tmp_path / "plain")
+    losses = [value for _, value in logged["train/loss" if name == "huggingface" else "loss"]]
+    assert len(losses) >= 10
+    assert len(set(losses)) > 5, "something was trained"
+    assert daemon.status()["jobs"] == [], "no job is left open"
