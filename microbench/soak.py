@@ -37,6 +37,7 @@ from microbench.soaking.tide import Running, Stage, at_rest
 START_S, STOP_S, REST_S = 90.0, 60.0, 60.0
 FILES = 4096  # descriptors the daemon may have: below it `gpumux doctor` warns
 LARGEST = 4 << 20  # bytes of a frame: vandals should not have to send 256 MiB
+LOW_NICE = 5  # at the usual 19 whatever else the machine does would stop low jobs for minutes
 NOBODY = 65534
 MEMORY_SLACK = 24 << 20
 WHY_SLACK = (
@@ -58,7 +59,7 @@ class Daemon:
         settings = {
             "SOAK_CHECKS": self.checks, "SOAK_FILES": FILES, "GPUMUX_MAX_JOBS_PER_USER": clients + 16,
             "GPUMUX_MAX_SESSIONS_PER_USER": 2 * clients + 32, "GPUMUX_MAX_SESSIONS": 3 * clients + 96,
-            "GPUMUX_MAX_MESSAGE_BYTES": LARGEST, "GPUMUX_SNAPSHOT_S": 5, "GPUMUX_KEEP_S": 2,
+            "GPUMUX_MAX_MESSAGE_BYTES": LARGEST, "GPUMUX_SNAPSHOT_S": 5, "GPUMUX_KEEP_S": 2, "GPUMUX_LOW_NICE": LOW_NICE,
         }  # fmt: skip
         clean = {name: value for name, value in environment.items() if not name.startswith("GPUMUX_")}
         with self.log.open("wb") as out:
