@@ -29,11 +29,11 @@ def timed(name: str, *inputs: str, smallest: int = 1, rate: float = 2.0, paramet
     return layer(name, *inputs, times=times, output_bytes=3, parameter_bytes=parameters)
 
 
-def question(smallest: int = 1) -> Question:
+def question(smallest: int = 1, counts: tuple[int, ...] = (1, 2, 4)) -> Question:
     """Two branches, small enough for both searches, with syncs and transfers that matter."""
     layers = (timed("a", smallest=smallest), timed("b", "a", smallest=smallest), timed("c", "a", smallest=smallest, rate=0.5),
               timed("d", "b", "c", smallest=smallest, parameters=400), timed("e", "d", smallest=smallest, rate=0.01))  # fmt: skip
-    return Question(reduce(ModelProfile("m", "d", layers)), 16, 4, (1, 2, 4), Network("n", 40.0, 0.01), 2.0)
+    return Question(reduce(ModelProfile("m", "d", layers)), 16, 4, counts, Network("n", 40.0, 0.01), 2.0)
 
 
 OPTIONS = (
@@ -87,7 +87,9 @@ def test_limits_that_no_plan_keeps_are_said_and_skipped() -> None:
 
 def test_background_jobs_run_what_was_timed() -> None:
     """A profile of batches from 16 on says nothing of a GPU's part of 16."""
-    asked = replace(question(smallest=16), counts=(1,))
+    with pytest.raises(ConfigError, match="16 on 4 GPUs is 4 samples each"):
+        question(smallest=16)
+    asked = question(smallest=16, counts=(1,))
     assert curves.background_batch(asked) == 16
     assert curves.background_batch(question()) == 4
     points = curves.operating_points(asked, [asked.plan()])
