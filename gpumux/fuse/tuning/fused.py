@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumux.errors import ConfigError
+from gpumux.errors import ConfigError, NotFusible
 from gpumux.fuse.tuning.concurrent import Concurrent
 from gpumux.fuse.tuning.memory import Measured, Meter, default_limit
 from gpumux.fuse.tuning.partition import Key, Partition, arrays, partition
@@ -117,8 +117,11 @@ class Fused:
         def make(work: Work) -> Any:
             return self._build(work, made)
 
-        with forked():
-            return There(make, works, example, self._endpoint) if self._daemon else Here(make, works, example)
+        try:
+            with forked():
+                return There(make, works, example, self._endpoint) if self._daemon else Here(make, works, example)
+        except NotFusible as error:
+            raise NotFusible(error.message, "train it with the scheduler serial or concurrent") from error
 
     def _build(self, work: Work, made: list[Any]) -> Any:
         built = self._task.build(work.trial, work.config, work.seed)
