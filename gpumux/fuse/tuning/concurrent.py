@@ -59,7 +59,7 @@ class Concurrent:
                     running.append(running.pop(0))  # another's turn to be waited for
         finally:
             for trial in running:
-                trial.job.close(drain=False)
+                trial.abandon()
 
     def _open(self, work: Work) -> _Trial:
         task = self._task
@@ -116,6 +116,11 @@ class _Trial:
                 self._pending.append(self.job.step(*batch))
             self._sent += 1
         return (self._sent, self.answered) != before
+
+    def abandon(self) -> None:
+        """End the job; what it trained since the last checkpoint is given up, which it need not warn of."""
+        self.job._unsynced = 0
+        self.job.close(drain=False)
 
     def wait(self) -> None:
         """Until its oldest step is answered."""

@@ -80,7 +80,7 @@ def test_arrays_as_jobs_equal_serial(daemon: RunningDaemon, monkeypatch: pytest.
     assert jobs_left(daemon) == []
 
 
-def test_what_goes_wrong_leaves_no_job(daemon: RunningDaemon):
+def test_what_goes_wrong_leaves_no_job(daemon: RunningDaemon, caplog: pytest.LogCaptureFixture):
     def stops(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -88,6 +88,7 @@ def test_what_goes_wrong_leaves_no_job(daemon: RunningDaemon):
     with pytest.raises(KeyboardInterrupt):
         verb.tune(TASK, SPACE, trials=4, steps=5, scheduler="concurrent", endpoint=daemon.endpoint, listener=listener)
     assert jobs_left(daemon) == []
+    assert "not synced" not in caplog.text
 
 
 def test_a_full_daemon_is_waited_for(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch):
