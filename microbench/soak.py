@@ -59,7 +59,7 @@ class Daemon:
         settings = {
             "SOAK_CHECKS": self.checks, "SOAK_FILES": FILES, "GPUMUX_MAX_JOBS_PER_USER": clients + 16,
             "GPUMUX_MAX_SESSIONS_PER_USER": 2 * clients + 32, "GPUMUX_MAX_SESSIONS": 3 * clients + 96,
-            "GPUMUX_MAX_MESSAGE_BYTES": LARGEST, "GPUMUX_SNAPSHOT_S": 5, "GPUMUX_KEEP_S": 2, "GPUMUX_LOW_NICE": LOW_NICE,
+            "GPUMUX_MAX_MESSAGE_BYTES": LARGEST, "GPUMUX_SNAPSHOT_S": 5, "GPUMUX_KEEP_S": 2, "GPUMUX_LOW_NICE": LOW_NICE, "GPUMUX_LEASE_S": plan.LEASE_S,
         }  # fmt: skip
         clean = {name: value for name, value in environment.items() if not name.startswith("GPUMUX_")}
         with self.log.open("wb") as out:

@@ -141,7 +141,7 @@ class SideChannel:
         if not self._pending:
             return
         for fd, pending in list(self._pending.items()):
-            if now - pending.since >= PENDING_S:
+            if now - pending.since >= PENDING_S and not _has_spoken(pending.connection):
                 del self._pending[fd]
                 self._drop(pending.connection)
 
@@ -237,6 +237,14 @@ class SideChannel:
         self._bound.pop(connection.fileno(), None)
         self._epoll.unregister(connection)
         connection.close()
+
+
+def _has_spoken(connection: socket.socket) -> bool:
+    """Whether something waits to be read: where the daemon was held up, `process` is late, and not the client."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -20,8 +20,8 @@ CROWD = 12  # light clients of a process
 PAIR = 2  # training clients of a process
 TRAINING = 0.08  # of the clients train with torch
 HIGH = 0.05  # of the clients are important
-LEASE_S = 10.0
-STUN_S = 13.0  # a process that stands still for so long has lost its sessions
+LEASE_S = 30.0  # longer than usual: of so many clients on so few cores one may not be heard for ten seconds
+STUN_S = 35.0  # a process that stands still for so long has lost its sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _happenings(draw: random.Random, seconds: float, processes: Sequence[int], c
         Happening(draw.uniform(0.15, 0.9) * seconds, "kill", draw.choice(processes), 0.0)
         for _ in range(max(1, round(seconds / 12)))
     ]
-    if seconds > 4 * STUN_S:
+    if seconds > 3 * STUN_S:
         found += [
             Happening(draw.uniform(0.2, 0.6) * seconds, "stun", draw.choice(processes), STUN_S)
             for _ in range(max(1, round(seconds / 60)))

@@ -30,7 +30,7 @@ def test_a_plan_has_everything_it_should(seconds: float, clients: int):
         assert tide.seconds == seconds / 2
         what = [h.what for h in tide.happenings]
         assert what.count("kill") >= 1
-        assert ("stun" in what) == (tide.seconds > 4 * plan.STUN_S)
+        assert ("stun" in what) == (tide.seconds > 3 * plan.STUN_S)
         assert all(0 < h.at_s < tide.seconds for h in tide.happenings)
         assert {h.which for h in tide.happenings if h.what in ("kill", "stun")} <= set(tide.processes)
         for process in tide.processes:

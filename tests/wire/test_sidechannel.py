@@ -173,6 +173,18 @@ def test_a_client_waits_in_line(runtime_dir: Path):
     os.unlink(path)
 
 
+def test_one_that_has_spoken_is_heard_however_late(side, dial):
+    """A daemon that was held up for long blames nobody for it."""
+    inbox = dial()
+    side.process(10.0)
+    inbox.send(side.expect(ME, os.getuid()))
+    side.expire(10.0 + 2 * PENDING_S)
+    assert turn(side, 10.0 + 2 * PENDING_S) == []
+    with Segment.create(4096) as segment:
+        assert side.send(ME, 1, 4096, segment.fd)
+    assert inbox.recv(100)
+
+
 def test_silent_connections_are_few(side, dial):
     silent = [dial() for _ in range(MAX_PENDING_PER_USER)]
     turn(side)
