@@ -91,5 +91,5 @@ def test_a_decoder_layer():
 
 def test_a_layer_of_many_models_has_few_operators_more_than_one():
     array = check(training(layers), batches(3, 4, 6), noise=["self_attn.in_proj_bias"])
-    program = array._last.fused.program
+    program = array.programs[0]
     assert len(program.ops) <= 1.3 * len(array.decisions)

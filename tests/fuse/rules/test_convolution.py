@@ -41,7 +41,7 @@ def test_a_first_layer_with_groups(transposed: bool):
 def test_one_input_for_all_is_not_copied():
     """Filters side by side: the input stays one tensor, and nothing but the convolution touches it."""
     array = check(training(lambda: nn.Conv2d(3, 4, 3)), batches(2, 3, 6, 6))
-    program = array._last.fused.program
+    program = array.programs[0]
     sizes = [
         [program.views[ref.view].size for ref in op.args[:2]]
         for op in program.ops if op.target == "aten.convolution.default"

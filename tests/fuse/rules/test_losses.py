@@ -97,4 +97,4 @@ def test_losses_element_by_element(case: str, per_model: bool):
 
 def test_a_loss_of_few_operators():
     array = check(training(lambda: nn.Linear(5, 4), loss=F.cross_entropy), batches(6, 5, classes=4))
-    assert len(array._last.fused.program.ops) <= len(array.decisions) + 8
+    assert len(array.programs[0].ops) <= len(array.decisions) + 8
