@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gpumux.cli.completion import SHELLS, script
 from gpumux.cli.main import EX_USAGE, JOB_VERBS, main
+from tests.deploy.packages import libraries, need
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
@@ -101,12 +103,36 @@ def test_each_script_is_printed_and_names_every_command(shell, capsys):
     assert main(["completion", "tcsh"]) == EX_USAGE
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_find_no_mistake_in_their_script(shell, tmp_path):
-    tool = shutil.which(shell)
-    if tool is None:
-        pytest.skip(f"there is no {shell} here")
+ZSH = ("zsh", "zsh", "zsh-common")
+FISH = ("fish", "fish", "fish-common", "libpcre2-32-0")
+
+
+@pytest.mark.parametrize("packages", [ZSH, FISH], ids=lambda p: p[0])
+def test_other_shells_find_no_mistake_in_their_script(packages, tmp_path):
+    tool = need(*packages)
     path = tmp_path / "script"
-    path.write_text(script(shell) + "\n")
-    done = subprocess.run([tool, "-n", path], capture_output=True, text=True, timeout=60)
+    path.write_text(script(packages[0]) + "\n")
+    environ = {**os.environ, **libraries(tool), "HOME": str(tmp_path)}
+    done = subprocess.run([tool, "-n", path], capture_output=True, text=True, timeout=60, env=environ)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_fish_completes(tmp_path):
+    """Asked as the shell asks itself."""
+    tool = need(*FISH)
+    path = tmp_path / "script"
+    path.write_text(script("fish") + "\n")
+    environ = {**os.environ, **libraries(tool), "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+
+    def complete(line: str) -> list[str]:
+        # One that was unpacked, and not installed, looks for its own functions elsewhere.
+        own = Path(tool).parents[1] / "share" / "fish" / "functions"
+        ask = f"set -p fish_function_path {own}; source {path}; complete -C '{line}'"
+        done = subprocess.run([tool, "-c", ask], capture_output=True, text=True, timeout=60, env=environ)
+        assert done.returncode == 0, done.stderr
+        return [word.split("\t")[0] for word in done.stdout.splitlines()]
+
+    assert complete("gpumux ser") == ["serve"]
+    assert set(complete("gpumux jobs ")) >= set(JOB_VERBS)
+    assert complete("gpumux serve --polic") == ["--policy"]
+    assert complete("gpumux serve --policy ") == ["fifo", "guarded", "paced", "streams"]

@@ -25,48 +25,56 @@ class Unavailable(Exception):
     """The program is not here and can't be fetched; the message says why."""
 
 
-def need(program: str, package: str) -> str:
-    """The path of `program`, or skip the test."""
+def need(program: str, package: str, *others: str) -> str:
+    """The path of `program`, or skip the test. `others`: packages it does not work without, unpacked to the same place."""
     try:
-        return _find(program, package)
+        return _find(program, package, *others)
     except Unavailable as error:
         pytest.skip(f"needs {program} of the Debian package {package}: {error}")
 
 
+def libraries(program: str) -> dict[str, str]:
+    """What the environment of an unpacked program needs, to find libraries that were unpacked with it."""
+    home = Path(program).parents[1]
+    return (
+        {"LD_LIBRARY_PATH": ":".join(map(str, sorted(home.glob("lib/*-linux-gnu"))))} if STORE in home.parents else {}
+    )
+
+
 @cache
-def _find(program: str, package: str) -> str:
+def _find(program: str, package: str, *others: str) -> str:
     on_path = shutil.which(program)
-    return on_path or str(_unpacked(program, package))
+    return on_path or str(_unpacked(program, package, *others))
 
 
-def _unpacked(program: str, package: str) -> Path:
+def _unpacked(program: str, package: str, *others: str) -> Path:
     """`program` below .debs/, fetched unless it is there. Two test runs at once fetch once."""
     STORE.mkdir(exist_ok=True)
     with (STORE / f"{package}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         home = STORE / package
         if not home.is_dir():
-            _fetch(package, home)
-        for place in ("usr/bin", "usr/sbin"):
+            _fetch((package, *others), home)
+        for place in ("usr/bin", "usr/sbin", "bin"):
             if (home / place / program).exists():
                 return home / place / program
     raise Unavailable(f"the package has no {program}")
 
 
-def _fetch(package: str, home: Path) -> None:
+def _fetch(packages: tuple[str, ...], home: Path) -> None:
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise Unavailable("this is no Debian, or apt-get and dpkg-deb are missing; install it by hand")
     with tempfile.TemporaryDirectory(dir=STORE) as scratch:
         # apt gives up root for downloads, and could not write here.
         options = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
-        said = _apt([*options, "download", package], scratch)
+        said = _apt([*options, "download", *packages], scratch)
         if said and os.geteuid() == 0:
             _apt(["update"], scratch)  # a fresh container has no lists
-            said = _apt([*options, "download", package], scratch)
+            said = _apt([*options, "download", *packages], scratch)
         if said:
             raise Unavailable(f"apt-get download failed: {said}")
-        (deb,) = Path(scratch).glob("*.deb")
-        subprocess.run(["dpkg-deb", "-x", deb, f"{scratch}/tree"], check=True, timeout=LIMIT_S)
+        for deb in Path(scratch).glob("*.deb"):
+            subprocess.run(["dpkg-deb", "-x", deb, f"{scratch}/tree"], check=True, timeout=LIMIT_S)
         Path(scratch, "tree").rename(home)
 
 
