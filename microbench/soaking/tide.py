@@ -21,7 +21,7 @@ from gpumux.errors import DaemonGone, GpumuxError
 from microbench.soaking.ledger import Ledger
 from microbench.soaking.plan import LEASE_S, Happening, Tide
 
-SIT_S = 120.0  # from the start of the clients until all of them are there
+SIT_S = 600.0  # from the start of the clients until all of them are there
 LEAVE_S = 660.0  # from being asked to leave to being gone: everybody leaves at once
 SAY_S = 5.0
 
