@@ -49,6 +49,16 @@ class AnnounceProgram:
     program: ProgramId
 
 
+@dataclass(frozen=True, slots=True)
+class CutProgram:
+    """Have the device cut a loaded program into pieces of about `target_s`, None: as long as it makes them itself. If that
+    is another cut than the newest, ProgramReady says so, after a step of the newest."""
+
+    job: JobId
+    program: ProgramId
+    target_s: float | None
+
+
 class LaunchPiece(NamedTuple):
     launch: LaunchId
     job: JobId
@@ -132,6 +142,6 @@ class WakeAt:
 
 
 Command = (
-    AcceptJob | RefuseJob | AcceptProgram | RefuseProgram | AnnounceProgram | LaunchPiece | StartTransfer
+    AcceptJob | RefuseJob | AcceptProgram | RefuseProgram | AnnounceProgram | CutProgram | LaunchPiece | StartTransfer
     | FinishTransfer | FinishStep | FailStep | UnloadJob | CloseJob | JobChanged | ForgetJob | WakeAt
 )  # fmt: skip

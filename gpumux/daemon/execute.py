@@ -52,6 +52,7 @@ class Executor:
             cmd.AcceptProgram: self._accept_program,
             cmd.RefuseProgram: self._refuse_program,
             cmd.AnnounceProgram: self._announce_program,
+            cmd.CutProgram: self._cut_program,
             cmd.StartTransfer: self._start_transfer,
             cmd.FinishTransfer: self._finish_transfer,
             cmd.UnloadJob: self._unload_job,
@@ -269,6 +270,9 @@ class Executor:
             msg.ProgramLoaded(program.ref, c.job, c.program, number, program.slots, program.slot_bytes, []),
         )
         self._next_load(job, program)
+
+    def _cut_program(self, c: cmd.CutProgram) -> None:
+        self._device.cut(c.job, c.program, c.target_s)
 
     def _next_load(self, job: JobRecord, program: ProgramRecord) -> None:
         if job.loading is program:

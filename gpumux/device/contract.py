@@ -117,7 +117,7 @@ class ProgramLoaded:
 
 @dataclass(frozen=True, slots=True)
 class Recut:
-    """The device measured the program and cut it anew. Steps that start after this event use cut
+    """The device measured the program, or was told how long its pieces are to be (`cut`), and cut it anew. Steps that start after this event use cut
     `cut`; steps already begun finish under the cut they began with."""
 
     job: JobId
@@ -248,6 +248,11 @@ class Device(Protocol):
     def launch(self, launch: Launch) -> None:
         """-> LaunchDone, or LaunchFailed then JobLost."""
 
+    def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
+        """Make the program's pieces about `target_s` seconds long from now on, None: as long as the device makes them by
+        itself. -> Recut after a step of the newest cut, where that is another one; else nothing, nor for what is not
+        there. It may be said at any time, and the newest word counts."""
+
     def transfer(
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
     ) -> None:
@@ -312,7 +317,7 @@ class Lending(Answering, Protocol):
     with the packet it did not act on. After `recall` no further step starts: what started is known exactly when it
     returns. LaneReturned follows at the end of the step that runs, at the latest; no JobLost or JobUnloaded comes
     before the lane is out of the device's hands. Between `lend` and `recall` or LaneReturned the device is asked for
-    nothing else of the job but to unload it.
+    nothing else of the job but to unload it, or to cut it otherwise.
     """
 
     def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms], first: bytes) -> None:

@@ -124,6 +124,10 @@ class FakeDevice:
         fault = NOT_MEASURED if self.unmeasured else None
         self._begin(job, lambda: self.events.append(dev.ProgramProfiled(job, program, text, fault)))
 
+    def cut(self, job, program, target_s):
+        assert program in self.jobs[job].programs, "asked to cut a program that is not loaded"
+        self.jobs[job].programs[program].target_s = target_s
+
     def launch(self, launch):
         program = self.jobs[launch.job].programs[launch.program]
         assert launch.slot < program.slots

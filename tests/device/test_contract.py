@@ -149,6 +149,30 @@ def test_a_measured_program_is_cut_anew(driver: Driver) -> None:
     job.step(program, [0.1])
 
 
+def test_a_loaded_program_is_cut_as_it_is_told(driver: Driver) -> None:
+    job = driver.open()
+    view, relu = View(0, "float32", (1 << 14,), (1,)), Op("aten.relu_.default", (TensorRef(0),), outs=(0,))
+    program = job.load(Program((Storage("state", 4 << 14, 0),), (view,), (relu,) * 12, (), ()), [4 << 14])
+    for _ in range(2):
+        job.step(program)
+    usual = driver.until(Recut, job.job)
+    assert len(usual.pieces) < 12
+    for target_s, pieces in ((1e-9, {12}), (None, range(1, 12)), (1e-9, {12}), (10.0, {1})):
+        driver.device.cut(job.job, program, target_s)
+        begun = [*job.launch(program), *job.launch(program)]  # both under the cut that is to go
+        recut = driver.until(Recut, job.job)
+        assert recut.program == program
+        assert len(recut.pieces) in pieces
+        assert recut.bounds[0] == 0
+        assert recut.bounds[-1] == 12
+        for launch in begun:
+            driver.done(launch)
+        job.step(program)
+    for stranger, number in ((JobId("e" * 32), program), (job.job, ProgramId(9))):
+        driver.device.cut(stranger, number, 1e-3)
+    job.step(program)
+
+
 def test_a_measured_program_has_a_profile_and_the_job_goes_on(driver: Driver) -> None:
     job = driver.open()
     program = job.load(samples.sgd_linear(), [12])

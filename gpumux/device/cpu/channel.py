@@ -8,7 +8,7 @@ their own, so that the hot path is a plain recv. Bodies longer than a packet go 
     zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
     daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
                          TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · LANE [answer form] +fd ·
-                         LEND [head, last step, terms, first] +fd · RECALL
+                         LEND [head, last step, terms, first] +fd · RECALL · CUT [program, seconds or None]
     executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · RAN ·
                          RETURNED + the packet of the lane that was not acted on
     checker -> daemon    CHECKED · REFUSED
@@ -26,9 +26,24 @@ import msgpack
 PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
 MAX_FDS = 4
 
-(MORE, DESCRIPTORS, FORK, KILL, READY, WARMED, EXITED, LAUNCH, LOAD, TRANSFER, PROFILE, LANE, LEND, RECALL, NICE) = (
-    range(15)
-)
+(
+    MORE,
+    DESCRIPTORS,
+    FORK,
+    KILL,
+    READY,
+    WARMED,
+    EXITED,
+    LAUNCH,
+    LOAD,
+    TRANSFER,
+    PROFILE,
+    LANE,
+    LEND,
+    RECALL,
+    NICE,
+    CUT,
+) = range(16)
 (DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, RAN, RETURNED) = range(16, 26)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1

@@ -18,6 +18,7 @@ from math import inf
 from gpumux import hostmemory
 from gpumux.device import contract as dev
 from gpumux.device.contract import DeviceEvent, Launch, Segment
+from gpumux.device.cpu.aims import Aims
 from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, no_process, obituary, of_job, unheard
 from gpumux.device.cpu.channel import DONE
 from gpumux.device.cpu.checks import Checks
@@ -49,7 +50,7 @@ OPEN_S = 120.0
 CLOSE_S = 10.0
 
 
-class CpuDevice(Lender, Niceness):
+class CpuDevice(Lender, Niceness, Aims):
     """See gpumux.device.contract.Device. `threads` 0 means half the cores, so that two jobs fit;
     `cores` 0 means all this process may use. `low_nice` (0 to 19) is the niceness of low jobs' processes:
     above 0 the kernel stops them wherever a high job wants the core, as no GPU can."""

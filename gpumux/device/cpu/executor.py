@@ -21,6 +21,7 @@ import torch
 from gpumux.device.contract import GENERATOR
 from gpumux.device.cpu.answering import Answers
 from gpumux.device.cpu.channel import (
+    CUT,
     DONE,
     DONE_BODY,
     FAILED,
@@ -100,6 +101,8 @@ class Executor:
                 self._give_back(self._lent.packet)
             elif tag == NICE:
                 renice(unpack(body)[0])
+            elif tag == CUT:
+                self._aim(*unpack(body))
             elif tag == TRANSFER:
                 self._transfer(unpack(body), fds)
             elif tag == PROFILE:
@@ -173,6 +176,11 @@ class Executor:
             self._channel.send(RAN, [])
         self._recut(program, loaded)
         return True
+
+    def _aim(self, program: int, target_s: float | None) -> None:
+        """How long the pieces of a program are to be from now on; one that is not loaded is none of ours."""
+        if program in self._programs:
+            self._programs[program].aim(target_s)
 
     def _recut(self, program: int, loaded: LoadedProgram) -> None:
         pieces = loaded.recut()

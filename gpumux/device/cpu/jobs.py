@@ -13,6 +13,7 @@ from typing import Any
 from gpumux.device.charges import Charges
 from gpumux.device.contract import AnswerForm, Launch, LaunchDone, Segment
 from gpumux.device.cpu.channel import (
+    CUT,
     DESCRIPTORS,
     LANE,
     LAUNCH,
@@ -84,8 +85,16 @@ class Renice:
     nice: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How long the pieces of a program are to be; None: as long as the process makes them by itself."""
+
+    program: ProgramId
+    target_s: float | None
+
+
 Command = Launch | Load | Move | Profile  # what is scheduled
-Errand = Answers | Lend | Recall | Renice  # what is not
+Errand = Answers | Lend | Recall | Renice | Cut  # what is not
 
 
 @dataclass(slots=True)
@@ -233,6 +242,9 @@ def _send(channel: Channel, command: Command | Errand) -> None:
         return
     if isinstance(command, Renice):
         channel.send(NICE, [command.nice])
+        return
+    if isinstance(command, Cut):
+        channel.send(CUT, [command.program, command.target_s])
         return
     try:
         if isinstance(command, Answers):

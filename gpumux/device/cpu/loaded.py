@@ -6,6 +6,8 @@
             the prediction; if they are far from the target the program is cut once more:
     cut 2   by those times.
 
+Whoever launches them may want pieces of another length (`aim`): cut 2 and later ones follow after a step of the newest.
+
 Steps keep the cut they began with, so the one before the newest stays.
 """
 
@@ -51,7 +53,7 @@ class LoadedProgram:
         progress: Callable[[int], None],
     ) -> None:
         self.program = program
-        self._target_s = target_s
+        self._own_s = self._target_s = self._wanted_s = target_s
         self._python_s = python_s
         self._progress = progress
         self.operands = Operands(program, buffers, data, slots)
@@ -104,11 +106,19 @@ class LoadedProgram:
         self._finish(frame)
         return True
 
+    def aim(self, target_s: float | None) -> None:
+        """Pieces are to be so long, None: as long as they were meant to be at first. `recut` sees to it."""
+        self._wanted_s = self._own_s if target_s is None else target_s
+
     def recut(self) -> tuple[float, ...] | None:
         """After a whole step: predicted seconds of each piece of a new cut (`newest`), if there is
         reason for one."""
-        if self.newest == 0 and self._steps == 2:
-            return self._cut([max(0.2e-6, s - self._python_s) for s in self._op_s])
+        if self.newest == 0:
+            self._target_s = self._wanted_s
+            return self._cut([max(0.2e-6, s - self._python_s) for s in self._op_s]) if self._steps == 2 else None
+        if self._wanted_s != self._target_s and self._steps:
+            self._target_s, op_s = self._wanted_s, self._scaled()
+            return self._cut(op_s) if cut(op_s, self._target_s, gates=self._gates) != self.bounds else None
         if self.newest == 1 and self._steps == SETTLE_STEPS:
             return self._cut_again()
         return None
@@ -181,15 +191,19 @@ class LoadedProgram:
         return piece_seconds(op_s, bounds)
 
     def _cut_again(self) -> tuple[float, ...] | None:
-        """Scale each operator's time by how wrong its piece's prediction was."""
-        op_s = list(self._op_s)
-        for (start, stop), samples in zip(pairwise(self._bounds[1]), self._piece_s, strict=True):
-            predicted = sum(op_s[start:stop])
-            if samples and predicted > 0:
-                factor = median(samples) / predicted
-                op_s[start:stop] = [s * factor for s in op_s[start:stop]]
+        op_s = self._scaled()
         real = piece_seconds(op_s, self._bounds[1])
         long = max(real, default=0.0) > FAR * self._target_s
         short = len(real) > 1 and sum(real) / len(real) < self._target_s / FAR
         again = cut(op_s, self._target_s, gates=self._gates)
         return self._cut(op_s) if (long or short) and again != self._bounds[1] else None
+
+    def _scaled(self) -> list[float]:
+        """Each operator's time, multiplied by how wrong its piece's prediction was, where pieces were timed."""
+        op_s = list(self._op_s)
+        for (start, stop), samples in zip(pairwise(self.bounds), self._piece_s, strict=True):
+            predicted = sum(op_s[start:stop])
+            if samples and predicted > 0:
+                factor = median(samples) / predicted
+                op_s[start:stop] = [s * factor for s in op_s[start:stop]]
+        return op_s

@@ -4,6 +4,7 @@
     cut 1   by those times, as graphs. Operators launched one by one are timed with the gaps between them, so
     cut 2   after SETTLE_STEPS steps the pieces' own times count, if they are far from what was aimed at
 
+Whoever launches them may want pieces of another length (`aim`): further cuts follow, each after a step of the newest.
 Steps keep the cut they began with, so the one before the newest stays.
 """
 
@@ -28,13 +29,18 @@ class Cuts:
     def __init__(
         self, operators: int, target_s: float, least_s: float | None = None, gates: Sequence[int] = ()
     ) -> None:
-        self._target_s, self._least_s, self._gates = target_s, least_s, tuple(gates)
+        self._own_s = self._target_s = self._wanted_s = target_s
+        self._least_s, self._gates = least_s, tuple(gates)
         self._bounds = {0: cut_unmeasured(operators, target_s, gates)}
         self._steps = 0  # whole steps done under the newest cut
         self._pieces: list[list[float]] = []
         self.newest = 0
         self.op_s: tuple[float, ...] = ()
         self._predicted = {0: piece_seconds([GUESSED_OP_S] * operators, self._bounds[0])}
+
+    def aim(self, target_s: float | None) -> None:
+        """Pieces are to be so long, None: as long as they were meant to be at first. `wanted` sees to it."""
+        self._wanted_s = self._own_s if target_s is None else target_s
 
     def bounds(self, number: int) -> tuple[int, ...] | None:
         """Where the pieces of a cut start, and the number of operators at the end; None: no such cut (any more)."""
@@ -69,8 +75,15 @@ class Cuts:
 
     def wanted(self) -> tuple[int, ...] | None:
         """Asked after a whole step: a new cut, if there is reason for one. `cut` makes it the newest."""
-        if self.newest == 0 and self._steps == 2:
-            return self._cut(self.op_s)
+        if self.newest == 0:
+            self._target_s = self._wanted_s
+            return self._cut(self.op_s) if self._steps == 2 else None
+        if self._wanted_s != self._target_s and self._steps:
+            self._target_s, op_s = self._wanted_s, self._scaled()
+            again = self._cut(op_s)
+            if again != self._bounds[self.newest]:
+                self.op_s = op_s
+                return again
         if self.newest == 1 and self._steps == SETTLE_STEPS:
             op_s = self._scaled()
             real = piece_seconds(op_s, self._bounds[1])
@@ -97,9 +110,9 @@ class Cuts:
     def _scaled(self) -> tuple[float, ...]:
         """Each operator's time, multiplied by how wrong its piece's prediction was."""
         op_s = list(self.op_s)
-        for (start, stop), samples in zip(pairwise(self._bounds[1]), self._pieces, strict=True):
+        for (start, stop), samples in zip(pairwise(self._bounds[self.newest]), self._pieces, strict=True):
             predicted = sum(op_s[start:stop])
             if samples and predicted > 0:
                 factor = median(samples) / predicted
-                op_s[start:stop] = [seconds * factor for seconds in op_s[start:stop]]
+                op_s[start:stop] = [max(seconds * factor, LEAST_OP_S) for seconds in op_s[start:stop]]
         return tuple(op_s)

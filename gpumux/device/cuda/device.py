@@ -215,6 +215,12 @@ class CudaDevice(Dispatch):
         self._events = [event for event in self._events if not of_job(event, job)]
         self._drop(held)
 
+    def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
+        """Graphs of the new cut are captured between two steps of the job."""
+        held = self._live(job)
+        if held is not None and program in held.programs:
+            held.programs[program].cuts.aim(target_s)
+
     def may_regrade(self, priority: Priority) -> Fault | None:
         """See contract.Regrading."""
         return None

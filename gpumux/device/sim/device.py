@@ -152,6 +152,11 @@ class SimDevice:
             self._ring()
         self._submit(job, launch)
 
+    def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
+        held = self._jobs.get(job)
+        if held is not None and program in held.programs:
+            held.programs[program].target_s = target_s
+
     def transfer(
         self, job: JobId, transfer: TransferId, buffers: Sequence[int], segment: Segment, into_device: bool
     ) -> None:
@@ -240,9 +245,10 @@ class SimDevice:
         job = self._jobs[launch.job]
         job.running.popleft()
         self._events.append(LaunchDone(launch.launch, started, ended))
-        pieces = job.programs[launch.program].done(launch)
+        program = job.programs[launch.program]
+        pieces = program.done(launch)
         if pieces is not None:
-            self._events.append(Recut(launch.job, launch.program, 1, pieces.seconds, pieces.bounds))
+            self._events.append(Recut(launch.job, launch.program, program.newest, pieces.seconds, pieces.bounds))
         self._hand_over()
 
     # ---- endings

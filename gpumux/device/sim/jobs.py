@@ -60,13 +60,15 @@ class Request:
 
 class LoadedProgram:
     """Cut 0 is by the roofline alone; after one step follows cut 1, by what the kernels really take here, which
-    is something else where a profile says so. Both stay: steps keep the cut they began with."""
+    is something else where a profile says so; later ones by `target_s`. Steps keep the cut they began with, so the one before
+    the newest stays."""
 
     def __init__(self, passed: Passed, slots: int, spec: GpuSpec, job: JobSpec, known: Iterable[StepProfile]) -> None:
         program = passed.program
         self.slots = slots
         self.scalars = len(program.scalars)
         self.newest = 0
+        self.target_s: float | None = None  # how long pieces are to be; None: as the priority wants them
         self._spec = spec
         self._priority = job.priority
         self._gates = [gate.op for gate in program.gates]
@@ -76,6 +78,7 @@ class LoadedProgram:
         predicted = cut_kernels(kernels_of(op_profiles(program, spec), spec), spec, job.priority, gates=self._gates)
         self.predicted = predicted
         self.cuts: dict[int, Pieces] = {0: recut(self._kernels, predicted.bounds, spec)}
+        self._made_for: float | None = None  # the newest of them
 
     def refuses(self, launch: Launch) -> Fault | None:
         """Why a launch can't be, if it can't."""
@@ -96,11 +99,19 @@ class LoadedProgram:
 
     def done(self, launch: Launch) -> Pieces | None:
         """A piece has ended: the new cut it leads to, if it does."""
-        if self.newest or launch.piece + 1 < len(self.cuts[0].seconds):
+        newest = self.cuts[self.newest]
+        if launch.cut != self.newest or launch.piece + 1 < len(newest.seconds):
             return None
-        self.newest = 1
-        self.cuts[1] = cut_kernels(self._kernels, self._spec, self._priority, gates=self._gates)
-        return self.cuts[1]
+        if self.newest and self.target_s == self._made_for:
+            return None
+        self._made_for = self.target_s
+        made = cut_kernels(self._kernels, self._spec, self._priority, self.target_s, self._gates)
+        if self.newest and made.bounds == newest.bounds:
+            return None
+        self.cuts.pop(self.newest - 1, None)
+        self.newest += 1
+        self.cuts[self.newest] = made
+        return made
 
     def profile(self) -> bytes:
         """The text of a profile file."""

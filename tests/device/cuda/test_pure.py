@@ -162,6 +162,27 @@ def test_steps_of_an_old_cut_count_for_nothing() -> None:
     assert cuts.wanted() is None
 
 
+def test_pieces_are_as_long_as_somebody_wants_them_after_a_step_of_the_newest_cut() -> None:
+    cuts = Cuts(4, 400e-6)
+    run_cut_0(cuts, [100e-6] * 4)
+    cuts.cut(cuts.wanted() or ())
+    cuts.aim(100e-6)
+    assert cuts.wanted() is None, "one of an older cut may be under way"
+    cuts.ran(1, 0, 800e-6)  # twice what was predicted
+    cuts.stepped(1)
+    assert cuts.wanted() == (0, 1, 2, 3, 4)
+    cuts.cut((0, 1, 2, 3, 4))
+    assert cuts.seconds(2) == (pytest.approx(200e-6),) * 4
+    cuts.stepped(2)
+    assert cuts.wanted() is None
+    cuts.aim(None)
+    assert cuts.wanted() == (0, 2, 4), "by what they were found to take"
+    cuts.cut((0, 2, 4))
+    cuts.stepped(2)
+    cuts.aim(400e-6)
+    assert cuts.wanted() is None
+
+
 # ---- errors
 
 
