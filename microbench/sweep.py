@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -23,7 +24,7 @@ from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.model import Priority
-from gpumux.simulate.run import simulate, solo
+from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload
 from microbench import charts, common, oracle
 
@@ -120,12 +121,20 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
     if known is not None and any(known[key] != value for key, value in same.items()):
         raise ConfigError(f"pair {pair} of --oracle is another one", "give a file of the same seed, promise and device")
     began = time.monotonic()
-    result = simulate([high, low], spec, policy, steps=steps - learning, warmup_steps=learning)
+    simulation = Simulation([high, low], spec, policy)
+    result = simulation.run(steps=steps - learning, warmup_steps=learning)
     guard_s, began = time.monotonic() - began, time.monotonic()
     job = result.job(high.name)
+    target_s = simulation.clients[
+        1
+    ].target_s  # how long the low pieces were to be in the end: the oracle has them so, too
+    if known is not None and known.get("low_target_s") != target_s:
+        raise ConfigError(
+            f"in --oracle the low pieces of pair {pair} are others", "have the oracle look for plans again"
+        )
     reached: dict[str, Any]
     if known is None:
-        best = oracle.Search(high, low, spec).run()
+        best = oracle.Search(high, replace(low, target_s=target_s), spec).run()
         reached = {
             "plan_harvest": best.best.harvest if best.best.keeps else None,
             "oracle_mean_slowdown": best.best.mean,
@@ -142,6 +151,7 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
     return {
         "pair": pair,
         **same,
+        "low_target_s": target_s,
         "feasible": feasible,
         "mean_slowdown": job.mean_slowdown,
         "p99_slowdown": job.p99_slowdown,

@@ -25,7 +25,7 @@ class Answer:
 
     __slots__ = (
         "beside", "expected", "exploring", "exposed", "hold", "low_seen", "need", "probe", "probed", "seconds", "seen",
-        "share", "spots", "step", "track",
+        "share", "spots", "step", "track", "unknown",
     )  # fmt: skip
 
     def __init__(self, share: float, seconds: float) -> None:
@@ -38,6 +38,7 @@ class Answer:
         self.probe: Ban | None = None
         self.probed: Track | None = None
         self.exploring: Track | None = None
+        self.unknown = False  # the piece has never run beside a high job that runs
         self.hold: Hold | None = None
         # A held launch stays so as long as these do:
         self.step: Step | None = None

@@ -94,7 +94,7 @@ def _charge(pair: Pair, launch: Launch, piece: int, seconds: float, least: float
     launch.here += mine
     rate = mine / (seconds if seconds > least else least)
     if pair.rate > 0.0:
-        rate /= pair.harm(launch.step.bounds[launch.piece])
+        rate /= pair.harm(launch.step.spans[launch.piece])
     weight = seconds / (4 * least) + 0.25
     pair.add(piece, rate, weight if weight < 1.0 else 1.0)
     cell = pair.cells[piece]

@@ -12,12 +12,12 @@ CLIP = 3.0  # deviations: what a sample may differ and still count in full
 CREDIBLE = 3  # samples before an estimate may ban
 FLOOR_S = 5e-6  # what launches of one kind may cost more or less, and it means nothing
 FIRST_SPREAD = 0.15  # of what a first launch cost: how far the next may be off
-TIMED_SPREAD = 0.05  # the same of one that began together with a high piece, as the next will
+TIMED_SPREAD = 0.02  # the same of one that began together with a high piece, as the next will
 FORGET = 0.98
 
 
 # A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was out), whether together
-# with it (`places.START`) or in which half of it, and the low operator it begins with. Made for every question: no class.
+# with it (`places.START`) or in which half of it, and the low piece's span (queue.spans). Made for every question: no class.
 Spot: TypeAlias = tuple[int, int, int]
 
 GAP = -1

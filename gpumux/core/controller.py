@@ -29,12 +29,15 @@ NEAR = 0.94  # of the limit: a step that loses so much counts as over it
 TOKENS = 3.0  # steps over the limit that may be risked to find something out
 MOST_OWED = 100.0
 UNPAID = 8.0  # credits lost beyond what an account can owe that cost a token: a token in 200 steps makes that 4 % of the credit
-TOKEN_RATE = 0.005  # for each step
+TOKEN_RATE = 0.006  # for each step
 PRICE_START = 1.0
 PRICE_RISE = 1.05  # for a step in which low work waited for credit
 PRICE_FALL = 0.95  # for one that found the account full
 PRICES = (0.01, 100.0)
 UNSEEN_S = 20e-6  # the core takes for an event, during which a step may come
+WAITED = (
+    0.25  # of that, on average, where low pieces end all the time: what a step from idle is taken to have lost besides
+)
 LEAST_SLOWDOWN = 0.002  # what a job that allows none is still measured by
 
 
@@ -108,7 +111,7 @@ class Account:
             if self.unshared > PATIENCE:  # a limit that lets nothing through would never learn that it is too low
                 self.tail = min(TAIL_MOST, self.tail * TAIL_RECOVER)
         self.tokens = min(self.tokens + TOKEN_RATE, TOKENS)
-        self.balance += credit
+        self.balance += credit - WAITED * unseen
         self.full = self.balance >= BANK * credit
         self.balance = max(-DEBT * credit, min(self.balance, BANK * credit))
         self.used = 0.0

@@ -60,9 +60,9 @@ class Pair:
         self.banned = [False] * pieces
         self.any_ban = False
         self.launches: dict[tuple[int, int, int], Launched] = {}  # by Spot
-        self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low operator
+        self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low span
         self.bests: dict[int, tuple[int, float]] = {}  # see `best`
-        self.lows: dict[int, Launched] = {}  # wherever they were made, by low operator
+        self.lows: dict[int, Launched] = {}  # wherever they were made, by low span
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.typical = Cell()  # the same, where one outlier counts for little: what people are told
         self.speed = key.share  # solo seconds of low work done in a second beside this program
@@ -85,7 +85,7 @@ class Pair:
         self.any_ban = True in self.banned
 
     def harm(self, low: int) -> float:
-        """What a second of the launch that begins with `low` costs over what one of any launch does."""
+        """What a second of the launch of span `low` costs over what one of any launch does."""
         known = self.lows.get(low)
         if known is None or self.rate <= 0.0:
             return 1.0
@@ -119,7 +119,7 @@ class Pair:
             self.places.learn(spot, self.key.share, cost, launched.cell.count, moved)
 
     def best(self, low: int, since: int) -> float:
-        """The least that launches beginning with `low` were found to cost since step `since`; inf: nothing known."""
+        """The least that launches of span `low` were found to cost since step `since`; inf: nothing known."""
         at, found = self.bests.get(low, (-(1 << 30), inf))
         if 0 <= since - at < BEST_EVERY:
             return found

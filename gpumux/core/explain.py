@@ -200,6 +200,12 @@ def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
     if totals:
         told = ", ".join(f"{reason} {seconds * 1e3:.3f} ms" for reason, seconds in totals.items())
         lines.append(f"Since it opened it was held for {sum(totals.values()) * 1e3:.3f} ms in all: {told}.")
+    asked = [program.asked_s for program in job.programs.values() if program.asked_s is not None]
+    if asked and guard.cutting.high in core.jobs:
+        lines.append(
+            f"The device is asked to cut its steps into pieces of about {asked[0] * 1e3:.3f} ms, not {guard.cutting.usual_s * 1e3:.3f}: "
+            f"a step of job {_name(core, guard.cutting.high)} could hardly bear longer ones."
+        )
     long = too_long(guard, job)
     if long is not None:
         piece, fits = long

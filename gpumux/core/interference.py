@@ -26,7 +26,7 @@ from gpumux.core.queue import Job, Program, Step
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
-from gpumux.core.trying import may_try
+from gpumux.core.trying import may_risk, may_try
 from gpumux.model import Priority
 
 _LOW = Priority.LOW
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     """The low piece that is asked about."""
 
     program: Program
-    operator: int  # it begins with
+    span: int  # of operators (queue.spans)
     seconds: float  # alone
 
 
@@ -77,7 +77,7 @@ class Guard(Record):
         if standing is not None and standing.step is step and standing.stands(self.low_version, now):
             self.answers[job.id] = standing
             return 0.0
-        piece = Piece(program, (step.bounds if at else program.bounds)[at], seconds)
+        piece = Piece(program, (step.spans if at else program.spans)[at], seconds)
         answer = self._place(piece, scene, now) if len(scene.running) == 1 else None
         if answer is None:
             answer = self._consider(piece, 1.0, scene, now)
@@ -110,7 +110,9 @@ class Guard(Record):
         assert places is not None
         track = high.track
         daring, idle = track.daring(places.fed), track.from_idle
-        plan = places.plan(piece.operator, piece.seconds, account.price, account.limit, track.steps, daring, idle)
+        plan = places.plan(
+            piece.span, piece.seconds, account.price, account.limit, track.steps, daring, idle, model.refs
+        )
         high.asked, high.plan = piece, plan
         return plan
 
@@ -192,7 +194,7 @@ class Guard(Record):
             speed = pair.speed
             if share < 1.0 and not pair.known:
                 speed = share * high.model.pair(piece.program.on(1.0)).speed
-            alike = pair.lows.get(piece.operator)
+            alike = pair.lows.get(piece.span)
             lasts = alike.seconds if alike is not None else seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
             answer.seconds = lasts if alike is not None else max(answer.seconds, lasts)
             if pair.known < KNOWN and pair.known < len(pair.cells):
@@ -202,6 +204,8 @@ class Guard(Record):
                     return _held(answer, "learning", track, -1)
                 answer.exploring = track
             cost, ahead = self._cost(high, pair, piece, scene, lasts, answer, now)
+            if answer.unknown and not may_risk(track):
+                return _held(answer, "learning", track, high.at)
             refused, ban = self._refused(high, pair, piece, cost, scene, answer, ahead)
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
@@ -215,7 +219,7 @@ class Guard(Record):
         for track in scene.idle:
             if end < track.soonest:
                 continue
-            held = between(track, key, piece.operator, answer, scene, end, now)
+            held = between(track, key, piece.span, answer, scene, end, now)
             if held is None:
                 continue
             learning = held.reason == "gap" and track.steps < LEARNING_STEPS
@@ -229,24 +233,24 @@ class Guard(Record):
     ) -> tuple[Cost, bool]:
         """By the ranges it will meet, or by what launches of the same kind cost, where there were some; and whether it begins
         with the next step only."""
-        refs, start, operator = high.model.refs, scene.free_at, piece.operator
+        refs, start, span = high.model.refs, scene.free_at, piece.span
         at, wraps, moment, until = where(high, scene, now, self.reach)
-        spot = (at, moment, operator)
+        spot = (at, moment, span)
         answer.spots.append((pair, spot))
         answer.exposed = 1.0 if wraps else exposed(high, at, until, start, lasts)
         places, expected, upper = pair.places, 0.0, 0.0
         known = pair.launches.get(spot)
         if known is not None:
             expected, upper = max(0.0, known.cell.mean), known.upper
-        elif moment in MOMENTS and operator in places.base:
+        elif moment in MOMENTS and span in places.base:
             answer.exploring = high.track
-            expected = places.expected(operator, at, moment, pair.key.share)
-            return Cost(expected, places.feared(operator, expected), at, -1), wraps
+            expected = places.expected(span, at, moment, pair.key.share)
+            return Cost(expected, places.feared(span, expected), at, -1), wraps
         else:
-            known = pair.lows.get(operator)
+            known = pair.lows.get(span)
             if known is not None:
-                expected = answer.exposed * max(0.0, known.cell.mean, places.base.get(operator, 0.0))
-                upper = answer.exposed * max(known.upper, known.worst, places.worst.get(operator, 0.0))
+                expected = answer.exposed * max(0.0, known.cell.mean, places.base.get(span, 0.0))
+                upper = answer.exposed * max(known.upper, known.worst, places.worst.get(span, 0.0))
         if known is not None and (
             not pair.any_ban or (moment in MOMENTS and spot in pair.launches and known.cell.count > 1)
         ):
@@ -257,8 +261,9 @@ class Guard(Record):
             return cost._replace(expected=expected, upper=max(0.0, upper)), wraps
         answer.exploring = high.track
         whole = high.model.pairs.get(piece.program.on(1.0))
-        known = whole.lows.get(operator) if whole is not None else None
+        known = whole.lows.get(span) if whole is not None else None
         if known is None:
+            answer.unknown = True
             return cost, wraps
         # On a smaller share it costs about as much, but over more steps.
         spread = answer.exposed * (min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0)
@@ -276,7 +281,7 @@ class Guard(Record):
         account, pending = track.account, scene.pending if scene.pending > high.late else high.late
         if (cost.upper if ahead else account.used + pending + cost.upper) > account.limit:
             return "tail", None  # as `refuses` would say: nothing else matters then
-        best, plan = pair.best(piece.operator, track.steps - STALE), self._plan(high, piece)
+        best, plan = pair.best(piece.span, track.steps - STALE), self._plan(high, piece)
         at, moment, _ = answer.spots[-1][1]
         least = min(best, plan.cost)
         avoidable = cost.expected - least if least < cost.expected else 0.0

@@ -12,12 +12,13 @@ from math import inf
 
 from gpumux.core.answers import Answer
 from gpumux.core.blame import OVERLAPPING
-from gpumux.core.cells import GAP
+from gpumux.core.cells import CREDIBLE, GAP
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import MANY, NEXT, Gaps
 from gpumux.core.queue import PairKey
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
+from gpumux.core.trying import may_risk
 
 SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
 ASIDE_S = 50e-6  # after the moment a step is expected, which should not find the core busy
@@ -25,10 +26,8 @@ AHEAD = 16  # gaps looked at, and those within a quarter of the launch: then it 
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
 
 
-def between(
-    track: Track, key: PairKey, operator: int, answer: Answer, scene: Scene, end: float, now: float
-) -> Hold | None:
-    """Why a launch of the low program that begins with `operator` and runs until `end` has to wait for an idle job's next step."""
+def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene, end: float, now: float) -> Hold | None:
+    """Why a launch of the low program that is `span` and runs until `end` has to wait for an idle job's next step."""
     gaps, since, model = track.gaps, track.idle_since, track.model
     if model is None or since is None:
         return None
@@ -39,18 +38,24 @@ def between(
     if track.calibrating and chance > SPOILS:
         clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
         return Hold("calibration", track.job.id, -1, None, since + clear + ASIDE_S)
-    pair, spot = model.pair(key), (GAP, 3, operator)
+    pair, spot = model.pair(key), (GAP, 3, span)
     answer.spots.append((pair, spot))
-    alike = pair.lows.get(operator)
+    alike = pair.lows.get(span)
     delay = pair.launches.get(spot) or alike
-    if delay is None:
+    if delay is not None:
+        worst, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
+        if mean < 0.0:
+            mean = 0.0
+        if delay.cell.count < CREDIBLE and not may_risk(track):  # another one may reach further into the step
+            worst = max(worst, OVERLAPPING * seconds)
+    elif may_risk(track):
+        answer.exploring = track
         return None
-    worst, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
-    if mean < 0.0:
-        mean = 0.0
+    else:
+        worst = mean = OVERLAPPING * seconds
     if alike is not None and scene.free_at > now and scene.free_at > track.soonest:
         # It would begin after the step only.
-        worst = max(worst, alike.upper, pair.places.worst.get(operator, 0.0))
+        worst = max(worst, alike.upper, pair.places.worst.get(span, 0.0))
     # A launch that is over so soon after the step came can't delay it by much more.
     most, account = outlasted(end, track.soonest, now), track.account
     expected = mean if mean < most else most

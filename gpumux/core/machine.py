@@ -12,8 +12,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from gpumux.core import cutting, explain, invariants, lifecycle, regrade, snapshot, standing, view, work
 from gpumux.core import events as ev
-from gpumux.core import explain, invariants, lifecycle, regrade, snapshot, standing, view, work
 from gpumux.core.commands import Command, LaunchPiece, WakeAt
 from gpumux.core.config import CoreConfig as CoreConfig
 from gpumux.core.interference import Guard
@@ -65,6 +65,8 @@ class Core:
         if policy is not None:
             guard = policy.guard
             if guard is not None:
+                if guard.cutting.changed:
+                    cutting.ask_all(state)
                 guard.resting, guard.asked = False, None
                 if guard.answers:
                     guard.answers.clear()
@@ -156,7 +158,8 @@ class Core:
     def _launch(self, policy: Policy, job: Job, stream: int, share: float) -> None:
         state, step = self._state, job.head_step()
         if not step.launched:
-            step.cut, step.pieces, step.bounds = step.program.cut, step.program.pieces, step.program.bounds
+            program = step.program
+            step.cut, step.pieces, step.bounds, step.spans = program.cut, program.pieces, program.bounds, program.spans
         piece, launch = step.launched, LaunchId(next(state.launch_ids))
         made = state.board.occupy(launch, job, step, policy.limit(state.board, job.priority), share)
         step.launched += 1

@@ -59,7 +59,7 @@ def appointment(high: Running, plan: Plan, scene: Scene, now: float, reach: floa
     for _ in range(len(refs) + 1):
         for moment, upper, cost in timed.get(at, ()):
             when = (begins + 0.5 * refs[at] if moment == MID else begins) - reach
-            if when > soon and used + upper <= limit and (wraps or used + cost <= purse):
+            if when > soon and used + upper <= limit and (wraps or upper == -inf or used + cost <= purse):
                 return when
         begins += refs[at]
         at += 1

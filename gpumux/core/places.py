@@ -10,7 +10,8 @@ otherwise nobody would find out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,12 +107,12 @@ class Places:
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
         self.fed = 0  # the high job's step in which the low program was last launched, on whatever share
-        self.base: dict[int, float] = {}  # by low operator: what its launches cost, wherever they began
-        self.worst: dict[int, float] = {}  # by low operator: the most one did, slowly forgotten
+        self.base: dict[int, float] = {}  # by low span: what its launches cost, wherever they began
+        self.worst: dict[int, float] = {}  # by low span: the most one did, slowly forgotten
         self.effects: dict[
             tuple[int, int, float], float
         ] = {}  # by place: what launches cost there over what they cost elsewhere
-        self.plans: dict[tuple[int, int, bool], Plan] = {}  # by low operator and what else they depend on
+        self.plans: dict[tuple[int, int, bool], Plan] = {}  # by low span and what else they depend on
         self.versions: dict[int, int] = {}
 
     def learn(self, spot: Spot, share: float, cost: float, count: int, moved: bool) -> None:
@@ -141,11 +142,12 @@ class Places:
         return max(UNTRIED * expected, WORSE * self.worst.get(low, 0.0))
 
     def plan(
-        self, low: int, seconds: float, price: float, limit: float, step: int, daring: int, from_idle: bool
-    ) -> Plan:
+        self, low: int, seconds: float, price: float, limit: float, step: int, daring: int, from_idle: bool,
+        refs: Sequence[float],
+    ) -> Plan:  # fmt: skip
         """Where the low piece of so many seconds may begin at the price (low seconds for a high second), no step losing more than
         `limit`, as of the high job's step `step`. `daring`: places may be tried where a step might: CAREFUL, IF_STUCK, ALWAYS.
-        `from_idle`: nothing runs before the high step begins that could mark that moment."""
+        `from_idle`: nothing runs before the high step begins that could mark that moment. `refs`: seconds of its pieces, alone."""
         key, version = (low, daring, from_idle), self.versions.get(low, 0)
         plan = self.plans.get(key)
         if plan is not None and plan.version == version and not plan.outdated(step, price, limit):
@@ -162,7 +164,8 @@ class Places:
         at = found
         if dare or fear <= limit:
             at = list(found)
-            for place in self._hoped(low, price, inf if dare else limit, limit, step, stuck, from_idle):
+            left = [*accumulate(reversed(refs))][::-1] if stuck else ()
+            for place in self._hoped(low, price, inf if dare else limit, limit, step, seconds, left, from_idle):
                 index = 3 * place.piece + place.moment
                 other = at[index]
                 if other is None or place.score < other.score:
@@ -180,25 +183,33 @@ class Places:
         ]
 
     def _hoped(
-        self, low: int, price: float, feared: float, limit: float, step: int, stuck: bool, from_idle: bool
-    ) -> Iterator[Place]:
-        """Where there were none yet, or long ago, and one may be made: a step is not expected to lose more than `feared`."""
+        self, low: int, price: float, feared: float, limit: float, step: int, seconds: float, left: Sequence[float],
+        from_idle: bool,
+    ) -> Iterator[Place]:  # fmt: skip
+        """Where there were none yet, or long ago, and one may be made: a step is not expected to lose more than `feared`.
+        `left`: where none of those that were tried will do, seconds from each high piece to the end of the step."""
         for pair in self.pairs:
             share, launches = pair.key.share, pair.launches
             for index in range(from_idle, 3 * len(pair.rates)):
                 piece, moment = divmod(index, 3)
                 # Moments that nothing but a timer marks are looked at where the others won't do.
-                if moment == MID and not stuck:
+                if moment == MID and not left:
                     continue
                 known = launches.get((piece, moment, low))
-                cost = self.expected(low, piece, moment, share)
+                cost, hope = self.expected(low, piece, moment, share), HOPE
                 if known is not None:
                     if known.upper <= limit or step - known.seen < PROBE_EVERY:
                         continue
-                    cost = max(cost, known.cell.mean)
+                    cost, hope = max(cost, known.cell.mean), 1.0
                 if feared < inf and self.feared(low, cost) > feared:
                     continue
-                yield Place(piece, moment, share, HOPE * cost, cost, price * HOPE * cost, False)
+                rank = price * hope * cost
+                if left:  # what counts is what one step loses: one that goes on in the next takes less of each
+                    beyond = left[piece + 1] if piece + 1 < len(left) else 0.0
+                    ends = 0.5 * (left[piece] + beyond) if moment == MID else left[piece]
+                    here = min(1.0, ends * share / seconds)
+                    rank *= max(here, 1.0 - here)
+                yield Place(piece, moment, share, hope * cost, cost, rank, False)
 
 
 def _better(one: Place | None, two: Place | None) -> Place | None:

@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from gpumux.core.board import Board, Limit
 from gpumux.core.config import CoreConfig
+from gpumux.core.cutting import DEFAULT_TARGET_S
 from gpumux.core.fairness import Order
 from gpumux.core.interference import Guard
 from gpumux.core.queue import Job
@@ -31,7 +32,6 @@ _LOW_STREAM, _HIGH_STREAM = int(_LOW), int(_HIGH)
 _BY_RANK = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
 DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
 CANDIDATES = 3  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
-DEFAULT_TARGET_S = 500e-6  # a piece, where the device names no target
 
 
 class Choice(NamedTuple):

@@ -10,9 +10,10 @@ waits until it has ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpumux.model import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId, TransferId
@@ -34,10 +35,15 @@ class PairKey(NamedTuple):
     share: float
 
 
+def spans(bounds: Sequence[int]) -> tuple[int, ...]:
+    """A number for the operators of each piece, whatever cut it belongs to: what is known of a launch is known by it."""
+    return tuple([start << 32 | end for start, end in pairwise(bounds)])
+
+
 @dataclass(slots=True, eq=False)
 class Program:
     """One loaded (or loading) program of a job. `pieces` are predicted seconds under cut `cut`, and
-    piece i is operators [bounds[i], bounds[i + 1])."""
+    piece i is operators [bounds[i], bounds[i + 1]), which `spans[i]` stands for."""
 
     id: ProgramId
     footprint: Footprint
@@ -45,6 +51,10 @@ class Program:
     cut: int = -1
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
+    spans: tuple[int, ...] = ()
+    asked_s: float | None = (
+        None  # how long the device was asked to make its pieces; None: as long as it makes them itself
+    )
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device says so
     keys: dict[float, PairKey] = field(default_factory=dict)
@@ -63,7 +73,7 @@ class Program:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """`cut`, `pieces` and `bounds` are fixed when the first piece is launched; a later cut is for later steps."""
+    """`cut`, `pieces`, `bounds` and `spans` are fixed when the first piece is launched; a later cut is for later steps."""
 
     id: StepId
     program: Program
@@ -72,6 +82,7 @@ class Step:
     cut: int = -1
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
+    spans: tuple[int, ...] = ()
     launched: int = 0
     done: int = 0
     started: float = 0.0

@@ -13,6 +13,7 @@ from gpumux.core.bans import Bans
 from gpumux.core.board import Board, Launch
 from gpumux.core.cells import GAP
 from gpumux.core.config import CoreConfig
+from gpumux.core.cutting import DEFAULT_TARGET_S, Cutting
 from gpumux.core.estimates import HighModel
 from gpumux.core.holds import Holds
 from gpumux.core.judge import judge, recut, to_judge
@@ -39,6 +40,7 @@ class Record:
         self.shares = info.shares
         self.narrow, self.wide = config.low_launches, config.low_idle_launches
         self.width = self.narrow  # low launches outstanding beside a high job
+        self.cutting = Cutting(info.piece_target_s.get("low", DEFAULT_TARGET_S))
         self.models = Models()
         self.tracks: dict[JobId, Track] = {}
         self.idle: dict[JobId, Track] = {}  # high jobs between steps, those longest so first
@@ -161,6 +163,7 @@ class Record:
             if reach < MOST_REACH_S:
                 self.reach += (REACH_PART if self.reach else 1.0) * (reach - self.reach)
         self.low_version += 1
+        self.cutting.passed(ended)
         seconds = ended - launch.began
         late = ended - launch.at - launch.predicted
         if launch.alone and late < launch.predicted:
@@ -213,6 +216,8 @@ class Record:
             track.beside = True
         if piece + 1 == len(step.pieces):
             self._step_done(track, job, ended, board)
+        elif job.paused:  # what is left of its step comes who knows when
+            track.changed()
         else:
             track.moved()
 
@@ -289,6 +294,7 @@ class Record:
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
         track.changed()
+        self.cutting.stepped(track, ended)
         if self.recent.end_step(board.windows[_LOW].launches.values()):
             track.watching = True
         if self._touched:

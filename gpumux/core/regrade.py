@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpumux.core import cutting
 from gpumux.core import events as ev
 from gpumux.core.commands import JobChanged
 from gpumux.core.queue import Job, Step
@@ -49,6 +50,7 @@ def _move(core: CoreState, job: Job, priority: Priority) -> None:
     core.tell(job.id, None, "changes", priority.name.lower())
     if core.guard is not None:
         core.guard.forgotten(job, core.now)
+        cutting.ask(core, job)
         if priority is Priority.HIGH:
             head = job.queue[0] if job.queue else None
             core.guard.promoted(job, head if isinstance(head, Step) and head.launched else None, core.now)

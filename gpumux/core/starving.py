@@ -27,9 +27,9 @@ def too_long(guard: Guard, job: Job) -> tuple[float, float] | None:
     if track is None or track.model is None:
         return None
     step, seconds = job.head_step(), job.next_seconds()
-    bounds = step.bounds if step.launched else step.program.bounds
+    spans = step.spans if step.launched else step.program.spans
     pair = track.model.pairs.get(step.program.on(1.0))
-    known = pair.lows.get(bounds[step.launched]) if pair is not None else None
+    known = pair.lows.get(spans[step.launched]) if pair is not None else None
     fits = track.gaps.short
     if known is not None and known.peak > 0.0:  # what it costs is about in proportion to its length
         fits = max(fits, seconds * track.account.limit / known.upper)

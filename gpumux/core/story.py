@@ -34,6 +34,8 @@ TEMPLATES: dict[str, str] = {
     "finished": "finished: {0:.3f} ms queued, {1:.3f} ms on the device, {2:.3f} ms in all",
     "failed": "failed ({0}): {1}",
     "program": "program {0} ready, cut {1} of {2} pieces",
+    "cut": "the device is asked to cut program {0} into pieces of about {1:.3f} ms: a step of a high job could hardly bear longer ones",
+    "uncut": "the device is asked to cut program {0} as it does by itself",
     "transfer": "transfer {0} started",
     "transferred": "transfer {0} ended: {1}",
     "paused": "job paused",

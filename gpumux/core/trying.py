@@ -6,11 +6,18 @@ from math import inf
 
 from gpumux.core.bans import PROBE_EVERY, Ban
 from gpumux.core.cells import CREDIBLE, Spot
+from gpumux.core.controller import TOKEN_RATE
 from gpumux.core.estimates import Pair
 from gpumux.core.places import CAREFUL, MOMENTS, Plan
 from gpumux.core.track import LEARNING_STEPS, STARVED, Track
 
 HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
+
+
+def may_risk(track: Track) -> bool:
+    """Whether a launch of which nothing is known may be made: while the job is new, and later one a step as long as there is a
+    token to lose by it. So programs nobody knows may be as many as they like."""
+    return track.steps < LEARNING_STEPS or (track.account.tokens >= 1.0 and track.explored_step < track.steps)
 
 
 def may_try(
@@ -33,7 +40,10 @@ def may_try(
             place = plan.at[3 * high_piece + moment]
             if place is None or place.tried or place.share != pair.key.share:
                 return False
-            patient = track.steps - fed < 2 * STARVED
+            waits: float = track.steps - fed
+            if not learning:  # it can be tried for so long only
+                waits = min(waits, (track.account.tokens - 1.0) / TOKEN_RATE)
+            patient = waits < 2 * STARVED
             return track.daring(fed) != CAREFUL and not (patient and place.score > plan.score)
         if plan.score < inf:
             return False

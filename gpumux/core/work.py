@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from gpumux.core import cutting, faults
 from gpumux.core import events as ev
-from gpumux.core import faults
 from gpumux.core.commands import AcceptProgram, AnnounceProgram, FailStep, FinishStep, FinishTransfer, RefuseProgram
-from gpumux.core.queue import Job, JobState, Program, Step, Transfer
+from gpumux.core.queue import Job, JobState, Program, Step, Transfer, spans
 from gpumux.core.state import CoreState
 from gpumux.model import Fault, Priority, StepTimes
 
@@ -39,9 +39,11 @@ def program_ready(core: CoreState, event: ev.ProgramReady) -> None:
     first = not program.ready
     program.cut, program.pieces = event.cut, tuple(max(0.0, seconds) for seconds in event.pieces)
     program.bounds = event.bounds or tuple(range(len(event.pieces) + 1))
+    program.spans = spans(program.bounds)
     core.tell(job.id, None, "program", program.id, program.cut, len(program.pieces))
     if first:
         core.out.append(AnnounceProgram(job.id, program.id))
+    cutting.ask(core, job)
     return core.refresh(job)
 
 

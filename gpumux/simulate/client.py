@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any, Protocol
 
 from gpumux.core import events as ev
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.pieces import Pieces
+from gpumux.device.sim.spec import GpuSpec
 from gpumux.model import JobId, Priority, ProgramId, StepId
-from gpumux.simulate.workload import Workload
+from gpumux.simulate.workload import Workload, cut_workload
 
 PROGRAM = ProgramId(0)
 
@@ -36,8 +38,15 @@ class Client:
         self.id = JobId(f"{index:032x}")
         self.workload = workload
         self.high = workload.priority is Priority.HIGH
-        self.cuts = {0: pieces}  # what the device said, by cut
-        self.kernels: dict[int, tuple[tuple[Kernel, ...], ...]] = {0: pieces.kernels}  # what runs, by cut
+        self.cuts: dict[int, Pieces] = {}  # what the device said, by cut
+        self.kernels: dict[int, tuple[tuple[Kernel, ...], ...]] = {}  # what runs, by cut
+        self.target_s = workload.target_s  # of the newest cut
+        self.asked: tuple[float | None] | None = (
+            None  # how long pieces of the next cut should be, if there is to be one
+        )
+        self._work: dict[
+            int, tuple[float, ...]
+        ] = {}  # by cut, what a piece counts: a step is the same work however it is cut
         self.step_seconds: list[float] = []
         self.step_ends: list[float] = []
         self.work_s = self.device_s = 0.0
@@ -47,6 +56,32 @@ class Client:
         self._inflight = 0
         self._backlog = 0  # arrivals that found `max_inflight` steps unanswered
         self._submitted: deque[float] = deque()  # of the steps whose last piece has not ended
+        self.cut(pieces)
+
+    @property
+    def newest(self) -> int:
+        """The cut that steps begin with."""
+        return len(self.cuts) - 1
+
+    def cut(self, pieces: Pieces) -> None:
+        """Its program is cut like this from now on."""
+        number = len(self.cuts)
+        self.cuts[number], self.kernels[number] = pieces, pieces.kernels
+        scale = self.cuts[0].step_s / pieces.step_s
+        self._work[number] = tuple([scale * seconds for seconds in pieces.seconds])
+
+    def cut_anew(self, cut: int, piece: int, spec: GpuSpec) -> bool:
+        """After a piece: whether it is cut otherwise from now on, where that was asked for and a step of the newest cut has ended.
+        None of an older one is under way then."""
+        if self.asked is None or cut != self.newest or piece < len(self.cuts[cut].seconds) - 1:
+            return False
+        (target_s,), self.asked = self.asked, None
+        self.target_s = self.workload.target_s if target_s is None else target_s
+        pieces = cut_workload(replace(self.workload, target_s=self.target_s), spec)
+        if pieces.bounds == self.cuts[cut].bounds:
+            return False
+        self.cut(pieces)
+        return True
 
     def begin(self, world: World) -> None:
         """Its program is loaded."""
@@ -69,7 +104,7 @@ class Client:
 
     def piece_ended(self, cut: int, piece: int, started: float, ended: float) -> None:
         pieces = self.cuts[cut]
-        self.work_s += pieces.seconds[piece]
+        self.work_s += self._work[cut][piece]
         self.device_s += ended - started
         if piece == len(pieces.seconds) - 1:
             before = self.step_ends[-1] if self.step_ends else 0.0

@@ -76,9 +76,7 @@ class Simulation:
         names = [workload.name for workload in workloads]
         if not workloads or len(set(names)) != len(names):
             raise ConfigError(f"jobs named {names}", "give at least one job, each a name of its own")
-        self.spec = spec
-        self.policy = policy
-        self.now = 0.0
+        self.spec, self.policy, self.now = spec, policy, 0.0
         self.core = core or Core(CoreConfig(policy=policy, **dict(core_config or {})))
         self.gpu = Gpu(spec, graphs=graphs, priorities=priorities)
         self.clients = [Client(i, w, cut_workload(w, spec), seed) for i, w in enumerate(workloads)]
@@ -102,6 +100,7 @@ class Simulation:
             cmd.AcceptJob: self._accepted,
             cmd.AcceptProgram: self._load,
             cmd.AnnounceProgram: self._announced,
+            cmd.CutProgram: self._cut,
         }
         self._open()
 
@@ -126,10 +125,8 @@ class Simulation:
         kernels = client.workload.kernels
         if bounds[:1] != (0,) or bounds[-1] != len(kernels) or list(bounds) != sorted(set(bounds)):
             raise ConfigError(f"bounds {bounds} of {len(kernels)} kernels", "rise from 0 to their number")
-        number = max(client.cuts) + 1
-        client.cuts[number] = pieces = recut(kernels, bounds, self.spec)
-        client.kernels[number] = pieces.kernels
-        self.feed(ev.ProgramReady(client.id, PROGRAM, number, pieces.seconds, pieces.bounds))
+        client.cut(recut(kernels, bounds, self.spec))
+        self._ready(client)
 
     def run(
         self,
@@ -208,8 +205,7 @@ class Simulation:
 
     def _handled(self, commands: list[cmd.Command]) -> None:
         for command in commands:
-            act = self._execute.get(type(command))
-            if act is None:
+            if (act := self._execute.get(type(command))) is None:
                 raise RuntimeError(f"the core refused what was simulated: {command}")
             act(command)
         if self._inbox:
@@ -240,6 +236,11 @@ class Simulation:
             name = client.workload.name
             self.timeline.append(Row(name, launched.step, launched.piece, launched.share, done.started, done.ended))
         self.feed(ev.PieceDone(LaunchId(done.launch), done.started, done.ended))
+        if client.cut_anew(launched.cut, launched.piece, self.spec):
+            self._ready(client)
+
+    def _cut(self, c: cmd.CutProgram) -> None:
+        self._by_id[c.job].asked = (c.target_s,)
 
     # ---- jobs
 
@@ -263,8 +264,11 @@ class Simulation:
         self.feed(ev.ProgramOffered(c.job, PROGRAM, footprint, workload.content_hash, names))
 
     def _load(self, c: cmd.AcceptProgram) -> None:
-        pieces = self._by_id[c.job].cuts[0]
-        self.feed(ev.ProgramReady(c.job, PROGRAM, 0, pieces.seconds, pieces.bounds))
+        self._ready(self._by_id[c.job])
+
+    def _ready(self, client: Client) -> None:
+        pieces = client.cuts[client.newest]
+        self.feed(ev.ProgramReady(client.id, PROGRAM, client.newest, pieces.seconds, pieces.bounds))
 
     def _announced(self, c: cmd.AnnounceProgram) -> None:
         self._by_id[c.job].begin(self)

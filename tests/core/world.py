@@ -82,7 +82,7 @@ class World:
             self.observe(command)
         self.core.check_invariants()
         self._will_be_woken()
-        unasked = (cmd.WakeAt, cmd.LaunchPiece) if self.policy == "guarded" else ()
+        unasked = (cmd.WakeAt, cmd.LaunchPiece, cmd.CutProgram) if self.policy == "guarded" else ()
         return [c for c in commands if not isinstance(c, unasked)]
 
     def _will_be_woken(self) -> None:
