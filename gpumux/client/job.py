@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from gpumux.client import patience
 from gpumux.client.capturing import Capturing
+from gpumux.client.exactness import exactness
 from gpumux.client.future import StepFuture
 from gpumux.client.keepsake import Counts, Keepsake
 from gpumux.client.localstate import dictionaries, install, load_local
-from gpumux.client.microbatch.split import TOLERANCE, check_microbatches
+from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.pending import Pending
 from gpumux.client.recovering import Recovery, ended_for_now, notes_of
 from gpumux.client.remote import Remote
@@ -129,7 +130,7 @@ class Job(Capturing, Slotted):
             self._pending.add(step, future, number, slot, choice)
             scalars = choice.values[: choice.made.lowered.counts[0]]
             if told is not None:
-                entry = told.step(step, program, scalars, choice.tensors)
+                entry = told.step(step, program, scalars, program.slots[slot].inputs)  # the batch may be on a GPU
             self._session.post_step(m.Step(self.id, step, number, slot, scalars, len(frames)), frames)
         except BaseException:
             self._pending.forget(step)
@@ -248,15 +249,11 @@ class Job(Capturing, Slotted):
 
     def stats(self) -> dict[str, Any]:
         """What the daemon knows of the job: steps, queue and device seconds, memory, outstanding
-        launches. `exactness` is "bit-equal" (README, "Equal results"), or "equivalent" where a function of
-        the job runs in microbatches; `tolerance` then says how far results may be from the whole batch's
-        (README, "Microbatches")."""
+        launches. `exactness` is "bit-equal" (README, "Equal results"), or "equivalent": `because` then says why, and
+        where a function of the job runs in microbatches `tolerance` says how far results may be from the whole
+        batch's (README, "Microbatches")."""
         reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
-        counts = {f.name: f.microbatches for f, _, _ in self._functions if f.microbatches > 1}
-        exact: dict[str, Any] = {"exactness": "bit-equal"}
-        if counts:
-            exact = {"exactness": "equivalent", "tolerance": dict(TOLERANCE), "microbatches": counts}
-        return {**exact, **reply.body}
+        return {**exactness(self._table, ((f.name, f.microbatches) for f, _, _ in self._functions)), **reply.body}
 
     @property
     def bytes_copied_in(self) -> int:

@@ -73,7 +73,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _tree(frozen: Any, state: State, index: Mapping[int, int]) -> Any:
@@ -139,7 +139,7 @@ class Keepsake:
             if len(body["optimizers"]) != len(table.optimizers):
                 raise ConfigError(f"the job had {len(body['optimizers'])} optimizers", "submit as many")
             states = [self._state(table, tree) for tree in body["optimizers"]]
-            gradients = {int(i): self._view(place) for i, place in body["gradients"]}
+            gradients = {int(i): self._view(place).to(table.home) for i, place in body["gradients"]}
             groups = [
                 (group, then)
                 for optimizer, thens in zip(table.optimizers, body["groups"], strict=True)
@@ -196,21 +196,21 @@ class Keepsake:
     def _state(self, table: StateTable, tree: Any) -> Any:
         made: Any = defaultdict(dict)
         for kind, key, node in tree:
-            made[table.params[key] if kind == "p" else key] = self._leaf(node)
+            made[table.params[key] if kind == "p" else key] = self._leaf(node, table.home)
         return made
 
-    def _leaf(self, node: Any) -> Any:
+    def _leaf(self, node: Any, home: torch.device | None) -> Any:
         kind = node[0]
         if kind == "at":
-            return self._view(node[1:])
+            return self._view(node[1:]).to(home)
         if kind == "number":
             return node[1] if node[2] is None else torch.tensor(node[1], dtype=_type(node[2]))
         if kind == "const":
             return node[1]
         if kind == "d":
-            return {key: self._leaf(value) for key, value in node[1]}
+            return {key: self._leaf(value, home) for key, value in node[1]}
         if kind in ("l", "t"):
-            values = [self._leaf(value) for value in node[1]]
+            values = [self._leaf(value, home) for value in node[1]]
             return values if kind == "l" else tuple(values)
         raise ValueError(f"optimizer state of kind {kind!r}")
 

@@ -56,7 +56,7 @@ def dictionaries(table: StateTable, state: State, pull: Pull) -> dict[str, Any]:
 
     def tensor_at(place: Place) -> torch.Tensor:
         if place.buffer not in fetched:
-            return table.local(place).detach().clone()
+            return table.local(place).detach().cpu().clone()
         base = torch.empty(0, dtype=place.dtype)
         view = base.set_(fetched[place.buffer].untyped_storage(), place.offset, place.size, place.stride)
         return view.clone(memory_format=torch.preserve_format)
@@ -65,7 +65,7 @@ def dictionaries(table: StateTable, state: State, pull: Pull) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in model.state_dict(keep_vars=True).items():
             place = table.place(value) if isinstance(value, torch.Tensor) else None
-            out[key] = tensor_at(place) if place is not None else value
+            out[key] = tensor_at(place) if place is not None else _on_cpu(value)
         return out
 
     def optimizer_dict(optimizer: Any, frozen: Any) -> dict[str, Any]:
@@ -85,6 +85,10 @@ def dictionaries(table: StateTable, state: State, pull: Pull) -> dict[str, Any]:
         "model": models[0] if len(models) == 1 else models,
         "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
     }
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
 
 
 def load_local(table: StateTable, state: dict[str, Any]) -> None:

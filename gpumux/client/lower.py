@@ -149,7 +149,7 @@ def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = 
     program = Program(
         storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
         results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
-        numerics=numerics_now(device), device=device, layers=layers, spans=found,
+        numerics=numerics_now(_precision_of(table, device)), device=device, layers=layers, spans=found,
     )  # fmt: skip
     groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
     wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]
@@ -157,6 +157,11 @@ def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = 
         program, tuple(build.binding), end.structure, Evaluator(wanted, raw.guards),
         (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
     )  # fmt: skip
+
+
+def _precision_of(table: StateTable, device: str) -> str:
+    """Whose settings say how float32 is to be rounded: those of where the plain loop would run."""
+    return "cuda" if table.home is not None and table.home.type == "cuda" else device
 
 
 def _results(raw: RawTrace) -> tuple[tuple[Any, ...], list[Expr]]:

@@ -152,11 +152,19 @@ def _fused_wrapper(scope: Scope, name: str) -> Callable[..., Any]:
     return wrapper
 
 
+_CAPTURABLE = "_get_capturable_supported_devices"
+
+
+def _and_cpu(known: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Where the tensors of a traced step lie, whatever will run it."""
+    return lambda *args, **kwargs: [*known(*args, **kwargs), "cpu"]
+
+
 @contextmanager
-def patched(scope: Scope, tape: RngTape, runs_on: str = "cpu") -> Iterator[None]:
+def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
     """Swap the functions in for the length of a trace. They act on tracing values only, so another
     thread that calls `math.sqrt` meanwhile notices nothing. Optimizers take their implementation of many tensors at
-    once by default where the daemon's device has it, as they would there."""
+    once by default where a GPU is concerned (`gpu`), as they would there."""
     random: dict[str, Callable[..., Any]] = {
         "get_rng_state": tape.save,
         "set_rng_state": tape.restore,
@@ -172,11 +180,21 @@ def patched(scope: Scope, tape: RngTape, runs_on: str = "cpu") -> Iterator[None]
         *((torch, name, _here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
-    if runs_on == "cuda":
+    if gpu:
+        on_gpu: dict[str, Callable[..., Any]] = {
+            "get_rng_state": lambda *_, **__: tape.save(), "set_rng_state": lambda token, *_, **__: tape.restore(token),
+            **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _refuse_seed),
+        }  # fmt: skip
+        swaps += [(torch.cuda, name, _here(getattr(torch.cuda, name), new)) for name, new in on_gpu.items()]
+        swaps += [
+            (module, _CAPTURABLE, _here(getattr(module, _CAPTURABLE), _and_cpu(getattr(module, _CAPTURABLE))))
+            for name, module in list(sys.modules.items())
+            if name.startswith("torch.optim.") and hasattr(module, _CAPTURABLE)
+        ]
         name = "_get_foreach_kernels_supported_devices"
         optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim takes the name away from itself
         known = getattr(optimizers, name)
-        swaps.append((optimizers, name, _here(known, lambda: [*known(), "cpu"])))
+        swaps.append((optimizers, name, _here(known, _and_cpu(known))))
     missing = object()
     before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in swaps]
     try:

@@ -44,7 +44,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self, scope: Scope, tape: RngTape, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
         allowed: Callable[[str], bool], observer: Observer, device: str = "cpu", layers: Layers | None = None,
-        runs_on: str = "cpu",
+        gpu: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.scope = scope
@@ -57,9 +57,9 @@ class Recorder(TorchDispatchMode):
         self._layers = layers or Layers(())
         self._mkldnn = torch.backends.mkldnn.enabled
         self._unknown = unknown
-        self._device = torch.device(device)
-        self._runs_on = runs_on
-        self.ledger = Ledger(scope, tape, allowed, self._device)
+        self.device = torch.device(device)
+        self._gpu = gpu
+        self.ledger = Ledger(scope, tape, allowed, self.device)
         self.record = self.ledger.record
         self.view_of = self.ledger.view_of
         self._bases: dict[int, torch.Tensor] = {}  # job buffer -> fake bytes
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         """A fake twin of one batch tensor, with the bytes its strides span and offset 0."""
         with self.fake_mode:
             fake = torch.empty_strided(
-                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=self._device
+                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=self.device
             )
         self.ledger.add_storage(fake.untyped_storage(), "input", position)
         self.record.inputs.append(self.view_of(fake))
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         flat = tensor.detach().contiguous()
         data = bytes(torch._C.TensorBase.numpy(flat.view(-1).view(torch.uint8))) if flat.numel() else b""
         with self.fake_mode:
-            fake = torch.empty(tuple(flat.shape), dtype=flat.dtype, device=self._device)
+            fake = torch.empty(tuple(flat.shape), dtype=flat.dtype, device=self.device)
         self.ledger.add_storage(fake.untyped_storage(), "const", data, str(flat.dtype).removeprefix("torch."))
         return fake
 
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         if expr.constant:
             return self._const(torch.tensor(expr.value, dtype=dtype))
         with self.fake_mode:
-            fake = torch.empty((), dtype=dtype, device=self._device)
+            fake = torch.empty((), dtype=dtype, device=self.device)
         name = str(dtype).removeprefix("torch.")
         sid = self.ledger.add_storage(fake.untyped_storage(), "temp", None, name)
         op = RawOp(
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         base = self._bases.get(buffer)
         if base is None:
             with self.fake_mode:
-                base = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                base = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self._bases[buffer] = base
             self.record.state_storage[buffer] = self.ledger.add_storage(base.untyped_storage(), "state", buffer)
         offset, rest = divmod(start, real.element_size())
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
                 "parameters overlap at addresses that no strided view can express", "give them storages of their own"
             )
         with self.fake_mode:
-            fake = torch.empty(0, dtype=real.dtype, device=self._device)
+            fake = torch.empty(0, dtype=real.dtype, device=self.device)
             fake.set_(base.untyped_storage(), offset + real.storage_offset(), real.size(), real.stride())
         return fake
 
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.ledger.label = self._layers.here()
         if func is torch.ops.prim.device.default:
-            return self._device
+            return self.device
         if func.namespace != "aten":
             return self._foreign(func, args, kwargs)
         if torch.backends.mkldnn.enabled != self._mkldnn:
@@ -239,11 +239,11 @@ class Recorder(TorchDispatchMode):
         return self._const(tensor)
 
     def _device_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._runs_on != self._device.type and torch.is_autocast_enabled(self._runs_on):
+        if self._gpu and torch.is_autocast_enabled("cuda"):
             raise CaptureError(
-                f"{user_line()} runs under torch.autocast({self._runs_on!r}), which does nothing while the step is traced "
-                f"on the {self._device.type}",
-                f"use torch.autocast({self._device.type!r}, dtype=torch.bfloat16): the casts are part of the step",
+                f"{user_line()} runs under torch.autocast('cuda'), which does nothing while the step is traced "
+                f"on the {self.device.type}",
+                f"use torch.autocast({self.device.type!r}, dtype=torch.bfloat16): the casts are part of the step",
             )
         originals: dict[int, torch.Tensor] = {}
 
@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):
     def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with self.fake_mode:
-                return fake_call(func, args, kwargs, self._device.type)
+                return fake_call(func, args, kwargs, self.device.type)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DataDependent(
                 f"{user_line()}: the shape or value of {func}'s result depends on the data",

@@ -24,7 +24,7 @@ from gpumux.wire import messages as m
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     """A flat uint8 tensor over a local storage."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 @dataclass(slots=True)
@@ -38,8 +38,12 @@ class Slot:
 class RemoteProgram:
     """A Program in the daemon: its data segment and free slots."""
 
-    def __init__(self, number: int, lowered: Lowered, slots: int, memory: Any | None) -> None:
+    def __init__(
+        self, number: int, lowered: Lowered, slots: int, memory: Any | None, home: torch.device | None = None
+    ) -> None:
+        """`home`: where results go, if not to the CPU."""
         self.number = number
+        self._home = home if home is not None and home.type != "cpu" else None
         self.program = lowered.program
         self.layout: SlotLayout = slot_layout(lowered.program)
         self.free = set(range(slots))  # a set: giving a slot back twice must not make it two
@@ -77,7 +81,11 @@ class RemoteProgram:
         return frames
 
     def take(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
-        """The results of a slot as tensors of their own."""
+        """The results of a slot as tensors of their own, where the local model lies."""
+        found = self._taken(slot, frames)
+        return found if self._home is None else [tensor.to(self._home) for tensor in found]
+
+    def _taken(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
         if self.inline:
             out = []
             for target, frame in zip(self.slots[slot].results, frames, strict=True):
@@ -169,7 +177,7 @@ class Remote:
         lowered, sizes, binding = self._loads[number]
         reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[codec.encode(lowered.program)])
         memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
-        self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory)
+        self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, self._table.home)
 
     @property
     def loads(self) -> Sequence[int]:

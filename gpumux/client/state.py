@@ -7,13 +7,15 @@ are one buffer. Buffers are only ever added: a Program binds to them by number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gpumux.client.reading import layout
+from gpumux.client.twins import Twins, elsewhere
 from gpumux.errors import CaptureError
 
 
@@ -43,7 +45,8 @@ class StateTable:
     def __init__(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], device: str = "cpu", runs_on: str = "cpu"
     ) -> None:
-        """`device`: where the local tensors are and steps are traced; `runs_on`: where the daemon runs them."""
+        """`device`: where steps are traced; `runs_on`: where the daemon runs them. The local tensors lie there, or all
+        on one GPU (`home`), with twins standing in for them while a step is traced. Raises CaptureError."""
         self.models = list(models)
         self.optimizers = list(optimizers)
         self.buffers: list[Buffer] = []
@@ -56,6 +59,8 @@ class StateTable:
         self._at: dict[Place, torch.Tensor] = {}
         self._device = device
         self.runs_on = runs_on
+        self.home: torch.device | None = None  # where the local tensors lie; None while there are none
+        self.twins: Twins | None = None
         self._slots = [
             (owner, name, tensor)
             for model in self.models
@@ -88,16 +93,20 @@ class StateTable:
             raise CaptureError(
                 f"{name} has no shape yet (a lazy module)", "run the model once on a batch before you submit"
             )
-        if tensor.device.type == "cuda" and self.runs_on == "cuda":
+        apart = elsewhere(tensor.device)
+        if (tensor.device.type != self._device and not apart) or tensor.layout != torch.strided:
             raise CaptureError(
-                f"{name} is on {tensor.device}; the daemon keeps the job's state on its own GPU, and this process needs none",
-                "keep the local model on the CPU: model.to('cpu') before you make the optimizer",
-            )
-        if tensor.device.type != self._device or tensor.layout != torch.strided:
-            raise CaptureError(
-                f"{name} is a {tensor.layout} tensor on {tensor.device}, and the daemon's device is {self._device}",
+                f"{name} is a {tensor.layout} tensor on {tensor.device}, and steps are traced on the {self._device}",
                 f"move the model there first: model.to({self._device!r})",
             )
+        if self.home is not None and tensor.device != self.home:
+            raise CaptureError(
+                f"{name} lies on {tensor.device}, and {self.tensors[0][0]} on {self.home}",
+                f"move all of it to one device before you make the optimizer: model.to({str(self.home)!r})",
+            )
+        self.home = tensor.device
+        if apart and self.twins is None:
+            self.twins = Twins()
         if tensor.is_conj() or tensor.is_neg():
             raise CaptureError(
                 f"{name} is conjugated or negated by a flag, not in its memory",
@@ -138,6 +147,11 @@ class StateTable:
                 self._where[s._cdata] = (index, end - start, s.data_ptr() - start)
             del first
 
+    @property
+    def gpu(self) -> bool:
+        """Whether a GPU holds the local model or runs the steps."""
+        return "cuda" in (self.runs_on, self.home.type if self.home is not None else "")
+
     def _add(self, name: str, nbytes: int, storage: torch.UntypedStorage | None = None, start: int = 0) -> int:
         self.buffers.append(Buffer(name, nbytes, True, [(storage, start)] if storage is not None else []))
         return len(self.buffers) - 1
@@ -146,7 +160,8 @@ class StateTable:
 
     def lookup(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
         """(buffer, its bytes, the storage's start byte in it), or None for a stranger."""
-        return self._where.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()._cdata
+        return self._where.get(storage if self.twins is None else self.twins.real(storage))
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         found = self.lookup(tensor)
@@ -201,7 +216,7 @@ class StateTable:
         found = self._at_path.get((path, dtype, tuple(size), tuple(stride)))
         if found is None:
             with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-                found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
+                found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.home)
             self.buffers[self.adopt(path, name, found).buffer].filled = False
         return found
 
@@ -211,11 +226,22 @@ class StateTable:
         if found is None:
             storage, start = self.buffers[place.buffer].home[0]
             with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-                base = torch.empty(0, dtype=place.dtype)
+                base = torch.empty(0, dtype=place.dtype, device=storage.device)
                 offset = place.offset - start // base.element_size()
                 found = base.set_(storage, offset, place.size, place.stride)
             self._at[place] = found
         return found
+
+    def stand_in(self, place: Place) -> torch.Tensor:
+        """What a trace meets there: `local`, or its twin where steps are traced."""
+        found = self.local(place)
+        return found if self.twins is None else self.twins.of(found)
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """For the length of a trace: the local tensors are where steps are traced."""
+        with nullcontext() if self.twins is None else self.twins.standing_in([t for _, t in self.tensors]):
+            yield
 
     def refresh(self) -> None:
         """Follow buffers that were replaced and tensors whose `.data` was: the new storages take the
@@ -232,6 +258,11 @@ class StateTable:
             self._slots[i] = (owner, name, new)
             self.tensors = [(n, new if t is old else t) for n, t in self.tensors]
         for name, tensor in self.tensors:
+            if tensor.device != self.home:
+                raise CaptureError(
+                    f"{name} lies on {tensor.device} and lay on {self.home} when the job was submitted",
+                    f"move the model back (model.to({str(self.home)!r})), or close the job and submit the step again",
+                )
             if self._at_home(tensor, tensor) is None:
                 raise CaptureError(
                     f"{name} lies in memory of another size than when the job was submitted",

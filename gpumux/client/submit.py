@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from gpumux.client.arguments import job_spec, several, whole
 from gpumux.client.job import Job
@@ -34,7 +35,9 @@ def submit(
     step: the loop body, called as `step(*example)`. It may use any tensor of `model` and `optimizer`,
         by whatever reference; other tensors must be arguments. It returns any pytree of tensors.
     example: the arguments as a tuple (or a dict of named ones, or one tensor), with real shapes.
-    model, optimizer: one or a sequence. No optimizer: an inference job.
+    model, optimizer: one or a sequence. No optimizer: an inference job. A model may lie on the CPU or on one GPU,
+        whatever the daemon's device: results, and state on sync(), go to where it lies. Names of GPUs inside the step
+        mean the job's device.
     priority: "high" keeps its speed as if alone, "low" uses what is left.
     endpoint: which daemon; default GPUMUX_ENDPOINT, else the one of GPU 0 on this machine.
     weight: share among jobs of one priority. max_slowdown: promise for a high job (>= 1.0).
@@ -69,6 +72,7 @@ def submit(
     job: Job | None = None
     try:
         table = StateTable(models, optimizers, *devices_of(session))
+        table.home = table.home or _first_device(example)
         refuse_stale(table)
         kept = find_kept(session, resume) if resume is not None else None
         if kept is not None:
@@ -90,11 +94,11 @@ def submit(
 
 
 def devices_of(session: Session) -> tuple[str, str]:
-    """The device type a job's local tensors must be on, which is where its steps are traced, and the one that they run
-    on. Warns of a daemon that computes nothing."""
+    """The device type on which a job's steps are traced, and the one that they run on. Warns of a daemon that computes
+    nothing."""
     device = session.welcome.device
     if device["kind"] == "cuda":
-        return "cpu", "cuda"  # the daemon runs on its GPU what was traced on the CPU; clients need no GPU
+        return "cpu", "cuda"  # the daemon runs on its GPU what was traced on the CPU; this process needs none
     if device["kind"] != "sim":
         return str(device["kind"]), str(device["kind"])
     warnings.warn(
@@ -104,3 +108,9 @@ def devices_of(session: Session) -> tuple[str, str]:
         stacklevel=3,
     )
     return "cpu", "cpu"
+
+
+def _first_device(example: Any) -> torch.device | None:
+    """Where a step without state would leave its results."""
+    found = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    return found[0].device if found else None

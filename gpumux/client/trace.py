@@ -22,6 +22,7 @@ from gpumux.client.layers import Layers
 from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
 from gpumux.client.patches import RngTape, patched
+from gpumux.client.placement import names_of_devices
 from gpumux.client.reading import Reading
 from gpumux.client.recorder import Recorder
 from gpumux.client.refusals import refuse_batch_gradients, refuse_call, refuse_draws, refuse_written_batch
@@ -95,6 +96,13 @@ class Tracer:
     ) -> RawTrace:  # fmt: skip
         """Run `fn(*args, **kwargs)` once over fake tensors from `entry`. Local state is as before when
         this returns or raises. Raises CaptureError and its kin, and with `settle` Settled."""
+        with _capturing, self.table.standing_in():
+            return self._trace(fn, args, kwargs, entry, host_values, prints, settle)
+
+    def _trace(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
+        host_values: Sequence[Number], prints: Fingerprint, settle: bool,
+    ) -> RawTrace:  # fmt: skip
         scope = Scope(blame.user_line)
         tape = RngTape()
 
@@ -107,7 +115,7 @@ class Tracer:
         observer = Observer()
         layers = Layers(self.table.models)
         rec = Recorder(
-            scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device, layers, self.table.runs_on
+            scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device, layers, self.table.gpu
         )  # fmt: skip
         if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
             raise CaptureError(
@@ -126,11 +134,16 @@ class Tracer:
             else:
                 fakes.append(leaf)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
-        with _capturing, self._stage(rec, entry, host_values) as groups:
+        with self._stage(rec, entry, host_values) as groups:
             torch.clear_autocast_cache()  # it may hold real casts now, and would hold fake ones after
             drawn = prints.random_states()
             try:
-                with patched(scope, tape, self.table.runs_on), rec, observer:
+                with (
+                    patched(scope, tape, self.table.gpu),
+                    names_of_devices(self.table.gpu, self.table.home, rec.device),
+                    rec,
+                    observer,
+                ):
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
                 refuse_batch_gradients(leaves, fakes)
@@ -188,7 +201,7 @@ class Tracer:
         try:
             present = dict(entry.gradients)
             for i, p in enumerate(table.params):
-                p.grad = table.local(present[i]) if i in present else None
+                p.grad = table.stand_in(present[i]) if i in present else None
             for o, frozen in zip(table.optimizers, entry.optimizers, strict=True):
                 o.state = self._open_state(rec, frozen, host_values, keep)
             yield self._open_groups(rec, keep)
@@ -213,7 +226,7 @@ class Tracer:
     def _open_state(self, rec: Recorder, frozen: Any, values: Sequence[Number], keep: list[Any]) -> Any:
         def make(leaf: Any) -> Any:
             if isinstance(leaf, DeviceLeaf):
-                return self.table.local(leaf.place)
+                return self.table.stand_in(leaf.place)
             if isinstance(leaf, HostLeaf):
                 return self._host(rec, rec.scope.var(f"s{leaf.var}", values[leaf.var]), leaf.dtype, keep)
             return leaf.value

@@ -257,7 +257,7 @@ def modes() -> Watch:
 
     def read() -> Reading:
         return (
-            grad(), inference(), autocast("cpu"), dtype("cpu"), deterministic(), default(),
+            grad(), inference(), autocast("cpu"), autocast("cuda"), dtype("cpu"), deterministic(), default(),
             mkldnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled, *precisions(),
         )  # fmt: skip
 

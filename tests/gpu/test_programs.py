@@ -3,6 +3,8 @@ that is admitted while a high one runs."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ from gpumux import client
 from gpumux.device.contract import ProgramLoaded, Recut
 from gpumux.model import Priority
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
+from microbench.daemon import running_daemon
 from tests.conftest import PREFIX
 from tests.daemon.live import LiveDaemon
 from tests.device.harness import Driver
@@ -113,6 +116,76 @@ def test_training_is_what_it_is_in_the_plain_run_on_the_gpu(name: str, endpoint:
     assert got == pytest.approx(want, rel=1e-9)
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b.cpu(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def cpu_endpoint() -> Iterator[str]:
+    with running_daemon() as daemon:
+        yield daemon.endpoint
+
+
+@pytest.mark.parametrize("where", ["endpoint", "cpu_endpoint"])
+@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["default", "capturable"])
+def test_a_model_that_lives_on_the_gpu_is_trained_by_any_daemon(
+    where: str, options: dict[str, bool], request: pytest.FixtureRequest
+) -> None:
+    """What lies on the GPU stays there: parameters, the optimizer's state, results. The second half of the steps runs in
+    a second job, which starts from the state that the first brought home."""
+
+    def make() -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 10)).double().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x, y = x.to("cuda", non_blocking=True), y.cuda()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) + torch.zeros((), device="cuda", dtype=x.dtype)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, optimizer, step
+
+    draw = torch.Generator().manual_seed(5)
+    data = [
+        (torch.randn(8, 12, generator=draw).double(), torch.randint(0, 10, (8,), generator=draw)) for _ in range(12)
+    ]
+    model, optimizer, step = make()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    got: list[torch.Tensor] = []
+    for half in (data[:6], data[6:]):
+        batch = [(x.cuda(), y) for x, y in half]  # some of a batch may lie there, too
+        with client.submit(
+            step, example=batch[0], model=model, optimizer=optimizer, endpoint=request.getfixturevalue(where)
+        ) as job:
+            got += [job.step(*b).result() for b in batch]
+            assert job.stats()["exactness"] == "equivalent"
+            job.sync()
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert all(result.is_cuda for result in got)
+    assert all(state["exp_avg"].is_cuda for state in optimizer.state.values())
+    assert all(state["step"].is_cuda == bool(options) for state in optimizer.state.values())
+    reference, _, plain = make()
+    want = [float(plain(x, y)) for x, y in data]
+    assert [float(result) for result in got] == pytest.approx(want, rel=1e-8)
+    for a, b in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+    step(*data[0])  # the plain loop goes on from there
+
+
+def test_a_client_whose_model_is_on_the_cpu_makes_no_context(endpoint: str) -> None:
+    """In a process of its own, as this one has one. The step names the GPU all the same."""
+    script = f"""
+import torch
+from gpumux import client
+model = torch.nn.Linear(4, 3)
+step = lambda x: model(x.to("cuda")) + torch.zeros(3, device="cuda")
+with client.submit(step, example=(torch.ones(2, 4),), model=model, endpoint={endpoint!r}) as job:
+    assert job.step(torch.ones(2, 4)).result().device.type == "cpu"
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def products(size: int, count: int) -> Program:

@@ -67,7 +67,7 @@ class Loader:
         self, position: int, draw: torch.Generator, invented: bool, order: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """The batch tensor as elements of its storage, in the strides it has."""
-        given = self._tensors[position].detach()
+        given = self._tensors[position].detach().cpu()
         if invented and given.is_floating_point():
             given = _others(given, draw)
         elif position in self._split:  # other samples meet: the same order for all

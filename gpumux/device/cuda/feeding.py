@@ -199,6 +199,10 @@ def _masked_fill_(x: Tensor, mask: Tensor, value: Number) -> Tensor:
     return x.masked_fill_(mask, value.value(x.dtype))
 
 
+def _power_of(value: Number, x: Tensor) -> Tensor:
+    return torch.pow(value.beside(x.dtype), _widened(x)).to(x.dtype)
+
+
 # ---- lists of tensors
 
 
@@ -263,7 +267,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
     table: dict[str, Callable[..., Any]] = {
         "fill_.Scalar": _fill_, "fill.Scalar": lambda x, value: _fill_(torch.empty_like(x), value),
         "full.default": _full, "full_like.default": _full_like, "scalar_tensor.default": _scalar_tensor,
-        "masked_fill.Scalar": _masked_fill, "masked_fill_.Scalar": _masked_fill_,
+        "masked_fill.Scalar": _masked_fill, "masked_fill_.Scalar": _masked_fill_, "pow.Scalar": _power_of,
+        "_foreach_pow.ScalarAndTensor": lambda value, xs: [_power_of(value, x) for x in xs],
     }  # fmt: skip
     for name, formula in _FORMULAS.items():
         functional, in_place = _elementwise(formula)

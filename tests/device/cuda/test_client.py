@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from gpumux import client
+from gpumux.client import state
 from gpumux.errors import CaptureError, GpumuxError, JobFailed
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.conftest import PREFIX
@@ -154,6 +155,37 @@ def test_many_tensors_at_once_is_the_default_as_it_is_on_a_gpu(endpoint: str, mo
     monkeypatch.setattr(variants, "lower", watch)
     through(training(lambda p: optim.Adam(p, lr=1e-2), steps=3), endpoint)
     assert all(any("_foreach_addcdiv_" in target for target in targets) for targets in captured)
+
+
+def test_a_step_that_names_the_gpu_runs_on_the_daemons_and_is_equivalent(endpoint: str) -> None:
+    """The client's model lies on the CPU, and nothing here could make a context."""
+    model = nn.Linear(12, 3).double()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x.to("cuda", torch.float64)
+        return model(x) + torch.arange(3, device=torch.device("cuda", 0)).cuda()
+
+    batch = torch.arange(24.0).reshape(2, 12)
+    with client.submit(step, example=(batch,), model=model, endpoint=endpoint) as job:
+        got = job.step(batch).result()
+        stats = job.stats()
+    torch.testing.assert_close(got, model(batch.double()) + torch.arange(3))
+    assert stats["exactness"] == "equivalent"
+    assert "traced on the CPU" in stats["because"][0]
+
+
+def test_a_model_that_lives_on_a_gpu_trains_there_and_comes_home(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of the CPU are taken for tensors of the client's GPU. The optimizer counts its steps on the device."""
+    make = training(lambda p: optim.Adam(p, lr=1e-2), steps=6)
+    want, want_state = plain(make)
+    monkeypatch.setattr(state, "elsewhere", lambda device: True)
+    got, got_state = through(training(lambda p: optim.Adam(p, lr=1e-2, capturable=True), steps=6), endpoint)
+    close(want, got, 1e-5)
+    for a, b in zip(want_state[0].values(), got_state[0].values(), strict=True):
+        close(a, b, 1e-5)
+    assert float(got_state[1]["state"][0]["step"]) == 6
 
 
 def test_dropout_draws_from_the_jobs_own_stream_and_goes_on(endpoint: str) -> None:
