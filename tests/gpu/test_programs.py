@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client
-from gpumux.device.contract import ProgramLoaded, Recut
+from gpumux.device.contract import ProgramLoaded, ProgramProfiled, Recut
 from gpumux.model import Priority
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
+from gpumux.program.profile import loads
 from microbench.daemon import running_daemon
 from tests.conftest import PREFIX
 from tests.daemon.live import LiveDaemon
@@ -195,6 +196,28 @@ def products(size: int, count: int) -> Program:
     views = tuple(View(i, "float32", (size, size), (size, 1)) for i in range(count + 1))
     ops = tuple(Op("aten.mm.default", (TensorRef(i), TensorRef(0)), (), (i + 1,)) for i in range(count))
     return Program(storages, views, ops, (0,), (count,))
+
+
+def test_operators_are_measured_between_the_kernels_of_captured_pieces(driver: Driver) -> None:
+    """Equal products take about equally long, and together about what the pieces take without events in them."""
+    job = driver.open()
+    number = job.load(products(1024, 40))
+    for _ in range(2):
+        job.step(number)
+    driver.until(Recut, job.job)
+    pieces = []
+    for _ in range(10):
+        pieces.append(sum(done.ended - done.started for done in job.step(number)))
+    driver.device.profile(job.job, number)
+    while not any(isinstance(event, ProgramProfiled) for event in driver.unread):
+        job.step(number)
+    answer = driver.until(ProgramProfiled, job.job)
+    assert answer.fault is None, answer.fault
+    profile = loads(answer.text.decode())
+    assert "captured pieces" in profile.note
+    seconds = sorted(op.seconds for op in profile.ops)
+    assert seconds[-5] < 3 * seconds[5]
+    assert 0.3 < profile.seconds / sorted(pieces)[len(pieces) // 2] < 3
 
 
 def test_a_high_job_goes_on_while_a_big_low_one_is_admitted(driver: Driver) -> None:

@@ -33,6 +33,7 @@ from gpumux.device.cuda.dispatch import Dispatch
 from gpumux.device.cuda.driver import CudaDriver, Driver, Facts
 from gpumux.device.cuda.flights import Flights
 from gpumux.device.cuda.jobs import CudaJob, Load
+from gpumux.device.cuda.profiling import Profiles
 from gpumux.device.cuda.turns import Turns
 from gpumux.device.cuda.worker import Worker
 from gpumux.errors import ConfigError, DeviceLost, GpumuxError
@@ -105,7 +106,7 @@ class CudaDevice(Dispatch):
 
     def due(self) -> float:
         """Launches end without a word: while any is out, look again and again."""
-        return self._flights.due() if self._total else inf
+        return min(self._flights.due(), self._profiles.due()) if self._total else inf
 
     def poll(self) -> list[DeviceEvent]:
         """Raises DeviceLost when nothing will ever run on this GPU again."""
@@ -121,6 +122,7 @@ class CudaDevice(Dispatch):
             self._worker.finished()
             for landed in self._flights.landed():
                 self._landed(landed)
+            self._profiles.expire()
             if self._schedule.waiting:
                 self._hand_over()
             self._trim()
@@ -276,6 +278,13 @@ class CudaDevice(Dispatch):
         self._parts.append(self._flights.close)
         self._worker = Worker(self._engine.inside, self._tell)
         self._parts.append(partial(self._worker.close, CLOSE_S))
+        self._profiles = Profiles(
+            self._clock,
+            lambda event: self._events.append(event),
+            lambda job, work, done: self._worker.submit(work, done, int(job.spec.priority)),
+            self._advance,
+            lambda loaded: self._engine.profile(loaded, self._name),
+        )
         return facts
 
     def _open_keeper(self) -> None:

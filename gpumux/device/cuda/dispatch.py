@@ -18,11 +18,12 @@ from gpumux.device.cpu.jobs import Move, Profile
 from gpumux.device.cpu.keeper import Keeper
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cuda.flights import Flights, Landed
-from gpumux.device.cuda.jobs import Capture, Command, CudaJob, Load, release, unanswered
+from gpumux.device.cuda.jobs import Capture, Chore, Command, CudaJob, Instrument, Load, release, unanswered
+from gpumux.device.cuda.profiling import Profiles
 from gpumux.device.cuda.turns import Turns
 from gpumux.device.cuda.worker import Worker
 from gpumux.errors import DeviceLost, GpumuxError, JobFailed, ProgramError
-from gpumux.model import Fault, JobId, Priority, ProgramId
+from gpumux.model import Fault, JobId, Priority
 
 if TYPE_CHECKING:
     from gpumux.device.cuda.engine import Engine
@@ -42,14 +43,15 @@ def as_fault(error: BaseException) -> Fault:
 
 
 class Dispatch:
-    """The jobs of a device and their commands. `_worker`, `_engine`, `_flights`, `_turns` and `_keeper` are there while
-    it is open."""
+    """The jobs of a device and their commands. `_worker`, `_engine`, `_flights`, `_turns`, `_keeper` and `_profiles` are
+    there while it is open."""
 
     _worker: Worker
     _engine: Engine
     _flights: Flights[Flown]
     _turns: Turns
     _keeper: Keeper
+    _profiles: Profiles
     _name = ""
 
     def __init__(self, checks: Checks, parallel: int | None) -> None:
@@ -61,7 +63,7 @@ class Dispatch:
         self._untrimmed = False
         self._answers: dict[type, Callable[[CudaJob, Any, Any, Fault | None], None]] = {
             Launch: self._ran, Load: self._loaded, Move: self._moved, Profile: self._told_profile,
-            Capture: self._captured,
+            Capture: self._captured, Instrument: self._instrumented,
         }  # fmt: skip
 
     def _tell(self, *events: DeviceEvent) -> None:
@@ -122,7 +124,7 @@ class Dispatch:
             operands.feed(launch.slot, launch.scalars, stream)
 
         def work() -> None:
-            loaded.replay(launch.cut, launch.piece, stream)
+            loaded.replay(launch.step, launch.cut, launch.piece, stream)
             if last:
                 operands.collect(launch.slot, stream)
 
@@ -140,9 +142,10 @@ class Dispatch:
         cuts.ran(launch.cut, launch.piece, landed.ended - landed.started)
         if last:
             cuts.stepped(launch.cut)
+            self._profiles.landed(job, launch)
         self._after(job, launch if last else None)
 
-    def _work(self, job: CudaJob, command: Command | Capture) -> None:
+    def _work(self, job: CudaJob, command: Command | Chore) -> None:
         """Give a command to the worker. Raises GpumuxError for a launch that can't be."""
         engine = self._engine
         work: Callable[[], Any]
@@ -157,18 +160,14 @@ class Dispatch:
             work = partial(engine.move, job, command, self._stream(job, int(job.spec.priority)))
         elif isinstance(command, Capture):
             work = engine.capturing(job, command, job.programs[command.program])
+        elif isinstance(command, Instrument):
+            work = engine.instrumenting(job, job.programs[command.program])
         else:
-            work = partial(self._profiled, job, command.program)
+            work = _nothing  # its turn has come; what follows is no command of the caller's (profiling.py)
         job.busy, job.at = True, command
         self._worker.submit(work, partial(self._worked, job, command), int(job.spec.priority))
 
-    def _profiled(self, job: CudaJob, program: ProgramId) -> bytes:
-        loaded = job.programs.get(program)
-        if loaded is None:
-            raise ProgramError(f"no program {program} is loaded", "name one that is")
-        return self._engine.profile(loaded, self._name)
-
-    def _worked(self, job: CudaJob, command: Command | Capture, value: Any, error: BaseException | None) -> None:
+    def _worked(self, job: CudaJob, command: Command | Chore, value: Any, error: BaseException | None) -> None:
         """The worker has finished a command."""
         job.busy = False
         if isinstance(error, DeviceLost):
@@ -178,9 +177,11 @@ class Dispatch:
                 job.programs[command.program] = value  # to be let go of with the rest
             if isinstance(command, Capture) and value is not None:
                 job.garbage += [graph for graph in value[0] if graph is not None]
+            if isinstance(command, Instrument) and value is not None:
+                job.garbage.append(value[0])
             self._let_go(job)
             return
-        if not isinstance(command, Capture):
+        if not isinstance(command, Capture | Instrument):
             self._schedule.done(job.id)
         fault = None if error is None else as_fault(error)
         self._answers[type(command)](job, command, value, fault)
@@ -216,7 +217,13 @@ class Dispatch:
         self._after(job, None)
 
     def _told_profile(self, job: CudaJob, asked: Profile, value: Any, fault: Fault | None) -> None:
-        self._events.append(dev.ProgramProfiled(job.id, asked.program, value or b"", fault))
+        self._profiles.ask(job, asked.program)
+        self._after(job, None)
+
+    def _instrumented(self, job: CudaJob, chore: Instrument, value: Any, fault: Fault | None) -> None:
+        twin, grown = value or (None, 0)
+        job.transients[chore.program] = max(job.transients[chore.program], grown)
+        self._profiles.instrumented(job, chore.program, twin, fault)
         self._after(job, None)
 
     def _captured(self, job: CudaJob, capture: Capture, value: Any, fault: Fault | None) -> None:
@@ -229,6 +236,7 @@ class Dispatch:
         job.transients[capture.program] = max(job.transients[capture.program], grown)
         number = loaded.cuts.newest
         self._untrimmed = True
+        self._profiles.recut(job, capture.program)
         self._events.append(dev.Recut(job.id, capture.program, number, loaded.cuts.seconds(number), capture.bounds))
         self._after(job, None)
 
@@ -267,6 +275,7 @@ class Dispatch:
         job.backlog.clear()
         if launch is not None:
             self._events.append(dev.LaunchFailed(launch.launch, fault))
+        self._profiles.lost(job, fault)
         for command in unfinished:
             if command is not launch:
                 self._events += unanswered(job.id, command, fault)
@@ -277,6 +286,7 @@ class Dispatch:
     def _drop(self, job: CudaJob) -> None:
         """Somebody wants a job gone: what it was asked is not answered."""
         job.unloading = True
+        self._profiles.lost(job, None)
         for command in self._schedule.drop(job.id):
             if not (job.busy and command is job.at):  # the worker closes what it has
                 release(command)
@@ -320,6 +330,10 @@ class Dispatch:
         ):
             self._untrimmed = False
             self._worker.submit(self._engine.trim, _trimmed, -1)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _trimmed(value: None, error: BaseException | None) -> None:

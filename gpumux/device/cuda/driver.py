@@ -24,6 +24,7 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTALLOC_PORTABLE | DEVICEMAP; the REGISTER flags have the same values
 _CREATE_GREEN = 1  # CU_GREEN_CTX_DEFAULT_STREAM: the flag that cuGreenCtxCreate demands
+_EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL: a node of the graph, not an edge of the capture
 GREEN_SINCE = 12040
 
 
@@ -77,6 +78,9 @@ class Driver(Protocol):
     def destroy_event(self, event: int) -> None: ...
 
     def record(self, event: int, stream: int) -> None: ...
+
+    def mark(self, event: int, stream: int) -> None:
+        """While the stream is captured: the graph records the event each time it runs."""
 
     def reached(self, event: int) -> bool: ...
 
@@ -178,6 +182,9 @@ class CudaDriver:
 
     def record(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
+
+    def mark(self, event: int, stream: int) -> None:
+        self._call("cuEventRecordWithFlags", event, stream, _EXTERNAL)
 
     def reached(self, event: int) -> bool:
         return self._is_ready("cuEventQuery", event)

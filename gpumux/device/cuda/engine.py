@@ -114,6 +114,25 @@ class Engine:
 
     def capturing(self, job: CudaJob, capture: Capture, loaded: LoadedProgram) -> Callable[[], Any]:
         """Work for the thread, done piece by piece: the graphs of a new cut, and bytes they made torch hold."""
+
+        def begin() -> CaptureRun:
+            return CaptureRun(loaded, capture.bounds, self._capture_stream(job), job.pool)
+
+        return self._captures(job, loaded, begin, lambda run: run.graphs)
+
+    def instrumenting(self, job: CudaJob, loaded: LoadedProgram) -> Callable[[], Any]:
+        """Work for the thread, done piece by piece: a twin of the newest cut (measuring.py), and bytes it made torch hold."""
+
+        def begin() -> CaptureRun:
+            bounds = loaded.cuts.bounds(loaded.cuts.newest)
+            assert bounds is not None
+            return CaptureRun(loaded, bounds, self._capture_stream(job), job.pool, marked=True)
+
+        return self._captures(job, loaded, begin, CaptureRun.twin)
+
+    def _captures(
+        self, job: CudaJob, loaded: LoadedProgram, begin: Callable[[], CaptureRun], made: Callable[[CaptureRun], Any]
+    ) -> Callable[[], Any]:
         run: CaptureRun | None = None
         before = 0
 
@@ -123,12 +142,12 @@ class Engine:
                 return run.stop() if run is not None else None
             if run is None:
                 self.sweep(job)
-                run = CaptureRun(loaded, capture.bounds, self._capture_stream(job), job.pool)
+                run = begin()
                 before = self._compute.reserved()
             self._numerics.apply(loaded.program.numerics)
             with self._compute.drawing_from(job.generator):
                 more = run.part()
-            return more if more is not None else (run.graphs, max(0, self._compute.reserved() - before))
+            return more if more is not None else (made(run), max(0, self._compute.reserved() - before))
 
         return part
 
@@ -172,7 +191,7 @@ class Engine:
             job.capture_stream = 0
 
     def sweep(self, job: CudaJob) -> None:
-        """Drop graphs that no step can use any more. Nothing of the job runs."""
+        """Drop graphs and twins that no step can use any more. Nothing of the job runs."""
         for graph in job.garbage:
             graph.drop()
         job.garbage.clear()

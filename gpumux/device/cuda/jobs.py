@@ -37,7 +37,15 @@ class Capture:
     bounds: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Instrument:
+    """A program's operators are to be measured: its newest cut is captured with events between them."""
+
+    program: ProgramId
+
+
 Command = Launch | Load | Move | Profile
+Chore = Capture | Instrument  # what no caller waits for
 
 
 @dataclass(slots=True)
@@ -48,9 +56,9 @@ class CudaJob(Charges):
     WHERE: ClassVar[str] = " on the GPU"
     id: JobId
     spec: JobSpec
-    backlog: deque[Command | Capture] = field(default_factory=deque)
+    backlog: deque[Command | Chore] = field(default_factory=deque)
     busy: bool = False
-    at: Command | Capture | None = None  # what the worker does, or did last
+    at: Command | Chore | None = None  # what the worker does, or did last
     airborne: int = 0
     releasing: bool = False
     unloading: bool = False
@@ -64,6 +72,7 @@ class CudaJob(Charges):
     capture_stream: int = 0
     capture_class: int = 0  # the class whose priority that stream has, and the kernels of what was captured on it
     stale: set[ProgramId] = field(default_factory=set)  # programs to capture anew: the job's class has changed
+    profiling: deque[ProgramId] = field(default_factory=deque)  # programs whose operator times were asked for
     generator: Any = None
     pool: Any = None
 
@@ -77,13 +86,13 @@ class CudaJob(Charges):
         return not (self.busy or self.airborne or self.backlog)
 
 
-def release(command: Command | Capture) -> None:
+def release(command: Command | Chore) -> None:
     """Close what a command that will never be carried out holds."""
     if isinstance(command, Load | Move):
         command.held.close()
 
 
-def unanswered(job: JobId, command: Command | Capture, fault: Fault) -> list[DeviceEvent]:
+def unanswered(job: JobId, command: Command | Chore, fault: Fault) -> list[DeviceEvent]:
     """What a lost job's command comes to."""
     release(command)
     if isinstance(command, Launch):

@@ -21,6 +21,7 @@ from gpumux.device.cuda.compute import Compute, Graph
 from gpumux.device.cuda.cuts import Cuts
 from gpumux.device.cuda.driver import Driver
 from gpumux.device.cuda.execute import Frame, Runner
+from gpumux.device.cuda.measuring import Twin
 from gpumux.device.cuda.operands import Operands
 from gpumux.device.cuda.worker import PENDING
 from gpumux.errors import ProgramError
@@ -37,11 +38,12 @@ class LoadedProgram:
 
     def __init__(self, program: Program, operands: Operands, driver: Driver, compute: Compute, cuts: Cuts) -> None:
         self.program, self.operands, self.cuts = program, operands, cuts
-        self._driver, self._compute = driver, compute
+        self.driver, self._compute = driver, compute
         self._runner = Runner(program, operands, compute)
         self._frame: Frame | None = None
         self._next: tuple[int, int, int] | None = None  # step, cut and piece that must come next
         self._graphs: dict[int, list[Graph | None]] = {}  # by cut; None: a piece of nothing
+        self.twin: Twin | None = None  # while its operators are measured
 
     # ---- any thread
 
@@ -62,8 +64,10 @@ class LoadedProgram:
     def expected(self, cut: int, piece: int) -> float:
         return self.cuts.seconds(cut)[piece]
 
-    def replay(self, cut: int, piece: int, stream: int) -> None:
-        graph = self._graphs[cut][piece]
+    def replay(self, step: int, cut: int, piece: int, stream: int) -> None:
+        twin = self.twin
+        graphs = twin.graphs if twin is not None and twin.runs(step, cut, piece) else self._graphs[cut]
+        graph = graphs[piece]
         if graph is not None:
             graph.replay(stream)
 
@@ -80,20 +84,20 @@ class LoadedProgram:
         marks: list[int] = []
 
         def mark() -> None:
-            event = self._driver.event(timed=True)
+            event = self.driver.event(timed=True)
             marks.append(event)
-            self._driver.record(event, stream)
+            self.driver.record(event, stream)
 
         try:
             with self._compute.on(stream):
                 self._runner.run(frame, start, stop, mark if timing else None)
             if timing:
                 mark()
-                wait(self._driver, stream)
-                self.cuts.timed([self._driver.elapsed(a, b) for a, b in pairwise(marks)])
+                wait(self.driver, stream)
+                self.cuts.timed([self.driver.elapsed(a, b) for a, b in pairwise(marks)])
         finally:
             for event in marks:
-                self._driver.destroy_event(event)
+                self.driver.destroy_event(event)
         if stop == len(self.program.ops):
             self._frame = None
 
@@ -104,6 +108,9 @@ class LoadedProgram:
                 if graph is not None:
                     graph.drop()
         self._graphs.clear()
+        if self.twin is not None:
+            self.twin.drop()
+            self.twin = None
         self._frame = None
         self.operands.close()
 
@@ -112,6 +119,29 @@ class LoadedProgram:
         if start == stop and not (stop == len(self.program.ops) and self.program.results):
             return None
         return self._compute.capture(stream, pool, lambda: self._runner.run(frame, start, stop))
+
+    def instrument(self, frame: Frame, start: int, stop: int, stream: int, pool: Any) -> tuple[Graph | None, list[int]]:
+        """Like `capture`, with events that the piece passes: two at its head, one behind each operator. Raises
+        JobFailed."""
+        if start == stop:
+            return self.capture(frame, start, stop, stream, pool), []
+        events = [self.driver.event(timed=True) for _ in range(stop - start + 2)]
+        ahead = iter(events)
+
+        def mark() -> None:
+            self.driver.mark(next(ahead), stream)
+
+        def body() -> None:
+            mark()
+            self._runner.run(frame, start, stop, mark)
+            mark()
+
+        try:
+            return self._compute.capture(stream, pool, body), events
+        except BaseException:
+            for event in events:
+                self.driver.destroy_event(event)
+            raise
 
     def frame(self) -> Frame:
         return self._runner.frame()
@@ -126,39 +156,53 @@ class LoadedProgram:
         return self._graphs.pop(self.cuts.newest - 2, [])
 
     def profile(self, device: str) -> StepProfile:
-        """What each operator was measured to take. Raises ProgramError before the first measured cut."""
-        if self.cuts.newest == 0:
-            raise ProgramError("the program's operators are not measured yet", "run two steps of it first")
-        program = self.program
+        """What each operator was measured to take: through the twin, if a step has run through it, else by the timed
+        step. There is a measured cut."""
+        program, op_s = self.program, self.cuts.op_s
+        note = "by events around each operator, launched one by one: short ones are measured with the gap behind them"
+        if self.twin is not None and self.twin.steps:
+            op_s = self.twin.op_s()
+            note = (
+                f"by events between the operators of captured pieces, whose own cost is taken off; median of "
+                f"{self.twin.steps} steps, beside whatever else ran"
+            )
         rows = [
             of_layer(
                 OpProfile(op.target, op_shapes(program, op), seconds, op_nbytes(program, op), source="measured"), label
             )
-            for op, seconds, label in zip(program.ops, self.cuts.op_s, labels(program), strict=True)
+            for op, seconds, label in zip(program.ops, op_s, labels(program), strict=True)
         ]
         return StepProfile(
             name="", device=device, ops=tuple(rows),
             versions={"torch": str(torch.__version__), "gpumux": __version__},
             recorded_at=strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()),
             batch=batch_size(program),
-            note="by events around each operator, launched one by one: short ones are measured with the gap behind them",
+            note=note,
         )  # fmt: skip
 
 
 class CaptureRun:
-    """The capture of all pieces of a cut, in order, one a call of `part`."""
+    """The capture of all pieces of a cut, in order, one a call of `part`; with `marked` as a twin of the newest cut."""
 
-    def __init__(self, loaded: LoadedProgram, bounds: Sequence[int], stream: int, pool: Any) -> None:
+    def __init__(
+        self, loaded: LoadedProgram, bounds: Sequence[int], stream: int, pool: Any, *, marked: bool = False
+    ) -> None:
         self._loaded, self._stream, self._pool = loaded, stream, pool
         self._left = deque(pairwise(bounds))
         self._frame = loaded.frame()
         self.graphs: list[Graph | None] = []
+        self.marks: list[list[int]] | None = [] if marked else None
 
     def part(self) -> object | None:
         """Capture the next piece; PENDING, or None when it was the last. Raises JobFailed, with nothing kept."""
         start, stop = self._left.popleft()
         try:
-            self.graphs.append(self._loaded.capture(self._frame, start, stop, self._stream, self._pool))
+            if self.marks is None:
+                self.graphs.append(self._loaded.capture(self._frame, start, stop, self._stream, self._pool))
+            else:
+                graph, marks = self._loaded.instrument(self._frame, start, stop, self._stream, self._pool)
+                self.graphs.append(graph)
+                self.marks.append(marks)
         except BaseException:
             self.stop()
             raise
@@ -170,6 +214,14 @@ class CaptureRun:
             if graph is not None:
                 graph.drop()
         self.graphs.clear()
+        for event in [event for marks in self.marks or () for event in marks]:
+            self._loaded.driver.destroy_event(event)
+        self.marks = None
+
+    def twin(self) -> Twin:
+        """Of all its pieces, when `part` has said None."""
+        assert self.marks is not None
+        return Twin(self._loaded.cuts.newest, self.graphs, self.marks, self._loaded.driver)
 
 
 def wait(driver: Driver, stream: int) -> None:

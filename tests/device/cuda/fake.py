@@ -56,6 +56,7 @@ class FakeDriver:
         self.broken = ""
         self.log: list[tuple[str, int]] = []  # (call, stream), of what goes to streams
         self.opened = False
+        self.captured: list[Any] | None = None  # what is captured now
         self._handle = 0
 
     # ---- the GPU
@@ -149,6 +150,16 @@ class FakeDriver:
 
         self.enqueue("record", stream, reach)
 
+    def mark(self, event: int, stream: int) -> None:
+        assert self.captured is not None, "events are marked in captures alone"
+        known = self.events[event]
+        known.recorded += 1
+
+        def reach() -> None:
+            known.reached, known.at = known.recorded, monotonic()
+
+        self.captured.append(reach)
+
     def reached(self, event: int) -> bool:
         self._check("reached")
         if self.auto:
@@ -228,7 +239,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[Any] = []  # (operator, arguments, keywords, what it returned), or something to call
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: set[int] = set()
 
@@ -273,7 +284,11 @@ class FakeGraph:
         self.out -= 1
         assert not self.dropped, "a graph ran that had been dropped"
         with torch.inference_mode(), self._compute.drawing_from(self._generator):
-            for func, args, kwargs, outs in self._calls:
+            for call in self._calls:
+                if callable(call):
+                    call()
+                    continue
+                func, args, kwargs, outs = call
                 if func in _WINDOWS or "set_" in func.name():
                     continue  # memory and windows onto it are there already
                 made = func(*args, **kwargs)
@@ -335,9 +350,11 @@ class FakeCompute:
             self.before_capture()
             recording, drawn = Recording(), torch.default_generator.get_state()
             try:
+                self.driver.captured = recording.calls
                 with recording:
                     body()
             finally:
+                self.driver.captured = None
                 recording.undo()
                 torch.default_generator.set_state(drawn)
         finally:

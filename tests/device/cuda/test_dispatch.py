@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
 from time import monotonic
 
@@ -16,62 +15,11 @@ from gpumux.device.cuda.feeding import FORMS
 from gpumux.errors import DeviceLost
 from gpumux.model import Priority
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
-from tests.device.cuda.fake import FakeCompute, FakeDriver, fake_device, poll_wait
-from tests.device.harness import Case, Driver, LoadedJob
+from tests.device.cuda.fake import fake_device, poll_wait
+from tests.device.cuda.running import captured, chain, compute_of, gpu_of
+from tests.device.harness import Case, Driver
 from tests.device.test_contract import floats, numbers
 from tests.program import samples
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[CudaDevice]:
-    device = fake_device()
-    device.open()
-    yield device
-    device.close()
-    gpu = device._driver
-    assert isinstance(gpu, FakeDriver)
-    assert [gpu.streams, gpu.events, gpu.pinned, gpu.registered] == [{}] * 4  # all of it was given back
-    assert not gpu.opened
-
-
-@pytest.fixture
-def driver(shared: CudaDevice) -> Iterator[Driver]:
-    driver = Driver(Case("cuda", lambda: shared, lambda: shared, wait=poll_wait), shared)
-    yield driver
-    gpu_of(shared).auto = True
-    driver.finish()
-
-
-def gpu_of(device: CudaDevice) -> FakeDriver:
-    assert isinstance(device._driver, FakeDriver)
-    return device._driver
-
-
-def compute_of(device: CudaDevice) -> FakeCompute:
-    compute = device._engine._compute
-    assert isinstance(compute, FakeCompute)
-    return compute
-
-
-def chain(length: int = 40) -> Program:
-    """input 0: float32[4] -> result 0: the input plus `length` times scalar 0, in that many operators."""
-    kinds = ["input", *["temp"] * length]
-    storages = tuple(Storage(kind, 16, 0 if kind == "input" else -1) for kind in kinds)
-    views = tuple(View(i, "float32", (4,), (1,)) for i in range(length + 1))
-    ops = tuple(Op("aten.add.Scalar", (TensorRef(i), ScalarRef(0)), (), (i + 1,)) for i in range(length))
-    return Program(storages, views, ops, (0,), (length,), ("float",))
-
-
-def captured(
-    driver: Driver, program: Program, buffers: list[int] | None = None, **options: object
-) -> tuple[LoadedJob, int]:
-    """A job whose program runs as graphs."""
-    job = driver.open(**options)
-    number = job.load(program, buffers or [])
-    for _ in range(2):
-        job.step(number, [1.0] * len(program.scalars))
-    driver.until(Recut, job.job)
-    return job, number
 
 
 def test_opening_asks_for_all_hardware_queues(shared: CudaDevice) -> None:

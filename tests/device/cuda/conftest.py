@@ -1,0 +1,32 @@
+"""One device on a fake GPU for the tests of a file, and what drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from gpumux.device.cuda.device import CudaDevice
+from tests.device.cuda.fake import FakeDriver, fake_device, poll_wait
+from tests.device.cuda.running import gpu_of
+from tests.device.harness import Case, Driver
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[CudaDevice]:
+    device = fake_device()
+    device.open()
+    yield device
+    device.close()
+    gpu = device._driver
+    assert isinstance(gpu, FakeDriver)
+    assert [gpu.streams, gpu.events, gpu.pinned, gpu.registered] == [{}] * 4  # all of it was given back
+    assert not gpu.opened
+
+
+@pytest.fixture
+def driver(shared: CudaDevice) -> Iterator[Driver]:
+    driver = Driver(Case("cuda", lambda: shared, lambda: shared, wait=poll_wait), shared)
+    yield driver
+    gpu_of(shared).auto = True
+    driver.finish()

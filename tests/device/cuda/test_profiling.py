@@ -1,0 +1,185 @@
+"""Operator times from an instrumented twin of the captured pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpumux.device.contract import JobLost, ProgramProfiled, Recut
+from gpumux.device.cuda import profiling
+from gpumux.device.cuda.device import CudaDevice
+from gpumux.device.cuda.measuring import STEPS, Twin
+from gpumux.model import JobId, Priority, ProgramId
+from gpumux.program.profile import StepProfile, loads
+from tests.device.cuda.fake import FakeDriver
+from tests.device.cuda.running import captured, chain, compute_of, gpu_of
+from tests.device.harness import Driver, LoadedJob
+from tests.device.test_contract import floats, numbers
+from tests.program import samples
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for steps, however long they take here."""
+    monkeypatch.setattr(profiling, "WAIT_S", 1e6)
+
+
+def profiled(driver: Driver, job: JobId) -> StepProfile:
+    answer = driver.until(ProgramProfiled, job)
+    assert answer.fault is None, answer.fault
+    return loads(answer.text.decode())
+
+
+def steps_until_profiled(driver: Driver, job: LoadedJob, number: ProgramId) -> tuple[StepProfile, int]:
+    """Step as a client does until there is an answer; how many steps that took. Times are read while others run."""
+    steps = 0
+    while not any(isinstance(event, ProgramProfiled) for event in driver.unread):
+        job.step(number, [1.0])
+        steps += 1
+    return profiled(driver, job.job), steps
+
+
+def test_steps_that_run_anyway_are_measured_and_nothing_else_runs(
+    driver: Driver,
+    shared: CudaDevice,
+    patient: None,
+) -> None:
+    job, number = captured(driver, samples.counter(), [4])
+    plain = len(compute_of(shared).graphs)
+    shared.profile(job.job, number)
+    profile, steps = steps_until_profiled(driver, job, number)
+    assert steps >= STEPS
+    assert "captured pieces" in profile.note
+    assert f"median of {STEPS} steps" in profile.note
+    assert len(profile.ops) == len(job.programs[number].ops)
+    assert numbers(job.transfer([0], [4])[:4]) == (2.0 + steps,)
+    twins = compute_of(shared).graphs[plain:]
+    assert twins
+    driver.unload(job.job)
+    assert all(graph.dropped for graph in twins)
+
+
+def test_a_step_runs_through_the_twin_from_end_to_end_or_not_at_all(
+    driver: Driver,
+    shared: CudaDevice,
+    patient: None,
+) -> None:
+    """With the next step launched before it has ended, of several pieces each."""
+    job, number = captured(driver, chain())
+    gpu = gpu_of(shared)
+    shared.profile(job.job, number)
+    loaded = shared._jobs[job.job].programs[number]
+    while loaded.twin is None:
+        driver.poll()
+    gpu.auto = False
+    for slot in (0, 1):
+        job.put(number, 0, floats(1, 2, 3, 4), slot)
+    launches = [launch for slot in (0, 1) for launch in job.launch(number, [0.5], slot)]
+    assert loaded.twin.step == job.steps - 2
+    gpu.auto = True
+    for launch in launches:
+        driver.done(launch)
+    for slot in (0, 1):
+        assert numbers(job.get(number, 0, 16, slot)) == pytest.approx([21, 22, 23, 24])
+
+
+def test_a_job_that_stands_still_is_told_the_times_of_its_timed_step(
+    driver: Driver,
+    shared: CudaDevice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(profiling, "WAIT_S", 0.0)
+    job, number = captured(driver, samples.counter(), [4])
+    shared.profile(job.job, number)
+    assert "one by one" in profiled(driver, job.job).note
+    job.step(number, [1.0])
+
+
+def test_requests_are_answered_in_order_through_another_cut(
+    driver: Driver,
+    shared: CudaDevice,
+    patient: None,
+) -> None:
+    job, number = captured(driver, samples.counter(), [4])
+    for asked in (number, number):
+        shared.profile(job.job, asked)
+    job.step(number, [1.0])
+    shared.regrade(job.job, Priority.HIGH)  # captured anew: what was measured was another cut's
+    for _ in range(2):
+        assert "captured pieces" in steps_until_profiled(driver, job, number)[0].note
+    driver.until(Recut, job.job)
+    assert not shared._jobs[job.job].profiling
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_job_that_ends_leaves_no_request_behind(
+    driver: Driver,
+    shared: CudaDevice,
+    patient: None,
+    lost: bool,
+) -> None:
+    job, number = captured(driver, samples.counter(), [4])
+    shared.profile(job.job, number)
+    job.step(number, [1.0])
+    if lost:
+        job.launch(number, [])
+        told = driver.wait_for(lambda e: isinstance(e, ProgramProfiled) and e.job == job.job)
+        assert isinstance(told, ProgramProfiled)
+        assert told.fault is not None
+        driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    driver.unload(job.job)
+    assert not [event for event in driver.unread if isinstance(event, ProgramProfiled) and event.job == job.job]
+
+
+def test_a_twin_that_cant_be_captured_costs_its_request_alone(driver: Driver, shared: CudaDevice) -> None:
+    job, number = captured(driver, samples.counter(), [4])
+    compute = compute_of(shared)
+
+    def fail() -> None:
+        raise RuntimeError("no room for it")
+
+    compute.before_capture = fail
+    try:
+        shared.profile(job.job, number)
+        answer = driver.until(ProgramProfiled, job.job)
+    finally:
+        compute.before_capture = lambda: None
+    assert answer.fault is not None
+    assert "no room" in answer.fault.message
+    job.step(number, [1.0])
+
+
+@pytest.fixture
+def marked() -> Iterator[Callable[[list[float]], Twin]]:
+    """A twin of one piece whose events were reached at given times."""
+    gpu = FakeDriver(auto=False)
+
+    def make(at: list[float]) -> Twin:
+        events = [gpu.event(timed=True) for _ in at]
+        return Twin(1, [None], [events], gpu)
+
+    def set_times(twin: Twin, at: list[float]) -> None:
+        for event, when in zip(twin._marks[0], at, strict=True):
+            gpu.events[event].at = when
+
+    make.set_times = set_times  # type: ignore[attr-defined]
+    yield make
+    assert not gpu.events
+
+
+def test_what_the_events_cost_is_taken_off_and_the_median_counts(marked: Callable[[list[float]], Twin]) -> None:
+    twin = marked([0.0] * 4)
+    for step, slow in enumerate((1.0, 1.0, 5.0, 1.0, 9.0)):
+        assert twin.runs(step, 1, 0)
+        assert not twin.runs(step + 100, 1, 0)  # another step meanwhile
+        assert not twin.runs(step + 100, 0, 0)
+        marked.set_times(twin, [0.0, 2e-6, 2e-6 + slow * 12e-6, 3e-6 + slow * 12e-6])  # type: ignore[attr-defined]
+        twin.read()
+    assert twin.complete
+    assert not twin.runs(7, 1, 0)
+    first, second = twin.op_s()
+    assert first == pytest.approx(10e-6)
+    assert second == pytest.approx(0.5e-6)  # less than an event: at least the resolution
+    twin.drop()
+    twin.read()  # asked for before, done after: nothing
