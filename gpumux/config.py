@@ -70,6 +70,10 @@ class Config:
     gpu: int = _setting(0, "index of the GPU this daemon owns", low=0, high=1023)
     device: str = _setting("auto", "what runs the work; auto takes the GPU where there is one", choices=DEVICES)
     endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")
+    gpu_shares: str = _setting(
+        "off", "whether low jobs may be confined to parts of a GPU (green contexts; not yet proven on one)",
+        choices=("off", "on"),
+    )  # fmt: skip
     gpu_model: str = _setting("a100", "the GPU that --device sim simulates", choices=GPU_MODELS)
     profiles: tuple[str, ...] = _setting((), "files of `gpumux jobs profile` whose times a simulated GPU uses")
     policy: str = _setting("guarded", "who runs next", choices=POLICIES)

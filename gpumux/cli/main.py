@@ -167,6 +167,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="TOML file with settings (also GPUMUX_CONFIG)")
     add("--gpu", metavar="N", help="index of the GPU to own (default 0)")
     add("--device", metavar="|".join(config.DEVICES), help="what runs the work (default auto)")
+    add("--gpu-shares", metavar="off|on", help="whether low jobs may be confined to parts of a GPU (default off)")
     add("--gpu-model", metavar="|".join(config.GPU_MODELS), help="the GPU that --device sim simulates (default a100)")
     add("--endpoint", metavar="URL", action="append", help="ipc://PATH or tcp://HOST:PORT; may be given again")
     add("--policy", metavar="|".join(config.POLICIES), help="who runs next (default guarded)")

@@ -12,7 +12,7 @@ from gpumux.wire import endpoint as endpoints
 
 EX_USAGE = 64
 FLAGS = (
-    "log_format", "gpu", "device", "gpu_model", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
+    "log_format", "gpu", "device", "gpu_shares", "gpu_model", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
 )  # fmt: skip
 
 

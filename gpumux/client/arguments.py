@@ -43,6 +43,11 @@ def _label(step: Callable[..., Any], name: Any) -> str:
     return str(name)
 
 
+def check_compile(value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"compile is {value!r:.60}", "use True or False")
+
+
 def whole(what: str, value: Any, low: int, high: int, remedy: str) -> int:
     """A whole number (numpy's too) from `low` to `high`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:

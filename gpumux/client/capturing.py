@@ -32,10 +32,12 @@ class Capturing:
     def _intern(self, structure: Structure) -> Structure:
         return self._structures.setdefault(structure, structure)
 
-    def _capture(self, fn: Callable[..., Any], example: Any, phases: int, microbatches: int) -> StepFunction:
+    def _capture(
+        self, fn: Callable[..., Any], example: Any, phases: int, microbatches: int, compiled: bool
+    ) -> StepFunction:
         args, kwargs = example_arguments(example)
         function = StepFunction(
-            fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches
+            fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches, compiled
         )
         entry = (function, args, kwargs)
         self._functions.append(entry)

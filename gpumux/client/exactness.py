@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from gpumux.client.microbatch.split import TOLERANCE
@@ -11,9 +11,9 @@ from gpumux.client.state import StateTable
 BIT_EQUAL, EQUIVALENT = "bit-equal", "equivalent"
 
 
-def exactness(table: StateTable, microbatches: Iterable[tuple[str, int]]) -> dict[str, Any]:
+def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool = False) -> dict[str, Any]:
     """For Job.stats(): `exactness`, and where results are not bit-equal `because`, a sentence for each reason.
-    `microbatches`: each function's name and into how many parts its batch is cut."""
+    `microbatches`: by function, into how many parts its batch is cut; `compiled`: whether one is."""
     because, more = [], {}
     if table.runs_on == "cuda":
         because.append(
@@ -22,10 +22,15 @@ def exactness(table: StateTable, microbatches: Iterable[tuple[str, int]]) -> dic
         )
     elif table.gpu:
         because.append(f"the local model lies on {table.home}, and the daemon computes on the {table.runs_on}")
-    counts = {name: count for name, count in microbatches if count > 1}
+    counts = {name: count for name, count in microbatches.items() if count > 1}
     if counts:
         because.append("batches are run in parts")
         more = {"tolerance": dict(TOLERANCE), "microbatches": counts}
+    if compiled:
+        because.append(
+            "the daemon compiles the step, which fuses operators: results are bit-equal to those of any other compiled run of "
+            "it with the same torch build on the same kind of machine"
+        )
     if not because:
         return {"exactness": BIT_EQUAL}
     return {"exactness": EQUIVALENT, "because": because, **more}

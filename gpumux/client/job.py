@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from gpumux.client import patience
+from gpumux.client.arguments import check_compile
 from gpumux.client.capturing import Capturing
 from gpumux.client.exactness import exactness
 from gpumux.client.future import StepFuture
@@ -77,13 +78,16 @@ class Job(Capturing, Slotted):
         self._notes = partial(notes_of, weakref.ref(self))
         self._recovery = Recovery(self, replay_bytes, reconnect_s, last_snapshot)
 
-    def add(self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1) -> Callable[..., StepFuture]:
+    def add(
+        self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1, compile: bool = False,  # noqa: A002
+    ) -> Callable[..., StepFuture]:  # fmt: skip
         """Capture another step over the same state (evaluation, a GAN's second step, apply after
         accumulate). Returns a callable that runs it in the job's order and gives a StepFuture.
-        `microbatches` as in submit(), for this function alone."""
+        `microbatches` and `compile` as in submit(), for this function alone."""
         check_microbatches(microbatches)
+        check_compile(compile)
         with self._lock:
-            function = self._persist(lambda: self._capture(fn, example, 1, microbatches))
+            function = self._persist(lambda: self._capture(fn, example, 1, microbatches, compile))
 
         def call(*batch: Any, **named: Any) -> StepFuture:
             return self._run(function, batch, named)
@@ -253,7 +257,9 @@ class Job(Capturing, Slotted):
         where a function of the job runs in microbatches `tolerance` says how far results may be from the whole
         batch's (README, "Microbatches")."""
         reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
-        return {**exactness(self._table, ((f.name, f.microbatches) for f, _, _ in self._functions)), **reply.body}
+        functions = [f for f, _, _ in self._functions]
+        compiled = any(f.compiled for f in functions)
+        return {**exactness(self._table, {f.name: f.microbatches for f in functions}, compiled), **reply.body}
 
     @property
     def bytes_copied_in(self) -> int:

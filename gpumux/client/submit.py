@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from gpumux.client.arguments import job_spec, several, whole
+from gpumux.client.arguments import check_compile, job_spec, several, whole
 from gpumux.client.job import Job
 from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.recovering import open_message
@@ -27,7 +27,8 @@ def submit(
     step: Callable[..., Any], *, example: Any, model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     optimizer: Any = None, priority: str = "low", name: str | None = None, endpoint: str | None = None,
     weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None, max_inflight: int = 2,
-    seed: int | None = None, max_variants: int = 4, microbatches: int = 1, resume: str | None = None,
+    seed: int | None = None, max_variants: int = 4, microbatches: int = 1, compile: bool = False,  # noqa: A002
+    resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and put its state there.
@@ -47,6 +48,10 @@ def submit(
     microbatches: run a step's batch as so many accumulated parts, for shorter pieces and less memory;
         must divide the batch size. Equivalent, no longer bit-equal; the step must be one whose loss averages or
         adds up over independent samples (NotSplittable says why it isn't). Dropout draws other masks.
+    compile: have the daemon compile the step with torch's inductor: operators are fused, and loading takes much longer.
+        Equivalent, no longer bit-equal to the plain run; runs of the job with the same torch build on the same kind of
+        machine are bit-equal to each other. The daemon's machine needs what inductor does (a C++ compiler for the
+        CPU, Triton for a GPU); ProgramError says what is missing.
     resume: name of a job of yours whose client is gone, or closed it with keep=True, and whose state the daemon kept.
         The models and optimizers are overwritten with it and the job goes on from there; `job.resumed_steps` says how
         many step() calls are behind it. Raises UnknownJob where nothing of that name was kept.
@@ -68,6 +73,7 @@ def submit(
     spec = job_spec(step, priority, name, weight, max_slowdown, memory_limit, max_inflight, seed)
     max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
     check_microbatches(microbatches)
+    check_compile(compile)
     session = Session.connect(endpoint)
     job: Job | None = None
     try:
@@ -81,7 +87,7 @@ def submit(
         open_job(session, open_message(job_id, spec), kept is not None)
         keepsake = kept.keepsake if kept is not None else None
         job = Job(session, job_id, spec, table, max_variants, replay_bytes, reconnect_s, keepsake, last)
-        job._capture(step, example, 4, microbatches)
+        job._capture(step, example, 4, microbatches, compile)
         if keepsake is not None:
             session.call(Replay(0, job_id, 0, 1), [keepsake.generator])
         job._recovery.ready(job)

@@ -167,10 +167,11 @@ class Choice:
 class StepFunction:
     def __init__(
         self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, guard: StaleGuard,
-        intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1,
+        intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
     ) -> None:  # fmt: skip
         self.fn = fn
         self.microbatches = microbatches
+        self.compiled = compiled
         self.name = getattr(fn, "__qualname__", "step")
         self._table = table
         self._tracer = tracer
@@ -316,7 +317,8 @@ class StepFunction:
                     "job.add(...) every step that uses another one's gradients before the first step, or run that step again first",
                 )
             raise KeepMore(state.keep | lowered.reads_dropped)
-        made = Made(replace(lowered, exit=self._intern(lowered.exit)))
+        program = replace(lowered.program, kind="compiled") if self.compiled else lowered.program
+        made = Made(replace(lowered, program=program, exit=self._intern(lowered.exit)))
         phase.made[state.keep] = made
         return made
 

@@ -201,6 +201,7 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
         gpu=config.gpu,
         threads=config.threads,
         low_nice=low_nice,
+        gpu_shares=config.gpu_shares == "on",
         gpu_model=config.gpu_model,
         profiles=[load_profile(Path(path)) for path in config.profiles],
         allow_ops=config.allow_ops,

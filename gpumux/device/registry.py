@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from gpumux.device.contract import Device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
+from gpumux.device.cuda.partitions import WANTED
 from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
@@ -20,6 +21,7 @@ def make(
     gpu: int = 0,
     threads: int = 0,
     low_nice: int = 0,
+    gpu_shares: bool = False,
     gpu_model: str = "a100",
     profiles: Sequence[StepProfile] = (),
     allow_ops: Sequence[str] = (),
@@ -27,6 +29,7 @@ def make(
     """The device called `name`, not opened yet. Raises ConfigError.
 
     gpu: which GPU, for cuda: its number in nvidia-smi, among those this process may use.
+    gpu_shares: whether low jobs may be confined to parts of a GPU, for cuda.
     threads, low_nice: intra-op threads a piece (0 leaves it to the device) and the niceness of low jobs'
         processes, on the CPU.
     gpu_model, profiles: what a simulated GPU is, and profiles whose times count more than its cost model's.
@@ -37,5 +40,5 @@ def make(
     if name == "sim":
         return SimDevice(gpu_model, known=profiles, allow_ops=allow_ops)
     if name == "cuda":
-        return CudaDevice(gpu, allow_ops=allow_ops)
+        return CudaDevice(gpu, shares=WANTED if gpu_shares else (), allow_ops=allow_ops)
     raise ConfigError(f"unknown device {name!r}", f"use one of {', '.join(NAMES)}")

@@ -185,7 +185,7 @@ class _ArrayChoice(Choice):
 class _Function:
     """Stands where a job has a captured function."""
 
-    microbatches = 1
+    microbatches, compiled = 1, False
 
     def __init__(self, array: ArrayJob) -> None:
         self._array = array

@@ -117,7 +117,7 @@ class _Decoder:
         layers, spans = rest or ([], [])
         if rest and not layers:
             raise malformed("a version for layers, and no layer")
-        if kind != "aten":
+        if kind != "aten" and kind != "compiled":
             raise malformed(f"the kind {kind!r}")
         self._names = [self._text(name) for name in self._list(names, limits.names)]
         program = Program(
@@ -131,6 +131,7 @@ class _Decoder:
             gates=tuple([self._gate(g) for g in self._list(gates, limits.tensors)]),
             numerics=self._numerics(numerics),
             device=self._text(device),
+            kind=kind,
             layers=tuple([self._text(name) for name in self._list(layers, limits.layers)]),
             spans=self._spans(spans),
         )

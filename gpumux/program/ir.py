@@ -142,7 +142,7 @@ class Program:
     gates: tuple[Gate, ...] = ()
     numerics: Numerics = Numerics()
     device: str = "cpu"  # device type the step was traced for
-    kind: Literal["aten"] = "aten"
+    kind: Literal["aten", "compiled"] = "aten"  # "compiled": its operators may be fused (device/inductor.py)
     version: int = IR_VERSION
     layers: tuple[str, ...] = ()  # the user's names, in order of first use; for profiles, nothing runs differently
     spans: tuple[Span, ...] = ()  # whose operators are whose, rising; those of none are in no span

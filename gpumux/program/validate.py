@@ -129,7 +129,7 @@ def _settings(program: Program) -> None:
     n = program.numerics
     known = (
         program.version == IR_VERSION
-        and program.kind == "aten"
+        and program.kind in ("aten", "compiled")
         and n.matmul_precision in MATMUL_PRECISIONS
         and n.default_dtype in DEFAULT_DTYPES
         and all(type(flag) is bool for flag in (n.deterministic, n.flush_denormal, n.mkldnn))

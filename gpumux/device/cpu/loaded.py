@@ -22,14 +22,16 @@ from time import gmtime, perf_counter, strftime
 import torch
 
 from gpumux import __version__
+from gpumux.device.cpu.compiled import CompiledProgram
 from gpumux.device.cpu.frame import Context, Frame
 from gpumux.device.cpu.interp import Interpreter
 from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.operands import Operands
 from gpumux.device.cpu.pieces import Piece, PieceBuilder, sources
 from gpumux.device.cpu.randomness import Replays, repeated_slots
+from gpumux.device.units import cut_units
 from gpumux.errors import ProgramError
-from gpumux.program.cut import GUESSED_OP_SECONDS, cut, cut_unmeasured, piece_seconds
+from gpumux.program.cut import GUESSED_OP_SECONDS, cut, piece_seconds
 from gpumux.program.ir import Program
 from gpumux.program.layers import labels
 from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
@@ -67,7 +69,9 @@ class LoadedProgram:
         self._piece_s: list[list[float]] = []
         self.newest = 0
         self._gates = sorted({gate.op for gate in program.gates})
-        self._bounds = {0: cut_unmeasured(len(program.ops), target_s, self._gates)}
+        compiled = program.kind == "compiled"
+        self._compiled = CompiledProgram(self._context, self._interpreter) if compiled else None
+        self._bounds = {0: self._boundaries([GUESSED_OP_SECONDS] * len(program.ops))}
         self._pieces: dict[int, list[Piece]] = {}
 
     @property
@@ -91,15 +95,19 @@ class LoadedProgram:
                 f"piece {piece} of step {step} is out of order", "this is a bug in the daemon: report it"
             )
         if cut == 0:
-            seconds = self._interpreter.run(frame, bounds[piece], bounds[piece + 1], verify=self._first(0))
+            start, stop = bounds[piece], bounds[piece + 1]
+            if self._compiled is not None:
+                seconds = self._compiled.run(frame, start, stop)
+            else:
+                seconds = self._interpreter.run(frame, start, stop, verify=self._first(0))
             if self._first(1):
                 self._op_s.extend(seconds)
         elif self._settling(cut):
             began = perf_counter()
-            self._pieces[cut][piece].run(frame)
+            self._run_piece(frame, cut, piece)
             self._piece_s[piece].append(perf_counter() - began)
         else:
-            self._pieces[cut][piece].run(frame)
+            self._run_piece(frame, cut, piece)
         frame.next_piece += 1
         if frame.next_piece < len(bounds) - 1:
             return False
@@ -110,6 +118,17 @@ class LoadedProgram:
         """Pieces are to be so long, None: as long as they were meant to be at first. `recut` sees to it."""
         self._wanted_s = self._own_s if target_s is None else target_s
 
+    def _run_piece(self, frame: Frame, cut: int, piece: int) -> None:
+        if self._compiled is not None:
+            self._compiled.run(frame, *self._bounds[cut][piece : piece + 2])
+        else:
+            self._pieces[cut][piece].run(frame)
+
+    def _boundaries(self, op_s: list[float]) -> tuple[int, ...]:
+        if self._compiled is not None:
+            return cut_units(self._compiled.units, op_s, self._target_s, None, self._gates)
+        return cut(op_s, self._target_s, gates=self._gates)
+
     def recut(self) -> tuple[float, ...] | None:
         """After a whole step: predicted seconds of each piece of a new cut (`newest`), if there is
         reason for one."""
@@ -118,7 +137,7 @@ class LoadedProgram:
             return self._cut([max(0.2e-6, s - self._python_s) for s in self._op_s]) if self._steps == 2 else None
         if self._wanted_s != self._target_s and self._steps:
             self._target_s, op_s = self._wanted_s, self._scaled()
-            return self._cut(op_s) if cut(op_s, self._target_s, gates=self._gates) != self.bounds else None
+            return self._cut(op_s) if self._boundaries(op_s) != self.bounds else None
         if self.newest == 1 and self._steps == SETTLE_STEPS:
             return self._cut_again()
         return None
@@ -145,12 +164,16 @@ class LoadedProgram:
             versions={"torch": str(torch.__version__), "gpumux": __version__},
             recorded_at=strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()),
             batch=batch_size(program),
-            note=f"run operator by operator with {torch.get_num_threads()} threads, Python's own time taken off",
+            note=f"run operator by operator with {torch.get_num_threads()} threads, Python's own time taken off"
+            if self._compiled is None
+            else "compiled: the time of operators that were fused is put down to the first of them",
         )
 
     @property
     def through_python(self) -> dict[str, str]:
         """Operators no graph can say, each with the reason; empty before the first measured cut."""
+        if self._compiled is not None:
+            return self._compiled.left
         return self._builder.through_python if self._builder else {}
 
     def _first(self, step: int) -> bool:
@@ -178,16 +201,17 @@ class LoadedProgram:
             self._steps += 1
 
     def _cut(self, op_s: list[float]) -> tuple[float, ...]:
-        if self._builder is None:
-            self._builder = PieceBuilder(self._context, self._interpreter)
-        bounds = cut(op_s, self._target_s, gates=self._gates)
-        pieces = [self._builder.build(start, stop) for start, stop in pairwise(bounds)]
+        bounds = self._boundaries(op_s)
+        pieces: list[Piece] = []
+        if self._compiled is None:
+            self._builder = self._builder or PieceBuilder(self._context, self._interpreter)
+            pieces = [self._builder.build(start, stop) for start, stop in pairwise(bounds)]
         self._bounds.pop(self.newest - 1, None)
         self._pieces.pop(self.newest - 1, None)
         self.newest += 1
         self._bounds[self.newest], self._pieces[self.newest] = bounds, pieces
         self._op_s, self._steps = op_s, 0
-        self._piece_s = [[] for _ in pieces]
+        self._piece_s = [[] for _ in bounds[1:]]
         return piece_seconds(op_s, bounds)
 
     def _cut_again(self) -> tuple[float, ...] | None:
@@ -195,7 +219,7 @@ class LoadedProgram:
         real = piece_seconds(op_s, self._bounds[1])
         long = max(real, default=0.0) > FAR * self._target_s
         short = len(real) > 1 and sum(real) / len(real) < self._target_s / FAR
-        again = cut(op_s, self._target_s, gates=self._gates)
+        again = self._boundaries(op_s)
         return self._cut(op_s) if (long or short) and again != self._bounds[1] else None
 
     def _scaled(self) -> list[float]:

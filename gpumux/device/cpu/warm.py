@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gpumux
+from gpumux.device.codecache import VARIABLE, CodeCache
 from gpumux.device.cpu import channel as wire
 from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, WARMED, Channel, packets, unpack
 
@@ -24,6 +25,7 @@ class WarmProcess:
 
     def __init__(self, operators: Sequence[str] = ()) -> None:
         ours, theirs = wire.pair()
+        self._code = CodeCache()
         with theirs:
             # -P: modules lying in the daemon's working directory are nobody's to import.
             arguments = [sys.executable, "-P", "-m", "gpumux.device.cpu.zygote", str(theirs.fileno())]
@@ -34,7 +36,7 @@ class WarmProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 process_group=0,  # no session of its own: see process.settle
-                env=_environment(),
+                env={**_environment(), VARIABLE: self._code.folder},
             )
         ours.setblocking(False)
         self.channel = Channel(ours)
@@ -112,6 +114,7 @@ class WarmProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        self._code.close()
         return f"died of signal {-code}" if code < 0 else f"exited with status {code}"
 
     def _post(self, tag: int, body: object, fds: Sequence[int] = ()) -> None:

@@ -8,7 +8,7 @@ while its operators run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -52,6 +52,9 @@ class Compute(Protocol):
 
     def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
         """The operators that `body` calls as one graph. They are not run. Raises what `body` does, JobFailed."""
+
+    def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
+        """`call(*arguments)`, which launches kernels of its own past torch's operators."""
 
     def supports(self, target: str) -> bool:
         """Whether the device has a kernel for an operator."""
@@ -102,11 +105,16 @@ class CudaCompute:
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
-    def on(self, stream: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        with self._driver.within(stream), torch.cuda.stream(self._stream(stream)):
+            yield
+
+    def _stream(self, stream: int) -> Any:
         known = self._streams.get(stream)
         if known is None:
             known = self._streams[stream] = torch.cuda.ExternalStream(stream, device=self.device)
-        return torch.cuda.stream(known)
+        return known
 
     def generator(self, seed: int) -> Any:
         return torch.Generator(device=self.device).manual_seed(seed)
@@ -151,6 +159,9 @@ class CudaCompute:
             torch._C._cuda_clearCublasWorkspaces()
         self._upload(graph, stream)
         return CudaGraph(graph, self.on)
+
+    def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
+        return call(*arguments)
 
     def supports(self, target: str) -> bool:
         name = schema(target).overload.name()

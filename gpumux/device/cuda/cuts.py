@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
+from gpumux.device.units import Unit, cut_units
 from gpumux.program.cut import cut, cut_unmeasured, piece_seconds
 
 LOW_S, HIGH_S, HIGH_LEAST_S = 300e-6, 500e-6, 250e-6  # how long pieces should be, by class
@@ -24,19 +25,30 @@ LEAST_OP_S = 0.5e-6
 
 
 class Cuts:
-    """`target_s`, `least_s`: how long pieces should be, and below what they join a neighbour."""
+    """`target_s`, `least_s`: how long pieces should be, and below what they join a neighbour. `units`: what is not to be
+    cut, of a program that is compiled."""
 
     def __init__(
-        self, operators: int, target_s: float, least_s: float | None = None, gates: Sequence[int] = ()
+        self,
+        operators: int,
+        target_s: float,
+        least_s: float | None = None,
+        gates: Sequence[int] = (),
+        units: Sequence[Unit] | None = None,
     ) -> None:
         self._own_s = self._target_s = self._wanted_s = target_s
-        self._least_s, self._gates = least_s, tuple(gates)
-        self._bounds = {0: cut_unmeasured(operators, target_s, gates)}
+        self._units, self._least_s, self._gates = units, least_s, tuple(gates)
+        guessed = [GUESSED_OP_S] * operators
+        self._bounds = {
+            0: cut_unmeasured(operators, target_s, gates)
+            if units is None
+            else cut_units(units, guessed, target_s, None, gates)
+        }
         self._steps = 0  # whole steps done under the newest cut
         self._pieces: list[list[float]] = []
         self.newest = 0
         self.op_s: tuple[float, ...] = ()
-        self._predicted = {0: piece_seconds([GUESSED_OP_S] * operators, self._bounds[0])}
+        self._predicted = {0: piece_seconds(guessed, self._bounds[0])}
 
     def aim(self, target_s: float | None) -> None:
         """Pieces are to be so long, None: as long as they were meant to be at first. `wanted` sees to it."""
@@ -105,6 +117,8 @@ class Cuts:
         self._pieces = [[] for _ in bounds[1:]]
 
     def _cut(self, op_s: Sequence[float]) -> tuple[int, ...]:
+        if self._units is not None:
+            return cut_units(self._units, op_s, self._target_s, self._least_s, self._gates)
         return cut(op_s, self._target_s, self._least_s, self._gates)
 
     def _scaled(self) -> tuple[float, ...]:

@@ -33,7 +33,9 @@ from gpumux.device.cuda.dispatch import Dispatch
 from gpumux.device.cuda.driver import CudaDriver, Driver, Facts
 from gpumux.device.cuda.flights import Flights
 from gpumux.device.cuda.jobs import CudaJob, Load
+from gpumux.device.cuda.partitions import Partitions
 from gpumux.device.cuda.profiling import Profiles
+from gpumux.device.cuda.running import Running
 from gpumux.device.cuda.turns import Turns
 from gpumux.device.cuda.worker import Worker
 from gpumux.errors import ConfigError, DeviceLost, GpumuxError
@@ -57,13 +59,15 @@ def real_compute(driver: Driver, ordinal: int) -> Compute:
 
 class CudaDevice(Dispatch):
     """See gpumux.device.contract.Device. `ordinal`: which GPU, as the driver numbers those this process may use.
-    `parallel`: pieces at once, None for as many as windows allow. `driver` and `compute` are what tests replace."""
+    `parallel`: pieces at once, None for as many as windows allow. `shares`: parts of the multiprocessors to which low
+    work can be confined (partitions.py). `driver` and `compute` are what tests replace."""
 
     def __init__(
         self,
         ordinal: int = 0,
         *,
         parallel: int | None = None,
+        shares: Sequence[float] = (),
         allow_ops: Sequence[str] = (),
         limits: Limits = DEFAULT,
         driver: Driver | None = None,
@@ -71,6 +75,7 @@ class CudaDevice(Dispatch):
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._ordinal, self._parallel, self._allow_ops = ordinal, parallel, allow_ops
+        self._wanted_shares = tuple(shares)
         self._driver: Driver = driver or CudaDriver()
         self._compute, self._clock = compute, clock
         self._checks_at_once = max(2, (os.cpu_count() or 2) // 4)
@@ -99,7 +104,10 @@ class CudaDevice(Dispatch):
         self._total = self._driver.memory()[0]
         targets = {"low": LOW_S, "high": HIGH_S}
         version = self._engine.torch_version
-        return DeviceInfo("cuda", facts.name, self._total, self._parallel, 0, version, targets, self._checks_at_once)
+        shares = self._partitions.shares
+        return DeviceInfo(
+            "cuda", facts.name, self._total, self._parallel, 0, version, targets, self._checks_at_once, shares
+        )
 
     def filenos(self) -> Sequence[int]:
         return (self._epoll.fileno(),)
@@ -269,11 +277,13 @@ class CudaDevice(Dispatch):
 
         least, greatest = facts.priorities
         priorities = {int(Priority.LOW): least, int(Priority.HIGH): greatest}
-        self._engine = Engine(driver, compute, priorities)
+        self._partitions = Partitions(driver, facts, self._wanted_shares, least)
+        self._parts.append(self._partitions.close)
+        self._engine = Engine(driver, compute, priorities, self._partitions)
         self._parts.append(self._engine.close)
         streams = {number: [driver.stream(priorities[number]) for _ in range(STREAMS)] for number in priorities}
         self._parts += [partial(driver.destroy_stream, stream) for made in streams.values() for stream in made]
-        self._turns = Turns(streams)
+        self._running = Running(driver, Turns(streams), self._partitions)
         self._flights = Flights(driver, self._clock, greatest)
         self._parts.append(self._flights.close)
         self._worker = Worker(self._engine.inside, self._tell)

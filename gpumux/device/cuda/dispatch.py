@@ -20,7 +20,7 @@ from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cuda.flights import Flights, Landed
 from gpumux.device.cuda.jobs import Capture, Chore, Command, CudaJob, Instrument, Load, release, unanswered
 from gpumux.device.cuda.profiling import Profiles
-from gpumux.device.cuda.turns import Turns
+from gpumux.device.cuda.running import Running
 from gpumux.device.cuda.worker import Worker
 from gpumux.errors import DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.model import Fault, JobId, Priority
@@ -43,13 +43,13 @@ def as_fault(error: BaseException) -> Fault:
 
 
 class Dispatch:
-    """The jobs of a device and their commands. `_worker`, `_engine`, `_flights`, `_turns`, `_keeper` and `_profiles` are
+    """The jobs of a device and their commands. `_worker`, `_engine`, `_flights`, `_running`, `_keeper` and `_profiles` are
     there while it is open."""
 
     _worker: Worker
     _engine: Engine
     _flights: Flights[Flown]
-    _turns: Turns
+    _running: Running
     _keeper: Keeper
     _profiles: Profiles
     _name = ""
@@ -118,13 +118,14 @@ class Dispatch:
     def _fly(self, job: CudaJob, launch: Launch, loaded: LoadedProgram) -> None:
         """Launch a captured piece. Raises GpumuxError."""
         last = loaded.check(launch.step, launch.cut, launch.piece)
-        stream = self._stream(job, launch.stream)
+        share = loaded.share(launch.step, launch.cut, launch.piece, launch.share)
+        stream = self._running.take(job, launch.stream, share)
         operands = loaded.operands
         if launch.piece == 0:
             operands.feed(launch.slot, launch.scalars, stream)
 
         def work() -> None:
-            loaded.replay(launch.step, launch.cut, launch.piece, stream)
+            loaded.replay(launch.step, launch.cut, launch.piece, share, stream)
             if last:
                 operands.collect(launch.slot, stream)
 
@@ -152,12 +153,12 @@ class Dispatch:
         if isinstance(command, Launch):
             loaded = self._program(job, command)
             last = loaded.check(command.step, command.cut, command.piece)
-            stream = self._stream(job, command.stream)
+            stream = self._running.take(job, command.stream, command.share)
             work = partial(engine.run, job, command, loaded, stream, last=last)
         elif isinstance(command, Load):
-            work = partial(engine.load, job, command)
+            work = engine.loading(job, command)
         elif isinstance(command, Move):
-            work = partial(engine.move, job, command, self._stream(job, int(job.spec.priority)))
+            work = partial(engine.move, job, command, self._running.take(job, int(job.spec.priority)))
         elif isinstance(command, Capture):
             work = engine.capturing(job, command, job.programs[command.program])
         elif isinstance(command, Instrument):
@@ -175,9 +176,7 @@ class Dispatch:
         if job.over:
             if isinstance(command, Load) and value is not None:
                 job.programs[command.program] = value  # to be let go of with the rest
-            if isinstance(command, Capture) and value is not None:
-                job.garbage += [graph for graph in value[0] if graph is not None]
-            if isinstance(command, Instrument) and value is not None:
+            if isinstance(command, Capture | Instrument) and value is not None:
                 job.garbage.append(value[0])
             self._let_go(job)
             return
@@ -232,7 +231,8 @@ class Dispatch:
             return
         graphs, grown = value
         loaded = job.programs[capture.program]
-        job.garbage += [graph for graph in loaded.accept(capture.bounds, graphs) if graph is not None]
+        old = loaded.accept(capture.bounds, graphs)
+        job.garbage += [old] if old is not None else []
         job.transients[capture.program] = max(job.transients[capture.program], grown)
         number = loaded.cuts.newest
         self._untrimmed = True
@@ -253,16 +253,7 @@ class Dispatch:
                 job.backlog.appendleft(Capture(number, bounds))
         self._advance(job)
         self._hand_over()
-        self._rest(job)
-
-    def _stream(self, job: CudaJob, number: int) -> int:
-        job.stream = self._turns.take(job.id, number)
-        return job.stream
-
-    def _rest(self, job: CudaJob) -> None:
-        if job.quiet and job.stream:
-            self._turns.leave(job.id)
-            job.stream = 0
+        self._running.rest(job)
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -313,7 +304,7 @@ class Dispatch:
     def _released(self, job: CudaJob, value: None, error: BaseException | None) -> None:
         if error is not None:
             raise error
-        self._turns.leave(job.id)
+        self._running.leave(job)
         del self._jobs[job.id]
         self._untrimmed = True
         assert job.fault is not None or job.unloading

@@ -12,7 +12,8 @@ positional: cuda-bindings 12 and 13 name some of them differently.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,10 +112,14 @@ class Driver(Protocol):
     def upload(self, executable: int, stream: int) -> None:
         """Bring an executable graph to the GPU ahead of its first launch."""
 
-    def partition(self, multiprocessors: int) -> int:
-        """A green context of at least so many multiprocessors. Raises JobFailed where there are none."""
+    def partition(self, multiprocessors: int) -> tuple[int, int]:
+        """A green context of at least so many multiprocessors, and how many it has. Raises JobFailed where there are
+        none."""
 
     def confined_stream(self, partition: int, priority: int) -> int: ...
+
+    def within(self, stream: int) -> AbstractContextManager[None]:
+        """Inside, what is made in this thread belongs to the stream's partition, if it has one."""
 
     def destroy_partition(self, partition: int) -> None: ...
 
@@ -128,6 +133,7 @@ class CudaDriver:
         self._device: Any = None
         self._opening = True
         self._partitions: dict[int, Any] = {}
+        self._confined: dict[int, Any] = {}  # the context of each confined stream
 
     def open(self, ordinal: int) -> Facts:
         self._api = bindings()
@@ -169,6 +175,7 @@ class CudaDriver:
         return int(self._call("cuStreamCreateWithPriority", _NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: int) -> None:
+        self._confined.pop(stream, None)
         self._call("cuStreamDestroy", stream)
 
     def idle(self, stream: int) -> bool:
@@ -223,17 +230,32 @@ class CudaDriver:
     def upload(self, executable: int, stream: int) -> None:
         self._call("cuGraphUpload", executable, stream)
 
-    def partition(self, multiprocessors: int) -> int:
+    def partition(self, multiprocessors: int) -> tuple[int, int]:
         api = self._api
         whole = self._call("cuDeviceGetDevResource", self._device, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
         groups, _, _ = self._call("cuDevSmResourceSplitByCount", 1, whole, 0, multiprocessors)
         description = self._call("cuDevResourceGenerateDesc", [groups[0]], 1)
         context = self._call("cuGreenCtxCreate", description, self._device, _CREATE_GREEN)
         self._partitions[int(context)] = context
-        return int(context)
+        return int(context), int(groups[0].sm.smCount)
 
     def confined_stream(self, partition: int, priority: int) -> int:
-        return int(self._call("cuGreenCtxStreamCreate", self._partitions[partition], _NON_BLOCKING, priority))
+        context = self._partitions[partition]
+        stream = int(self._call("cuGreenCtxStreamCreate", context, _NON_BLOCKING, priority))
+        self._confined[stream] = self._call("cuCtxFromGreenCtx", context)
+        return stream
+
+    @contextmanager
+    def within(self, stream: int) -> Iterator[None]:
+        context = self._confined.get(stream)
+        if context is None:
+            yield
+            return
+        self._call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
 
     def destroy_partition(self, partition: int) -> None:
         self._call("cuGreenCtxDestroy", self._partitions.pop(partition))

@@ -7,6 +7,7 @@ back. `capturing` alone only makes such work.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
@@ -14,17 +15,23 @@ from typing import Any
 
 import torch
 
+from gpumux.device.codecache import VARIABLE, CodeCache
 from gpumux.device.contract import GENERATOR, Launch
 from gpumux.device.cpu.interp import first_lines
 from gpumux.device.cpu.jobs import Move
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.randomness import move_generator
+from gpumux.device.cuda.capturing import CaptureRun
+from gpumux.device.cuda.compiled import CompiledRunner
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
 from gpumux.device.cuda.driver import Driver
+from gpumux.device.cuda.execute import Runner
 from gpumux.device.cuda.jobs import Capture, CudaJob, Load
-from gpumux.device.cuda.loaded import CaptureRun, LoadedProgram, wait
+from gpumux.device.cuda.loaded import LoadedProgram, wait
 from gpumux.device.cuda.operands import Operands, SharedSegment
+from gpumux.device.cuda.partitions import Partitions
+from gpumux.device.cuda.worker import PENDING
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.model import GENERATOR_BYTES, Priority
 from gpumux.program.codec import decode
@@ -35,9 +42,11 @@ CHUNK = 4 << 20
 
 
 class Engine:
-    """`priorities`: the driver's number for each class of job."""
+    """`priorities`: the driver's number for each class of job; `partitions`: what low jobs can be confined to."""
 
-    def __init__(self, driver: Driver, compute: Compute, priorities: dict[int, int]) -> None:
+    def __init__(self, driver: Driver, compute: Compute, priorities: dict[int, int], partitions: Partitions) -> None:
+        self._partitions = partitions
+        self._confined_free: dict[float, list[int]] = {}  # streams to capture on, by share
         self._driver, self._compute, self._priorities = driver, compute, priorities
         self._numerics = CurrentNumerics()
         self._capture_streams: dict[int, list[int]] = {}  # free ones, by class
@@ -45,6 +54,7 @@ class Engine:
         # One for each class: a copy waits until a step has taken what lies where it goes, and others behind it wait too.
         self._copy_streams = {number: driver.stream(priority) for number, priority in priorities.items()}
         self._chunk = driver.pin(CHUNK)
+        self._code: CodeCache | None = None
         self.torch_version = str(torch.__version__)
 
     @contextmanager
@@ -54,6 +64,26 @@ class Engine:
         self._compute.enter()
         with torch.inference_mode():
             yield
+
+    def loading(self, job: CudaJob, load: Load) -> Callable[[], Any]:
+        """Work for the thread: `load`, and for a program that is to be compiled one unit after the other."""
+        loaded: LoadedProgram | None = None
+        kept = len(job.buffers)
+
+        def part() -> Any:
+            nonlocal loaded
+            if loaded is None:
+                loaded = self.load(job, load)
+                return loaded if loaded.program.kind == "aten" else PENDING
+            try:
+                more = not job.over and loaded.compile_next()
+            except GpumuxError:
+                loaded.close()
+                del job.buffers[kept:]
+                raise
+            return PENDING if more else loaded
+
+        return part
 
     def load(self, job: CudaJob, load: Load) -> LoadedProgram:
         """Raises AdmissionRefused, ProgramError; the job's memory is as it was then."""
@@ -78,8 +108,15 @@ class Engine:
                 )  # fmt: skip
             gates = sorted({gate.op for gate in program.gates})
             high = job.spec.priority is Priority.HIGH
-            cuts = Cuts(len(program.ops), HIGH_S if high else LOW_S, HIGH_LEAST_S if high else None, gates)
-            loaded = LoadedProgram(program, operands, self._driver, self._compute, cuts)
+            whole = None
+            if program.kind == "compiled":
+                self._compiles()
+                runner: Runner = (compiled := CompiledRunner(program, operands, self._compute))
+                whole = compiled.units
+            else:
+                runner = Runner(program, operands, self._compute)
+            cuts = Cuts(len(program.ops), HIGH_S if high else LOW_S, HIGH_LEAST_S if high else None, gates, whole)
+            loaded = LoadedProgram(program, operands, self._driver, self._compute, runner, cuts)
             wait(self._driver, job.capture_stream)  # what was zeroed there is so before another stream reads it
             return loaded
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
@@ -116,7 +153,7 @@ class Engine:
         """Work for the thread, done piece by piece: the graphs of a new cut, and bytes they made torch hold."""
 
         def begin() -> CaptureRun:
-            return CaptureRun(loaded, capture.bounds, self._capture_stream(job), job.pool)
+            return CaptureRun(loaded, capture.bounds, self._capture_stream(job), job.pool, self._confined_streams(job))
 
         return self._captures(job, loaded, begin, lambda run: run.graphs)
 
@@ -178,8 +215,11 @@ class Engine:
 
     def release(self, job: CudaJob, stream: int) -> None:
         """Give all of a job's memory back, once nothing of it runs any more."""
-        for used in {stream, job.capture_stream, *self._copy_streams.values()} - {0}:
+        for used in {stream, job.capture_stream, *job.confined.values(), *self._copy_streams.values()} - {0}:
             wait(self._driver, used)
+        if job.order:
+            self._driver.destroy_event(job.order)
+            job.order = 0
         self.sweep(job)
         for loaded in job.programs.values():
             loaded.close()
@@ -189,6 +229,9 @@ class Engine:
         if job.capture_stream:
             self._capture_streams.setdefault(job.capture_class, []).append(job.capture_stream)
             job.capture_stream = 0
+        for share, confined in job.confined.items():
+            self._confined_free.setdefault(share, []).append(confined)
+        job.confined.clear()
 
     def sweep(self, job: CudaJob) -> None:
         """Drop graphs and twins that no step can use any more. Nothing of the job runs."""
@@ -204,6 +247,14 @@ class Engine:
         for stream in (*self._copy_streams.values(), *self._made_streams):
             self._driver.destroy_stream(stream)
         self._driver.unpin(self._chunk)
+        if self._code is not None:
+            self._code.close()
+
+    def _compiles(self) -> None:
+        """Before the first program that is compiled."""
+        if self._code is None:
+            self._code = CodeCache()
+            os.environ[VARIABLE] = self._code.folder
 
     def _equip(self, job: CudaJob) -> None:
         self._capture_stream(job)
@@ -226,6 +277,16 @@ class Engine:
             self._made_streams.append(job.capture_stream)
         job.capture_class = number
         return job.capture_stream
+
+    def _confined_streams(self, job: CudaJob) -> dict[float, int]:
+        """To capture on, for every share below the whole. High jobs are never confined."""
+        if job.spec.priority is not Priority.LOW:
+            return {}
+        for share in self._partitions.shares[1:]:
+            if share not in job.confined:
+                free = self._confined_free.get(share)
+                job.confined[share] = free.pop() if free else self._partitions.stream(share)
+        return job.confined
 
     def _move(self, memory: mmap.mmap, at: int, address: int, nbytes: int, stream: int, into_device: bool) -> None:
         for start in range(0, nbytes, CHUNK):

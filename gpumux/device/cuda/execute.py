@@ -67,8 +67,16 @@ class Runner:
             for storage in self._dies[index]:
                 frame.temps[storage] = None
         if stop == len(self.program.ops):
-            for target, view in zip(self._operands.results, self.program.results, strict=True):
-                target.copy_(self._tensor(frame, view))
+            self._bring_out(frame)
+
+    def _bring_out(self, frame: Frame) -> None:
+        """The results, to where they are copied from."""
+        for target, view in zip(self._operands.results, self.program.results, strict=True):
+            target.copy_(self._tensor(frame, view))
+
+    def compile_next(self) -> bool:
+        """Whether there is anything left to prepare; it has prepared some of it."""
+        return False
 
     def live_at(self, bound: int) -> list[int]:
         """Temporary storages that hold something between operator `bound` - 1 and `bound`."""

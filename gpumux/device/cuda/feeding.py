@@ -65,7 +65,14 @@ class NumberTable:
         f64 = block[: 8 * count].view(torch.float64)
         i64 = block[8 * count : 16 * count].view(torch.int64)
         f32 = block[16 * count : 20 * count].view(torch.float32)
-        self.numbers = [Number(f64[i], f32[i], i64[i], kind == "float") for i, kind in enumerate(program.scalars)]
+        self.vectors = (f64, i64, f32)
+        self.numbers = self.of(self.vectors, program)
+
+    @staticmethod
+    def of(vectors: tuple[Tensor, Tensor, Tensor], program: Program) -> list[Number]:
+        """The numbers that lie in three vectors, as float64, int64 and float32."""
+        f64, i64, f32 = vectors
+        return [Number(f64[i], f32[i], i64[i], kind == "float") for i, kind in enumerate(program.scalars)]
 
     @staticmethod
     def write(memory: memoryview, values: Sequence[float | int], kinds: Sequence[str]) -> None:

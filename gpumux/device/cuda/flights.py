@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from gpumux.device.cuda.driver import Driver
@@ -40,6 +41,7 @@ class _Flight(Generic[T]):
     anchor: _Anchor
     launched: float
     expected: float
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Flights(Generic[T]):
         self._events: list[int] = []  # free, timed
         self._anchor: _Anchor | None = None
         self._old: list[_Anchor] = []
+        self._number = 0  # of the last flight
         self._ended: dict[int, float] = {}  # the last end told, by stream
 
     def __len__(self) -> int:
@@ -85,22 +88,29 @@ class Flights(Generic[T]):
             self._events += [start, end]
             raise
         anchor.users += 1
-        flight = _Flight(what, start, end, ticket, anchor, launched, launched + expected_s)
+        self._number += 1
+        flight = _Flight(what, start, end, ticket, anchor, launched, launched + expected_s, self._number)
         self._air.setdefault(stream, deque()).append(flight)
 
     def landed(self) -> list[Landed[T]]:
-        """Flights that are over, each told once; those of one stream in order."""
-        over: list[Landed[T]] = []
-        for stream, flights in self._air.items():
-            while flights and self._ring.reached(flights[0].ticket):
-                flight = flights[0]
-                if not self._driver.reached(flight.anchor.event):
-                    break  # it can't be told when it was; next time
-                flights.popleft()
-                over.append(self._land(flight, stream))
-        if over:
+        """Flights that are over, each told once; those that ran one after the other, on whatever streams, in order."""
+        found: list[tuple[int, Landed[T]]] = []
+        more = True
+        while (
+            more
+        ):  # a stream that waited for another: what it waited for is over, too, but may have been looked at before
+            more = False
+            for stream, flights in self._air.items():
+                while flights and self._ring.reached(flights[0].ticket):
+                    flight = flights[0]
+                    if not self._driver.reached(flight.anchor.event):
+                        break  # it can't be told when it was; next time
+                    flights.popleft()
+                    found.append((flight.number, self._land(flight, stream)))
+                    more = len(self._air) > 1
+        if found:
             self._air = {stream: flights for stream, flights in self._air.items() if flights}
-        return over
+        return [landed for _, landed in sorted(found, key=itemgetter(0))]
 
     def due(self) -> float:
         """When to look next: a little before the first is expected to be over; inf when none is in the air."""

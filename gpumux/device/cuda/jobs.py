@@ -63,7 +63,8 @@ class CudaJob(Charges):
     releasing: bool = False
     unloading: bool = False
     fault: Fault | None = None  # why it is lost
-    stream: int = 0  # the one it holds; 0: none
+    stream: int = 0  # the one it runs on, or ran on last; 0: none
+    order: int = 0  # an event between two streams; 0: none was needed yet
     charged: int = 0  # bytes of its buffers and its programs' blocks
     transients: dict[ProgramId, int] = field(default_factory=dict)  # its programs, loaded or loading
     programs: dict[ProgramId, LoadedProgram] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class CudaJob(Charges):
     garbage: list[Any] = field(default_factory=list)  # graphs no step can use; the worker drops them
     capture_stream: int = 0
     capture_class: int = 0  # the class whose priority that stream has, and the kernels of what was captured on it
+    confined: dict[float, int] = field(default_factory=dict)  # streams to capture on, by share below the whole
     stale: set[ProgramId] = field(default_factory=set)  # programs to capture anew: the job's class has changed
     profiling: deque[ProgramId] = field(default_factory=deque)  # programs whose operator times were asked for
     generator: Any = None

@@ -4,12 +4,13 @@ Between pieces a step's temporaries lie in the job's pool, at the addresses wher
 crosses a boundary is held while the next pieces are captured, so that none of them takes its place, and let go after
 its last use: pieces run in the order they were captured in, one step after the other, whatever the program, so
 later captures of the same job may use that memory again.
+
+A piece that is captured for several shares of the multiprocessors has them all find what crosses its boundaries at the
+same addresses, so that each piece of a step may run on another share: see `recapture` (and capturing.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from itertools import pairwise
 from time import gmtime, sleep, strftime
 from typing import Any
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 
 from gpumux import __version__
+from gpumux.device.cuda.capturing import Captured, whole_bytes
 from gpumux.device.cuda.compute import Compute, Graph
 from gpumux.device.cuda.cuts import Cuts
 from gpumux.device.cuda.driver import Driver
 from gpumux.device.cuda.execute import Frame, Runner
 from gpumux.device.cuda.measuring import Twin
 from gpumux.device.cuda.operands import Operands
-from gpumux.device.cuda.worker import PENDING
 from gpumux.errors import ProgramError
 from gpumux.program.ir import Program
 from gpumux.program.layers import labels
@@ -36,13 +37,15 @@ class LoadedProgram:
     """One program bound to its job's buffers. Its operators are called, and its pieces captured, by the worker's
     thread; `check`, `feed`, `replay` and `collect` never wait and may be called by the daemon's."""
 
-    def __init__(self, program: Program, operands: Operands, driver: Driver, compute: Compute, cuts: Cuts) -> None:
+    def __init__(
+        self, program: Program, operands: Operands, driver: Driver, compute: Compute, runner: Runner, cuts: Cuts
+    ) -> None:
         self.program, self.operands, self.cuts = program, operands, cuts
         self.driver, self._compute = driver, compute
-        self._runner = Runner(program, operands, compute)
+        self._runner = runner
         self._frame: Frame | None = None
         self._next: tuple[int, int, int] | None = None  # step, cut and piece that must come next
-        self._graphs: dict[int, list[Graph | None]] = {}  # by cut; None: a piece of nothing
+        self._graphs: dict[int, Captured] = {}  # by cut
         self.twin: Twin | None = None  # while its operators are measured
 
     # ---- any thread
@@ -64,14 +67,25 @@ class LoadedProgram:
     def expected(self, cut: int, piece: int) -> float:
         return self.cuts.seconds(cut)[piece]
 
-    def replay(self, step: int, cut: int, piece: int, stream: int) -> None:
+    def share(self, step: int, cut: int, piece: int, wanted: float) -> float:
+        """Where a captured piece will run: on the share wanted, or on the whole if it was not captured for that, or while
+        its operators are measured."""
+        if self.twin is not None and self.twin.runs(step, cut, piece):
+            return 1.0
+        return wanted if wanted in self._graphs[cut].by_share else 1.0
+
+    def replay(self, step: int, cut: int, piece: int, share: float, stream: int) -> None:
         twin = self.twin
-        graphs = twin.graphs if twin is not None and twin.runs(step, cut, piece) else self._graphs[cut]
-        graph = graphs[piece]
+        measured = twin is not None and twin.runs(step, cut, piece)
+        graph = twin.graphs[piece] if twin is not None and measured else self._graphs[cut].by_share[share][piece]
         if graph is not None:
             graph.replay(stream)
 
     # ---- the worker's thread
+
+    def compile_next(self) -> bool:
+        """Compile some of the program; whether any is left. Raises ProgramError."""
+        return self._runner.compile_next()
 
     def run(self, piece: int, stream: int) -> None:
         """Run a piece of cut 0 on `stream`, operator by operator, and wait until it is over."""
@@ -104,9 +118,7 @@ class LoadedProgram:
     def close(self) -> None:
         """Nothing of the program may be running."""
         for graphs in self._graphs.values():
-            for graph in graphs:
-                if graph is not None:
-                    graph.drop()
+            graphs.drop()
         self._graphs.clear()
         if self.twin is not None:
             self.twin.drop()
@@ -143,17 +155,36 @@ class LoadedProgram:
                 self.driver.destroy_event(event)
             raise
 
+    def recapture(self, before: Frame, after: Frame, start: int, stop: int, stream: int, pool: Any) -> Graph | None:
+        """Capture a piece again for another share: it begins with what crossed into it, `before`, and leaves what crosses
+        out of it where the first capture did, `after`. Raises JobFailed."""
+        frame = Frame([*before.temps], dict(before.drawn))
+
+        def body() -> None:
+            self._runner.run(frame, start, stop)
+            for storage, (here, there) in enumerate(zip(frame.temps, after.temps, strict=True)):
+                if here is not None and there is not None and here is not there:
+                    nbytes = self.program.storages[storage].nbytes
+                    whole_bytes(there, nbytes).copy_(whole_bytes(here, nbytes))
+            for slot, there in after.drawn.items():
+                if frame.drawn[slot] is not there:
+                    there.copy_(frame.drawn[slot])
+
+        if start == stop and not (stop == len(self.program.ops) and self.program.results):
+            return None
+        return self._compute.capture(stream, pool, body)
+
     def frame(self) -> Frame:
         return self._runner.frame()
 
     # ---- the daemon's thread
 
-    def accept(self, bounds: tuple[int, ...], graphs: list[Graph | None]) -> list[Graph | None]:
-        """The captured pieces are the newest cut. Returns graphs that no step can use any more, to be dropped when
+    def accept(self, bounds: tuple[int, ...], graphs: Captured) -> Captured | None:
+        """The captured pieces are the newest cut. Returns those that no step can use any more, to be dropped when
         nothing of the job runs."""
         self.cuts.cut(bounds)
         self._graphs[self.cuts.newest] = graphs
-        return self._graphs.pop(self.cuts.newest - 2, [])
+        return self._graphs.pop(self.cuts.newest - 2, None)
 
     def profile(self, device: str) -> StepProfile:
         """What each operator was measured to take: through the twin, if a step has run through it, else by the timed
@@ -179,49 +210,6 @@ class LoadedProgram:
             batch=batch_size(program),
             note=note,
         )  # fmt: skip
-
-
-class CaptureRun:
-    """The capture of all pieces of a cut, in order, one a call of `part`; with `marked` as a twin of the newest cut."""
-
-    def __init__(
-        self, loaded: LoadedProgram, bounds: Sequence[int], stream: int, pool: Any, *, marked: bool = False
-    ) -> None:
-        self._loaded, self._stream, self._pool = loaded, stream, pool
-        self._left = deque(pairwise(bounds))
-        self._frame = loaded.frame()
-        self.graphs: list[Graph | None] = []
-        self.marks: list[list[int]] | None = [] if marked else None
-
-    def part(self) -> object | None:
-        """Capture the next piece; PENDING, or None when it was the last. Raises JobFailed, with nothing kept."""
-        start, stop = self._left.popleft()
-        try:
-            if self.marks is None:
-                self.graphs.append(self._loaded.capture(self._frame, start, stop, self._stream, self._pool))
-            else:
-                graph, marks = self._loaded.instrument(self._frame, start, stop, self._stream, self._pool)
-                self.graphs.append(graph)
-                self.marks.append(marks)
-        except BaseException:
-            self.stop()
-            raise
-        return PENDING if self._left else None
-
-    def stop(self) -> None:
-        """Give up, and drop what was captured."""
-        for graph in self.graphs:
-            if graph is not None:
-                graph.drop()
-        self.graphs.clear()
-        for event in [event for marks in self.marks or () for event in marks]:
-            self._loaded.driver.destroy_event(event)
-        self.marks = None
-
-    def twin(self) -> Twin:
-        """Of all its pieces, when `part` has said None."""
-        assert self.marks is not None
-        return Twin(self._loaded.cuts.newest, self.graphs, self.marks, self._loaded.driver)
 
 
 def wait(driver: Driver, stream: int) -> None:

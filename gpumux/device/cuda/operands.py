@@ -29,7 +29,7 @@ from gpumux.device.cuda.driver import Driver
 from gpumux.device.cuda.feeding import NumberTable
 from gpumux.device.cuda.retarget import window
 from gpumux.errors import JobFailed, ProgramError
-from gpumux.program.ir import Program, aligned, slot_layout
+from gpumux.program.ir import Program, View, aligned, slot_layout
 
 STAGES = 2
 
@@ -126,6 +126,12 @@ class Operands:
             at = self._data.address + slot * self._layout.nbytes + self._layout.results[0]
             self._driver.copy_out(at, self._results_block.data_ptr(), nbytes, stream)
 
+    def input_view(self, view: View) -> torch.Tensor:
+        """Another view of a batch tensor's storage than the program's own."""
+        place = next(i for i, v in enumerate(self.program.inputs) if self.program.views[v].storage == view.storage)
+        at = self._layout.inputs[place] // DTYPES[view.dtype].itemsize + view.offset
+        return _typed(self._block, view.dtype).as_strided(view.size, view.stride, at)
+
     def close(self) -> None:
         """Give everything back. Nothing of the program may be running."""
         for stage in self._stages:
@@ -169,7 +175,8 @@ class Operands:
                 self.views.append(window(bases[view.storage], view))
             else:
                 self.views.append(None)
-        self.numbers = NumberTable(self._block[self._in_bytes :], program).numbers
+        table = NumberTable(self._block[self._in_bytes :], program)
+        self.numbers, self.number_vectors = table.numbers, table.vectors
         for position, index in enumerate(program.results):
             view = program.views[index]
             dtype = DTYPES[view.dtype]

@@ -130,7 +130,9 @@ class SimDevice:
             return
         passed = self._checks.take(job, program, encoded)
         loaded: LoadedProgram | Fault = _UNCHECKED
-        if passed is not None:
+        if passed is not None and passed.program.kind != "aten":
+            loaded = Fault("program", "a simulated device compiles nothing", "submit it without compile=True")
+        elif passed is not None:
             request = Request(program, passed, tuple(new_buffers), tuple(binding), data.nbytes, slots)
             loaded = held.load(request, self.memory().free_bytes, self.spec, self._known)
         if isinstance(loaded, Fault):

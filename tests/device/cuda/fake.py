@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -32,6 +32,7 @@ MEMORY = 1 << 34
 @dataclass
 class Stream:
     priority: int
+    partition: int = 0
     work: deque[Callable[[], bool]] = field(default_factory=deque)  # each says whether it is done
 
 
@@ -56,6 +57,8 @@ class FakeDriver:
         self.broken = ""
         self.log: list[tuple[str, int]] = []  # (call, stream), of what goes to streams
         self.opened = False
+        self.green = True
+        self.partitions: dict[int, int] = {}  # multiprocessors of each
         self.captured: list[Any] | None = None  # what is captured now
         self._handle = 0
 
@@ -120,6 +123,28 @@ class FakeDriver:
         handle = self._new()
         self.streams[handle] = Stream(priority)
         return handle
+
+    def partition(self, multiprocessors: int) -> tuple[int, int]:
+        if not self.green:
+            raise fault("CUDA_ERROR_NOT_SUPPORTED", "cuGreenCtxCreate", "the fake was told to have no green contexts")
+        has = -(-multiprocessors // 8) * 8  # as on Hopper
+        handle = self._new()
+        self.partitions[handle] = has
+        return handle, has
+
+    def confined_stream(self, partition: int, priority: int) -> int:
+        assert partition in self.partitions
+        handle = self.stream(priority)
+        self.streams[handle].partition = partition
+        return handle
+
+    def destroy_partition(self, partition: int) -> None:
+        assert not [s for s in self.streams.values() if s.partition == partition], "it has streams yet"
+        del self.partitions[partition]
+
+    @contextmanager
+    def within(self, stream: int) -> Iterator[None]:
+        yield
 
     def destroy_stream(self, stream: int) -> None:
         self._check("destroy_stream")
@@ -220,15 +245,6 @@ class FakeDriver:
     def upload(self, executable: int, stream: int) -> None:
         self._check("upload")
 
-    def partition(self, multiprocessors: int) -> int:
-        raise fault("CUDA_ERROR_NOT_SUPPORTED", "cuGreenCtxCreate", "the fake has no green contexts")
-
-    def confined_stream(self, partition: int, priority: int) -> int:
-        raise fault("CUDA_ERROR_NOT_SUPPORTED", "cuGreenCtxStreamCreate", "the fake has no green contexts")
-
-    def destroy_partition(self, partition: int) -> None:
-        raise AssertionError("there is none")
-
     def _locked(self, address: int, nbytes: int) -> bool:
         ranges = [*self.registered.items(), *((a, len(m)) for a, m in self.pinned.items())]
         return any(start <= address and address + nbytes <= start + size for start, size in ranges)
@@ -266,17 +282,32 @@ class Recording(TorchDispatchMode):
             whole.copy_(before)
 
 
+class _Opaque:
+    """Compiled code, as the name of an operator."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def name(self) -> str:
+        return "compiled"
+
+    def __call__(self, *arguments: torch.Tensor) -> Any:
+        return self._call(*arguments)
+
+
 _WINDOWS = (torch.ops.aten.empty.memory_format, torch.ops.aten.detach.default)
 
 
 class FakeGraph:
-    def __init__(self, compute: FakeCompute, calls: list[Any], generator: Any) -> None:
+    def __init__(self, compute: FakeCompute, calls: list[Any], generator: Any, partition: int) -> None:
         self._compute, self._calls, self._generator = compute, calls, generator
+        self.partition = partition
         self.dropped = False
         self.out = 0  # replays given to a stream and not run
 
     def replay(self, stream: int) -> None:
         assert not self.dropped
+        assert self._compute.driver.streams[stream].partition == self.partition, "not where it was captured"
         self.out += 1
         self._compute.driver.enqueue("graph", stream, self._run)
 
@@ -285,7 +316,7 @@ class FakeGraph:
         assert not self.dropped, "a graph ran that had been dropped"
         with torch.inference_mode(), self._compute.drawing_from(self._generator):
             for call in self._calls:
-                if callable(call):
+                if not isinstance(call, tuple):
                     call()
                     continue
                 func, args, kwargs, outs = call
@@ -350,7 +381,7 @@ class FakeCompute:
             self.before_capture()
             recording, drawn = Recording(), torch.default_generator.get_state()
             try:
-                self.driver.captured = recording.calls
+                self.driver.captured, self.recorder = recording.calls, recording
                 with recording:
                     body()
             finally:
@@ -359,9 +390,20 @@ class FakeCompute:
                 torch.default_generator.set_state(drawn)
         finally:
             self._capturing.release()
-        graph = FakeGraph(self, recording.calls, self._generator)
+        graph = FakeGraph(self, recording.calls, self._generator, self.driver.streams[stream].partition)
         self.graphs.append(graph)
         return graph
+
+    def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
+        """What compiled code does shows to no dispatch mode: it is recorded as one call."""
+        recording = self.driver.captured
+        if recording is None:
+            return call(*arguments)
+        for tensor in arguments:
+            self.recorder._save(tensor)
+        made = call(*arguments)
+        recording.append((_Opaque(call), tuple(arguments), {}, made))
+        return made
 
     def supports(self, target: str) -> bool:
         return "mkldnn" not in target and "_for_cpu" not in target

@@ -1,0 +1,243 @@
+"""A unit of a Program compiled by torch's inductor: one function of tensors, for the CPU and CUDA devices.
+
+What is compiled is the checked Program: its operators, called on fake tensors in the layouts it declares, become one
+aten graph, and that goes to inductor. Nothing of a client's Python is involved. Each storage a unit touches is one
+argument, the view that its other views lie within; temporaries that later work needs come back as it was declared they
+lie. Numbers that change from step to step are arguments in memory (feeding.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gpumux.device.cpu.frame import Liveness
+from gpumux.device.cpu.interp import first_lines, outputs
+from gpumux.device.cpu.schema import DTYPES, views_made, views_read, views_written
+from gpumux.device.cuda import retarget
+from gpumux.device.cuda.feeding import FORMS, NumberTable, takes_numbers
+from gpumux.device.units import Unit
+from gpumux.errors import ProgramError
+from gpumux.program.ir import Op, Program, View
+
+Tensor = torch.Tensor
+AS_IT_IS = "submit it without compile=True"
+
+
+@dataclass(slots=True)
+class Compiled:
+    """`call(*bases, *numbers, *live_in)`: `bases` are views of what outlives the step (not all of them the Program's own),
+    `live_in` storages of temporaries, `numbers` the step's as three vectors (none where the unit takes none). It returns
+    the temporaries `live_out`."""
+
+    call: Callable[..., Any]
+    bases: tuple[View, ...]
+    numbers: bool
+    live_in: tuple[int, ...]
+    live_out: tuple[int, ...]
+    seen: bool = False
+    copied: tuple[bool, ...] = ()  # which of them have to be laid out as declared, known from the first run
+
+
+def find_compiler(device: str) -> None:
+    """Raises ProgramError where units can't be compiled for want of what inductor uses: a C++ compiler for the CPU, Triton
+    for a GPU."""
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ProgramError(
+            "the daemon can't compile for the GPU: there is no Triton",
+            f"pip install triton where it runs, or {AS_IT_IS}",
+        )
+    name = os.environ.get("CXX", "g++")
+    if device == "cpu" and shutil.which(name) is None:
+        raise ProgramError(
+            f"the daemon can't compile for the CPU: there is no C++ compiler ({name})",
+            f"install one on the daemon's machine (Debian: g++) or name it in its environment (CXX=...), or {AS_IT_IS}",
+        )
+
+
+def uncompilable(program: Program, live: Liveness) -> frozenset[int]:
+    """Operators that are left as they are: those whose views fit no argument, and those that take a number that
+    changes from step to step and have no form that reads it from memory."""
+    found = {i for i, op in enumerate(program.ops) if takes_numbers(op) and op.target not in FORMS}
+    for index, op in enumerate(program.ops):
+        by_storage: dict[int, list[int]] = {}
+        for v in dict.fromkeys((*views_read(op), *views_made(op))):
+            by_storage.setdefault(program.views[v].storage, []).append(v)
+        if any(_base(program, live, storage, seen, ()) is None for storage, seen in by_storage.items()):
+            found.add(index)
+    return frozenset(found)
+
+
+def compile_unit(
+    program: Program, live: Liveness, unit: Unit, device: torch.device, supports: Callable[[str], bool]
+) -> Compiled | None:
+    """None where operators of the unit see one storage in ways that no argument covers. Raises ProgramError."""
+    ops = program.ops[unit.start : unit.stop]
+    views: dict[int, list[int]] = {}
+    written: set[int] = set()
+    for op in ops:
+        for v in (*views_read(op), *views_made(op)):
+            views.setdefault(program.views[v].storage, []).append(v)
+        written |= set(views_written(op))
+    bases: dict[int, View] = {}
+    persistent: list[View] = []
+    live_in: list[int] = []
+    for storage, seen in views.items():
+        born = live.born.get(storage)
+        if born is not None and unit.start <= born < unit.stop:
+            bases[storage] = live.birth[storage]
+        else:
+            base = _base(program, live, storage, list(dict.fromkeys(seen)), written)
+            if base is None:
+                return None
+            bases[storage] = base
+            if born is None:
+                persistent.append(base)
+            else:
+                live_in.append(storage)
+    live_out = [s for s, born in live.born.items() if unit.start <= born < unit.stop and live.last[s] >= unit.stop]
+    numbers = any(map(takes_numbers, ops))
+    body = _body(program, unit, bases, persistent, live_in, live_out, numbers, device, supports)
+    with torch.inference_mode(False):  # the compiler writes to them
+        examples = [_empty(view, device) for view in persistent]
+        if numbers:
+            count = len(program.scalars)
+            examples += [
+                torch.empty(count, dtype=d, device=device) for d in (torch.float64, torch.int64, torch.float32)
+            ]
+        examples += [_empty(bases[storage], device) for storage in live_in]
+    where = f"operators {unit.start} to {unit.stop - 1}"
+    try:
+        call = _compile(body, examples)
+    except Exception as error:  # the compiler's own, of whatever kind
+        raise ProgramError(f"{where} can't be compiled: {first_lines(error)}", AS_IT_IS) from error
+    return Compiled(call, tuple(persistent), numbers, tuple(live_in), tuple(live_out))
+
+
+def run(
+    unit: Compiled, program: Program, live: Liveness, arguments: Sequence[Tensor], call: Callable[..., Any]
+) -> list[Tensor]:
+    """The unit's live_out. `call(function, arguments)` calls it, as the device wants functions called that launch
+    kernels of their own."""
+    made = list(call(unit.call, arguments))
+    if not unit.seen:
+        memory = {a.untyped_storage().data_ptr() for a in arguments if a.numel()}
+        flags = []
+        for storage, tensor in zip(unit.live_out, made, strict=True):
+            start = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+            flags.append(start in memory or not _as_declared(tensor, live.birth[storage], program, storage))
+            memory.add(start) if start else None
+        unit.copied, unit.seen = tuple(flags), True
+    for position, storage in enumerate(unit.live_out):
+        if unit.copied[position]:
+            view = live.birth[storage]
+            space = torch.empty(program.storages[storage].nbytes, dtype=torch.uint8, device=made[position].device)
+            made[position] = retarget.window(space, view).copy_(made[position])
+    return made
+
+
+def _as_declared(made: Tensor, view: View, program: Program, storage: int) -> bool:
+    return (
+        made.stride() == view.stride
+        and made.storage_offset() == view.offset
+        and made.untyped_storage().nbytes() >= program.storages[storage].nbytes
+    )
+
+
+def _base(program: Program, live: Liveness, storage: int, seen: Sequence[int], written: Collection[int]) -> View | None:
+    """A view within whose memory all of `seen` lie, in their type: for temporaries the one they are born with, else one
+    of them, which is written if there is a choice, else all of the storage. None: there is none."""
+    inner = [program.views[v] for v in seen]
+    first = min(view.offset for view in inner)
+    end = max(view.offset + _extent(view) for view in inner)
+
+    def covers(view: View) -> bool:
+        alike = all(other.dtype == view.dtype for other in inner)
+        return alike and view.offset <= first and end <= view.offset + _extent(view)
+
+    birth = live.birth.get(storage)
+    if birth is not None:
+        return birth if covers(birth) else None
+    for index in sorted(seen, key=lambda v: (v not in written, v)):
+        if covers(program.views[index]):
+            return program.views[index]
+    dtype = inner[0].dtype
+    flat = View(storage, dtype, (program.storages[storage].nbytes // DTYPES[dtype].itemsize,), (1,))
+    return flat if covers(flat) else None
+
+
+def _extent(view: View) -> int:
+    """Elements from the first to behind the last."""
+    return 1 + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True)) if prod(view.size) else 0
+
+
+def _empty(view: View, device: torch.device) -> Tensor:
+    return torch.empty_strided(view.size, view.stride, dtype=DTYPES[view.dtype], device=device)
+
+
+def _body(
+    program: Program, unit: Unit, bases: dict[int, View], persistent: list[View], live_in: list[int],
+    live_out: list[int], numbers: bool, device: torch.device, supports: Callable[[str], bool],
+) -> Callable[..., list[Tensor]]:  # fmt: skip
+    ops: list[tuple[int, Op]] = list(enumerate(program.ops))[unit.start : unit.stop]
+    calls = {index: retarget.call(index, op, supports) for index, op in ops}
+
+    def body(*arguments: Tensor) -> list[Tensor]:
+        given = list(arguments)
+        held: dict[int, Tensor] = {view.storage: given.pop(0) for view in persistent}
+        table = NumberTable.of((given.pop(0), given.pop(0), given.pop(0)), program) if numbers else []
+        held |= {storage: given.pop(0) for storage in live_in}
+
+        def tensor(index: int) -> Tensor:
+            view = program.views[index]
+            base, lies = held[view.storage], bases[view.storage]
+            if view == lies:
+                return base
+            # Offsets from the argument's first element: what is compiled knows arguments by their addresses.
+            return torch.as_strided(base, view.size, view.stride, view.offset - lies.offset)
+
+        for index, op in ops:
+            args = [retarget.evaluate(arg, tensor, table, device) for arg in op.args]
+            keywords = {name: retarget.evaluate(arg, tensor, table, device) for name, arg in op.kwargs}
+            if retarget.placed(op):
+                keywords["device"] = device
+            memory = {_storage(leaf) for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor)}
+            for index_out, made in outputs(op, calls[index](*args, **keywords)):
+                view = program.views[index_out]
+                if view.storage not in held:
+                    held[view.storage] = _conforming(made, view, memory)
+        return [held[storage] for storage in live_out]
+
+    return body
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _conforming(made: Tensor, view: View, memory: set[int]) -> Tensor:
+    """While tracing: a new tensor in the layout that later views count on, and in memory of its own."""
+    if made.stride() == view.stride and _storage(made) not in memory:
+        return made
+    return torch.empty_strided(view.size, view.stride, dtype=made.dtype, device=made.device).copy_(made)
+
+
+def _compile(body: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compiled in this process, with nothing chosen by timing: the same unit is the same code in every run."""
+    import torch._inductor.config as config
+    from torch._inductor import compile as inductor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    wanted = {"compile_threads": 1, "max_autotune": False, "fallback_random": True, "deterministic": True}
+    options = {name: value for name, value in wanted.items() if hasattr(config, name)}
+    with torch.inference_mode(False), torch.no_grad(), config.patch(options):
+        graph = make_fx(body, tracing_mode="fake")(*examples)
+        return inductor(graph, list(examples))  # type: ignore[no-any-return]

@@ -1,0 +1,34 @@
+"""What a job says of how near its results are to the plain run's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpumux import client
+from gpumux.client.exactness import exactness
+from gpumux.client.state import StateTable
+from gpumux.errors import ConfigError
+
+
+def test_each_reason_is_told_and_none_means_bit_equal() -> None:
+    table = StateTable([nn.Linear(2, 2)], [])
+    assert exactness(table, {"step": 1}) == {"exactness": "bit-equal"}
+    told = exactness(table, {"step": 1, "evaluate": 4}, compiled=True)
+    assert told["exactness"] == "equivalent"
+    assert told["microbatches"] == {"evaluate": 4}
+    assert [reason for reason in told["because"] if "compiles" in reason]
+    assert len(told["because"]) == 2
+    on_gpu = exactness(StateTable([nn.Linear(2, 2)], [], "cpu", "cuda"), {})
+    assert "daemon's GPU" in on_gpu["because"][0]
+    table.home = torch.device("cuda", 1)
+    assert "cuda:1" in exactness(table, {})["because"][0]
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_compile_is_true_or_false(value: Any) -> None:
+    with pytest.raises(ConfigError, match="compile"):
+        client.submit(lambda x: x, example=(torch.ones(1),), compile=value, endpoint="ipc:///nowhere")

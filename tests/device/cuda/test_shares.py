@@ -1,0 +1,211 @@
+"""Low jobs on parts of the GPU: each piece is captured for every share, and each of a step's may run on another."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from gpumux.device.contract import Launch
+from gpumux.device.cuda.device import CudaDevice
+from gpumux.device.cuda.flights import Flights
+from gpumux.device.cuda.partitions import WANTED, Partitions
+from gpumux.model import LaunchId, Priority, ProgramId, StepId
+from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
+from tests.device.cuda.fake import FakeDriver, fake_device, poll_wait
+from tests.device.cuda.running import captured, compute_of, gpu_of
+from tests.device.harness import Case, Driver, LoadedJob
+from tests.device.test_contract import floats, numbers
+from tests.program import samples
+
+_numbers = itertools.count(1 << 40)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[CudaDevice]:
+    device = fake_device(shares=WANTED)
+    info = device.open()
+    assert info.shares == (1.0, 72 / 132, 40 / 132)  # as many multiprocessors as can be set apart
+    yield device
+    device.close()
+    gpu = gpu_of(device)
+    assert [gpu.streams, gpu.events, gpu.pinned, gpu.registered, gpu.partitions] == [{}] * 5
+
+
+@pytest.fixture
+def driver(shared: CudaDevice) -> Iterator[Driver]:
+    driver = Driver(Case("cuda", lambda: shared, lambda: shared, wait=poll_wait), shared)
+    yield driver
+    gpu_of(shared).auto = True
+    driver.finish()
+
+
+def crossing(length: int = 40) -> Program:
+    """input 0: float32[4] -> result 0: it plus `length` times scalar 0. Every second temporary is also used at the very
+    end, so that many cross every boundary; one is written in place far from its birth."""
+    kinds = ["input", *["temp"] * (length + 1)]
+    storages = tuple(Storage(kind, 16, 0 if kind == "input" else -1) for kind in kinds)
+    views = tuple(View(i, "float32", (4,), (1,)) for i in range(length + 2))
+    ops = [Op("aten.add.Scalar", (TensorRef(i), ScalarRef(0)), (), (i + 1,)) for i in range(length)]
+    ops.append(Op("aten.clone.default", (TensorRef(length),), (), (length + 1,)))
+    for i in range(2, length, 2):
+        ops.append(Op("aten.add_.Tensor", (TensorRef(length + 1), TensorRef(i)), (), (length + 1,)))
+        ops.append(Op("aten.sub_.Tensor", (TensorRef(length + 1), TensorRef(i)), (), (length + 1,)))
+    ops.append(Op("aten.add_.Tensor", (TensorRef(2), TensorRef(2)), (), (2,)))
+    ops.append(Op("aten.sub_.Tensor", (TensorRef(length + 1), TensorRef(2)), (), (length + 1,)))
+    return Program(storages, views, tuple(ops), (0,), (length + 1,), ("float",))
+
+
+def cut_fine(device: CudaDevice, job: LoadedJob, number: ProgramId) -> None:
+    """Pretend that operators take long, so that the program falls into many pieces."""
+    cuts = device._jobs[job.job].programs[number].cuts
+    cuts._target_s = 1e-9
+
+
+def step(driver: Driver, job: LoadedJob, number: ProgramId, value: float, shares: list[float], slot: int = 0) -> None:
+    """One step, its pieces on these shares in turn."""
+    launches = []
+    job.steps += 1
+    for piece in range(len(job.pieces[number])):
+        launch = LaunchId(next(_numbers))
+        share = shares[piece % len(shares)]
+        driver.device.launch(
+            Launch(launch, job.job, StepId(job.steps), number, job.cut[number], piece, slot, (value,), 0, share)
+        )
+        launches.append(launch)
+    for launch in launches:
+        driver.done(launch)
+
+
+def ready(driver: Driver, device: CudaDevice, made: Program) -> tuple[LoadedJob, ProgramId]:
+    from gpumux.device.contract import Recut
+
+    job = driver.open()
+    number = job.load(made)
+    cut_fine(device, job, number)
+    for _ in range(2):
+        job.step(number, [1.0])
+    driver.until(Recut, job.job)
+    assert len(job.pieces[number]) > 10
+    return job, number
+
+
+def test_pieces_on_any_shares_in_any_order_compute_the_same(driver: Driver, shared: CudaDevice) -> None:
+    job, number = ready(driver, shared, crossing())
+    whole, half, quarter = shared._partitions.shares
+    for shares in ([whole], [half], [quarter], [whole, half], [half, quarter, whole], [quarter, whole]):
+        for value in (0.5, -2.0):
+            job.put(number, 0, floats(1, 2, 3, 4))
+            step(driver, job, number, value, shares)
+            first = [x + 2 * value for x in (1, 2, 3, 4)]
+            expected = [x + 40 * value - 2 * f for x, f in zip((1, 2, 3, 4), first, strict=True)]
+            assert numbers(job.get(number, 0, 16)) == pytest.approx(expected), shares
+
+
+def test_a_confined_piece_runs_in_its_partition_behind_what_the_job_runs_elsewhere(
+    driver: Driver, shared: CudaDevice
+) -> None:
+    """The fake's graphs fail when they are launched elsewhere than they were captured."""
+    job, number = ready(driver, shared, crossing())
+    _, half, quarter = shared._partitions.shares
+    gpu = gpu_of(shared)
+    gpu.log.clear()
+    step(driver, job, number, 1.0, [1.0, half, quarter])
+    seen = [gpu.partitions.get(gpu.streams[stream].partition, 132) for call, stream in gpu.log if call == "graph"]
+    assert seen[:6] == [132, 72, 40, 132, 72, 40]
+    assert len([call for call, _ in gpu.log if call == "wait"]) >= len(seen) - 1  # one between two streams
+
+
+def test_high_jobs_are_captured_for_the_whole_alone_and_run_there(driver: Driver, shared: CudaDevice) -> None:
+    before = len(compute_of(shared).graphs)
+    job, number = captured(driver, samples.counter(), [4], priority=Priority.HIGH)
+    graphs = compute_of(shared).graphs[before:]
+    assert {graph.partition for graph in graphs} == {0}
+    step(driver, job, number, 3.0, [0.25])  # a share that was never there, and was not captured for
+    assert numbers(job.transfer([0], [4])[:4]) == (5.0,)
+
+
+def test_a_step_whose_operators_are_measured_runs_on_the_whole(driver: Driver, shared: CudaDevice) -> None:
+    job, number = ready(driver, shared, crossing())
+    half = shared._partitions.shares[1]
+    shared.profile(job.job, number)
+    loaded = shared._jobs[job.job].programs[number]
+    while loaded.twin is None:
+        driver.poll()
+    gpu = gpu_of(shared)
+    gpu.log.clear()
+    step(driver, job, number, 1.0, [half])
+    assert {gpu.streams[stream].partition for call, stream in gpu.log if call == "graph"} == {0}
+
+
+def test_memory_for_all_shares_is_given_back(driver: Driver, shared: CudaDevice) -> None:
+    before = len(compute_of(shared).graphs)
+    job, _ = ready(driver, shared, crossing())
+    graphs = compute_of(shared).graphs[before:]
+    assert len({graph.partition for graph in graphs}) == 3
+    driver.unload(job.job)
+    assert all(graph.dropped for graph in graphs)
+
+
+@pytest.mark.parametrize("old_driver", [False, True])
+def test_where_there_is_no_such_thing_the_whole_is_all_there_is(
+    old_driver: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dataclasses import replace
+
+    gpu = FakeDriver()
+    gpu.green = False
+    facts = gpu.open(0)
+    facts = replace(facts, driver_version=12020) if old_driver else facts
+    with caplog.at_level(logging.WARNING):
+        partitions = Partitions(gpu, facts, WANTED, 0)
+    assert partitions.shares == (1.0,)
+    assert not partitions.turns
+    assert "can't be confined" in caplog.text
+    partitions.close()
+    assert not gpu.streams
+
+
+def test_shares_that_round_to_the_same_or_to_all_are_one() -> None:
+    gpu = FakeDriver()
+    partitions = Partitions(gpu, gpu.open(0), (0.5, 0.51, 0.999), 0)
+    assert partitions.shares == (1.0, 72 / 132)
+    partitions.close()
+    assert not gpu.partitions
+
+
+def test_unless_asked_for_nothing_is_confined() -> None:
+    gpu = FakeDriver()
+    assert Partitions(gpu, gpu.open(0), (), 0).shares == (1.0,)
+    assert not gpu.partitions
+
+
+def test_flights_of_one_job_on_two_streams_land_in_order() -> None:
+    """The second stream is looked at first, before the first has ended, and is found to be over after it."""
+    gpu = FakeDriver(auto=False)
+    flights: Flights[str] = Flights(gpu, lambda: 100.0, -5)
+    early, late = gpu.stream(0), gpu.stream(0)
+    flights.launch("before", late, 0.0, lambda: None)
+    flights.launch("first", early, 0.0, lambda: None)
+    event = gpu.event(timed=False)
+    gpu.record(event, early)
+    gpu.wait(late, event)
+    flights.launch("second", late, 0.0, lambda: None)
+    reached, looked = flights._ring.reached, []
+
+    def ring(ticket: object) -> bool:
+        looked.append(ticket)
+        if len(looked) == 2:  # between two looks the GPU does all it has
+            gpu.advance()
+        return reached(ticket)  # type: ignore[arg-type]
+
+    flights._ring.reached = ring  # type: ignore[method-assign, assignment]
+    order = [landed.what for _ in range(3) for landed in flights.landed()]
+    assert order.index("first") < order.index("second")
+    assert sorted(order) == ["before", "first", "second"]
+    gpu.destroy_event(event)
+    for stream in (early, late):
+        gpu.destroy_stream(stream)
+    flights.close()
