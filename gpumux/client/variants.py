@@ -168,8 +168,11 @@ class StepFunction:
     def __init__(
         self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, guard: StaleGuard,
         intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
+        *, twice: bool = True,
     ) -> None:  # fmt: skip
+        """`twice`: trace it once more, to see that it does the same again."""
         self.fn = fn
+        self._twice = twice
         self.microbatches = microbatches
         self.compiled = compiled
         self.name = getattr(fn, "__qualname__", "step")
@@ -281,6 +284,8 @@ class StepFunction:
             try:
                 first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, settle)
                 known = not prints.extend(first.executed)
+                if not self._twice:
+                    return first
                 second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints)
                 part = self._trace_part(prints, args, kwargs, state) if self.microbatches > 1 else None
             finally:

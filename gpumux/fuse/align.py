@@ -28,13 +28,17 @@ class Varying:
 @dataclass(frozen=True, slots=True)
 class Template:
     """What B models have in common. `ops` are the first model's, with Varying where numbers differ; scalars are
-    numbered as in each model's own Program. `consts`: per constant slot, the bytes of each model."""
+    numbered as in each model's own Program. `consts`: per constant slot, the bytes of each model (or of its owner)."""
 
     program: Program
     models: int
     ops: tuple[Op, ...]
     labels: tuple[Label | None, ...]
     consts: tuple[tuple[bytes, ...], ...]
+    owners: tuple[int | None, ...]  # of each operator, whose alone it is
+    storage_owners: tuple[int | None, ...]
+    randoms: tuple[tuple[int | None, ...], ...]  # of each operator, each model's random slot (its owner's alone)
+    slots: tuple[tuple[int | None, ...], ...]  # of each state slot, each model's own; None: it has none
 
 
 def align(programs: Sequence[Program], differs: frozenset[int] = frozenset()) -> Template:
@@ -47,9 +51,14 @@ def align(programs: Sequence[Program], differs: frozenset[int] = frozenset()) ->
         _same_ops(first, program, model, found)
         _same_rest(first, program, model)
     for index in range(len(ops)):
-        ops[index] = _merged([p.ops[index] for p in programs], differs)
+        ops[index] = merge([p.ops[index] for p in programs], differs)
     consts = tuple(tuple(p.consts[i] for p in programs) for i in range(len(first.consts)))
-    return Template(first, len(programs), tuple(ops), found, consts)
+    models = len(programs)
+    slots = sum(s.kind == "state" for s in first.storages)
+    return Template(
+        first, models, tuple(ops), found, consts, (None,) * len(ops), (None,) * len(first.storages),
+        tuple((op.random,) * models for op in ops), tuple((slot,) * models for slot in range(slots)),
+    )  # fmt: skip
 
 
 def layer_name(label: Label | None) -> str:
@@ -116,7 +125,8 @@ def _same_rest(first: Program, other: Program, model: int) -> None:
             )
 
 
-def _merged(ops: Sequence[Op], differs: frozenset[int]) -> Op:
+def merge(ops: Sequence[Op], differs: frozenset[int]) -> Op:
+    """One operator of several models', with Varying where numbers differ or are scalars of `differs`."""
     first = ops[0]
     args = _merge([op.args for op in ops], differs)
     kwargs = tuple((key, _merge([op.kwargs[i][1] for op in ops], differs)) for i, (key, _) in enumerate(first.kwargs))

@@ -11,7 +11,7 @@ import torch
 
 from gpumux.client.variants import Choice
 from gpumux.errors import ConfigError
-from gpumux.fuse.fuse import Fused
+from gpumux.fuse.fused import Fused
 from gpumux.fuse.models import Factory, Models
 from gpumux.fuse.runner import Runner
 from gpumux.fuse.trial import Times, cache_file
@@ -30,6 +30,7 @@ class Array(Models):
     whole (`plan()` prints it; times are kept in `times_file`, None: not at all, by default in the user's cache directory).
     "fused" runs all at once wherever there is a way; "per-model" runs each once a model.
     per_model_operators: such as "aten.mm.default", to run once a model in any case.
+    partial: let models differ in some blocks and share the rest; without it, that is NotFusible.
     max_variants: combinations of batch shapes and Python flags captured for each model.
 
     Raises NotFusible for configurations that are not of one kind, and what submit raises for a step that can't be
@@ -39,13 +40,15 @@ class Array(Models):
     def __init__(
         self, factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
         choose: Literal["measured", "fused", "per-model"] = "measured", per_model_operators: Sequence[str] = (),
-        times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
+        partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
     ) -> None:  # fmt: skip
         if choose not in ("measured", "fused", "per-model"):
             raise ConfigError(f"choose is {choose!r}", 'use "measured", "fused" or "per-model"')
         super().__init__(factory, configs, example, seeds, max_variants, name)
         times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
-        self._variants = Variants(Options(choose, tuple(per_model_operators), times), self._attach)
+        self._variants = Variants(
+            Options(choose, tuple(per_model_operators), times, partial), self._attach, self._names
+        )
         try:
             self._capture()
         except BaseException:
@@ -53,8 +56,7 @@ class Array(Models):
             raise
 
     def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Runner:
-        keys = self._keys(choices, first, fused.streams)
-        return Runner(fused.program, [self._memory.run(key, first, len(choices)) for key in keys])
+        return Runner(fused.program, [self._memory.run(*key) for key in self._keys(fused, choices, first)])
 
     # ---- steps -------------------------------------------------------------------------------------
 
@@ -64,8 +66,9 @@ class Array(Models):
 
         Raises what submit's step raises; no model has changed then, unless an operator failed while it ran."""
         choices = self._choices(self._batches(batch, named, per_model))
+        partial = self._variants.partial
         runs = []
-        for _, group in groupby(range(len(choices)), key=lambda b: self._variants.kind(choices[b])):
+        for _, group in groupby(range(len(choices)), key=lambda b: 0 if partial else self._variants.kind(choices[b])):
             run = list(group)
             part = choices[run[0] : run[-1] + 1]
             runs.append((self._variants.get(part, run[0], per_model), part))
@@ -91,7 +94,7 @@ class Array(Models):
         try:
             self._join(config, seed)
             choices = self._choices([self._example] * len(self._members))
-            if len({self._variants.kind(c) for c in choices}) > 1:
+            if not self._variants.partial and len({self._variants.kind(c) for c in choices}) > 1:
                 self._variants.same_from_the_start(choices[-1])
         except BaseException:
             for member in self._members[len(members) :]:

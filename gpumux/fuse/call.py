@@ -80,9 +80,11 @@ class Call:
     """`args` are the operator's by name, defaults filled in: Operand, plain value, Varying, ScalarRef of the fused
     Program, None, or lists of them."""
 
-    def __init__(self, homes: Homes, op: Op) -> None:
+    def __init__(self, homes: Homes, op: Op, model: int = 0) -> None:
+        """`model`: whose scalars its ScalarRefs name."""
         self.homes = homes
         self.op = op
+        self._model = model
         self.target = op.target
         self.models = homes.models
         self.func: Any = schema(op.target).overload
@@ -123,7 +125,7 @@ class Call:
         if isinstance(arg, tuple):
             return [self._resolve(a) for a in arg]
         if isinstance(arg, ScalarRef):
-            return self.homes.scalar(arg, 0)
+            return self.homes.scalar(arg, self._model)
         if isinstance(arg, Tag):
             return constant(arg) if arg.kind != "device" else torch.device(self.homes.emitter.device)
         if isinstance(arg, Complex):

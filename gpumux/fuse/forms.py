@@ -79,6 +79,7 @@ class Home:
     shared: int | None = None
     stacked: dict[int, int] = field(default_factory=dict)  # block -> storage
     split: tuple[int, ...] | None = None
+    parts: dict[int, int] = field(default_factory=dict)  # model -> storage, while not all have theirs
 
     @property
     def known(self) -> bool:
@@ -101,4 +102,4 @@ class Home:
         self.shared, self.stacked, self.split = None, {}, tuple(storages)
 
     def copy(self) -> Home:
-        return Home(self.nbytes, self.dtype, self.shared, dict(self.stacked), self.split)
+        return Home(self.nbytes, self.dtype, self.shared, dict(self.stacked), self.split, dict(self.parts))

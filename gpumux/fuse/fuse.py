@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -15,73 +13,14 @@ from gpumux.fuse.align import Template, Varying, align, layer_name
 from gpumux.fuse.batching import batched
 from gpumux.fuse.call import Call, Operand, is_default
 from gpumux.fuse.emit import Declined, Emitter
+from gpumux.fuse.fused import Choose, Decision, Fused, How, Table, stream_bytes
 from gpumux.fuse.homes import Homes
 from gpumux.fuse.rules.pointwise import is_pointwise, pointwise
 from gpumux.program.builder import contiguous_strides
-from gpumux.program.ir import ITEM_BYTES, Program, ScalarRef, View
+from gpumux.program.ir import ITEM_BYTES, Program, View
 
 # Operators that look at their operand's shape and layout only.
 _BY_SHAPE = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
-
-# "fused" wherever there is a way, "per-model", or the operators that run once a model.
-Choose: TypeAlias = Literal["fused", "per-model"] | frozenset[int]
-How: TypeAlias = Literal["alike", "fused", "per-model"]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Numbers that differ between models, as one more input: `rows` by B, of `dtype`."""
-
-    dtype: str
-    rows: tuple[tuple[Any, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """How one operator of the template runs. `why`: of fused, by what ("rule", "pointwise", "batched"); of per-model,
-    the reason. `sizes`: of its operands, in one model. `fused_s`, `each_s`: seconds for all models at once and one after
-    another, where measured."""
-
-    op: int
-    target: str
-    layer: str
-    how: How
-    why: str = ""
-    sizes: str = ""
-    fused_s: float | None = None
-    each_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """`program`'s inputs are the batch (one of all models, or B with `batch_per_model`, as [B, ...]) and then the
-    `tables`; its state slots are the template's, each B times as large, models one after another; its results are
-    the template's with the model dimension first. `scalars`: of each host scalar, whose it is: (model, index)."""
-
-    program: Program
-    models: int
-    scalars: tuple[tuple[int, int], ...]
-    tables: tuple[Table, ...]
-    decisions: tuple[Decision, ...]
-    batch_per_model: bool
-    streams: bool  # whether there is one more state slot: the models' random generators, `stream_bytes()` each
-
-
-def numbers(fused: Fused, values: Sequence[Sequence[float | int]]) -> list[torch.Tensor]:
-    """The contents of the tables, [rows, B] of float64 each, for these host scalars of each model."""
-    return [
-        torch.tensor(
-            [[values[b][s.index] if isinstance(s, ScalarRef) else s for b, s in enumerate(row)] for row in table.rows],
-            dtype=torch.float64,
-        )
-        for table in fused.tables
-    ]
-
-
-@cache
-def stream_bytes() -> int:
-    """Of the state of a random generator on the CPU."""
-    return int(torch.default_generator.get_state().numel())
 
 
 def fuse(
@@ -98,11 +37,18 @@ def fuse(
     Raises NotFusible, naming operator and layer, for steps that are not of one kind, and for operators that
     can't be run for all models at once and are not meant to run once a model.
     """
+    return fuse_template(
+        align(programs, differs), values, batch_per_model=batch_per_model, choose=choose, per_model=per_model
+    )
+
+
+def fuse_template(
+    template: Template, values: Sequence[Sequence[float | int]], *, batch_per_model: bool = False,
+    choose: Choose = "fused", per_model: Collection[str] = (),
+) -> Fused:  # fmt: skip
+    """As `fuse`, of what was aligned before."""
     rules.load()
-    emitter = Emitter(programs[0].device)
-    template = align(programs, differs)
-    fuser = Fuser(template, emitter, values, choose, per_model)
-    return fuser.run(batch_per_model)
+    return Fuser(template, Emitter(template.program.device), values, choose, per_model).run(batch_per_model)
 
 
 class Fuser:
@@ -140,7 +86,8 @@ class Fuser:
             torch.set_default_dtype(before)
         return Fused(
             self.emitter.build([*inputs, *more], results, program.numerics), self.models,
-            tuple(self.homes.scalar_sources), tables, tuple(self.decisions), batch_per_model, self._streams is not None,
+            tuple(self.homes.scalar_sources), tables, tuple(self.decisions), batch_per_model,
+            self.template.slots, self._streams is not None,
         )  # fmt: skip
 
     # ---- what is there before the step, and after it -----------------------------------------------
@@ -153,9 +100,10 @@ class Fuser:
         inputs: dict[int, int] = {}
         for index, storage in enumerate(program.storages):
             dtype = dtypes.get(index, "uint8")
+            alone = self.template.storage_owners[index] is not None
             if storage.kind == "state":
-                at = self.emitter.add_storage("state", storage.nbytes * models, storage.slot)
-                self.homes.place(index, at, True, dtype)
+                at = self.emitter.add_storage("state", storage.nbytes * (1 if alone else models), storage.slot)
+                self.homes.place(index, at, not alone, dtype)
             elif storage.kind == "const":
                 data = self.template.consts[storage.slot]
                 alike = all(d == data[0] for d in data)
@@ -187,10 +135,11 @@ class Fuser:
     # ---- operators -----------------------------------------------------------------------------------
 
     def op(self, index: int) -> None:
-        call = Call(self.homes, self.template.ops[index])
+        owner = self.template.owners[index]
+        call = Call(self.homes, self.template.ops[index], owner or 0)
         start = len(self.emitter.ops)
         try:
-            how, why = self._run(call, index)
+            how, why = self._run(call, index) if owner is None else self._alone(call, index, owner)
         except Declined as reason:
             raise NotFusible(
                 f"{call.target}, {layer_name(self.emitter.label)}, can't run once a model either: {reason}",
@@ -208,7 +157,7 @@ class Fuser:
 
     def _run(self, call: Call, index: int) -> tuple[How, str]:
         if call.op.random is not None:
-            self._draw(call)
+            self._draw(call, index)
             return "per-model", "it draws random numbers, each model from its own stream"
         if self.is_alike(call) and self.once(call):
             return "alike", ""
@@ -268,45 +217,67 @@ class Fuser:
             return name, ""
         return "", "; ".join(dict.fromkeys(reasons))
 
-    def _draw(self, call: Call) -> None:
+    def _draw(self, call: Call, index: int) -> None:
         for operand in call.operands():
             self.homes.exact(operand.view)
+        self.each(call, self.template.randoms[index])
+
+    def _stream(self, model: int, slot: int | None) -> tuple[int | None, int | None]:
+        """(random slot of the fused Program, the view of the model's generator)."""
+        if slot is None:
+            return None, None
         if self._streams is None:
             slots = sum(s.kind == "state" for s in self.template.program.storages)
             self._streams = self.emitter.add_storage("state", self.models * stream_bytes(), slots)
-        self.each(call)
-
-    def _stream(self, model: int, slot: int) -> tuple[int, int]:
-        """(random slot of the fused Program, the view of the model's generator)."""
-        assert self._streams is not None
         nbytes = stream_bytes()
         view = self.emitter.window(self._streams, "uint8", (nbytes,), (1,), model * nbytes)
         return self._slots.setdefault((model, slot), len(self._slots)), self.emitter.view_of(view)
 
-    def each(self, call: Call) -> None:
+    def each(self, call: Call, randoms: Sequence[int | None] = ()) -> None:
         """Run it once a model."""
         for operand in call.written:
             self.homes.own_each(operand.view)
-        every = []
-        for model in range(self.models):
-
-            def put(value: Any, model: int = model) -> Any:
-                if isinstance(value, Operand):
-                    return value.of(model)
-                if isinstance(value, Varying):
-                    return self.homes.source(value.values[model], model)
-                return [put(v) for v in value] if isinstance(value, list) else value
-
-            args = {name: put(value) for name, value in call.args.items()}
-            arguments = call.func._schema.arguments
-            positional = tuple(args[a.name] for a in arguments if not a.kwarg_only)
-            named = {a.name: args[a.name] for a in arguments if a.kwarg_only and not is_default(args[a.name], a)}
-            random, stream = (None, None) if call.op.random is None else self._stream(model, call.op.random)
-            made = self.emitter.emit(call.func, positional, named, self.homes.scalar_values, random, stream)
-            every.append(self._returned(call, made))
+        every = [self._for(call, model, randoms[model] if randoms else None) for model in range(self.models)]
         for position, view in enumerate(call.outputs()):
             if view is not None and not self.homes.of(view).known:
                 self.homes.put_each(view, [made[position] for made in every])
+
+    def _for(self, call: Call, model: int, random: int | None) -> list[Any]:
+        """Run it for one model; what it returned, as `_returned` gives it."""
+
+        def put(value: Any) -> Any:
+            if isinstance(value, Operand):
+                return value.of(model)
+            if isinstance(value, Varying):
+                return self.homes.source(value.values[model], model)
+            return [put(v) for v in value] if isinstance(value, list) else value
+
+        args = {name: put(value) for name, value in call.args.items()}
+        arguments = call.func._schema.arguments
+        positional = tuple(args[a.name] for a in arguments if not a.kwarg_only)
+        named = {a.name: args[a.name] for a in arguments if a.kwarg_only and not is_default(args[a.name], a)}
+        slot, stream = self._stream(model, random)
+        made = self.emitter.emit(call.func, positional, named, self.homes.scalar_values, slot, stream)
+        return self._returned(call, made)
+
+    def _alone(self, call: Call, index: int, model: int) -> tuple[How, str]:
+        """Run what only one model has."""
+        owners = self.template.storage_owners
+        for operand in call.operands():
+            if call.op.random is not None and owners[operand.view.storage] is None:
+                self.homes.exact(operand.view)
+        for operand in call.written:
+            if owners[operand.view.storage] is None:
+                self.homes.own_each(operand.view)
+        returned = self._for(call, model, self.template.randoms[index][0])
+        for view, made in zip(call.outputs(), returned, strict=True):
+            if view is None or self.homes.of(view).known:
+                continue
+            if owners[view.storage] is not None:
+                self.homes.put_one(view, made)
+            elif model not in self.homes.of(view).parts:
+                self.homes.put_part(view, model, made)
+        return "per-model", f"only model {model} has it"
 
     def _returned(self, call: Call, made: Any) -> list[Any]:
         """What was returned, one entry an output, lists flattened as `call.outputs()` does."""
@@ -331,6 +302,3 @@ def _ways(call: Call) -> Iterator[tuple[str, rules.Rule]]:
     if is_pointwise(call.func):
         yield "pointwise", pointwise
     yield "batched", batched
-
-
-__all__ = ["Decision", "Fused", "Fuser", "Table", "fuse", "numbers", "stream_bytes"]

@@ -65,6 +65,8 @@ class Homes:
             return self.one(view)
         if home.split is not None:
             return self.emitter.window(home.split[model], view.dtype, view.size, view.stride, view.offset)
+        if model in home.parts:
+            return self.emitter.window(home.parts[model], view.dtype, view.size, view.stride, view.offset)
         stacked = self._stacked(view, whole=True)
         return (self.all(view) if stacked is None else stacked).select(0, model)
 
@@ -167,9 +169,10 @@ class Homes:
 
     def own_each(self, view: View) -> None:
         """Every model's tensor is about to be written by itself."""
-        if self.of(view).split is not None:
-            self.of(view).only_split(self.of(view).split or ())
-        else:
+        home = self.of(view)
+        if home.split is not None:
+            home.only_split(home.split)
+        elif home.known or not home.parts:
             self.own(view)
 
     def exact(self, view: View) -> None:
@@ -203,6 +206,17 @@ class Homes:
             storages.append(at)
             self._owner[at] = view.storage
         self._born(view).split = tuple(storages)
+
+    def put_part(self, view: View, model: int, made: torch.Tensor) -> None:
+        """One model's, of a storage that each model makes by an operator of its own."""
+        at = self._fresh(made)
+        if _strides(made.shape, made.stride()) != _strides(view.size, view.stride):
+            raise Declined(f"a result laid out as {tuple(made.stride())}, not {view.stride}")
+        self._owner[at] = view.storage
+        home = self._born(view)
+        home.parts[model] = at
+        if len(home.parts) == self.models:
+            home.split, home.parts = tuple(home.parts[b] for b in range(self.models)), {}
 
     def put_all(self, view: View, made: torch.Tensor) -> None:
         """`made`, of size [B, *size], is what the models have at `view`, whose storage is born here. It may be laid

@@ -10,7 +10,8 @@ from gpumux.fuse import proof
 from gpumux.fuse.align import Template
 from gpumux.fuse.choice import END, Timed, cheapest
 from gpumux.fuse.emit import Emitter
-from gpumux.fuse.fuse import Decision, Fused, Fuser
+from gpumux.fuse.fuse import Fuser
+from gpumux.fuse.fused import Decision, Fused
 from gpumux.fuse.trial import Times, extract, join
 from gpumux.program.ir import Program
 

@@ -11,7 +11,7 @@ import torch
 from gpumux.client.variants import Choice
 from gpumux.errors import ConfigError
 from gpumux.fuse import checkpoint
-from gpumux.fuse.fuse import Decision, stream_bytes
+from gpumux.fuse.fused import Decision, Fused, stream_bytes
 from gpumux.fuse.member import Member, example_arguments
 from gpumux.fuse.memory import STREAM, Memory, key_of
 from gpumux.fuse.plan import Plan
@@ -43,6 +43,7 @@ class Models:
         self._members: list[Member] = []
         self._memory = Memory(0)
         self._last: list[Variant] = []
+        self._code: Any = None  # of the step that was captured last
         try:
             for index, config in enumerate(configs):
                 self._join(config, None if seeds is None else seeds[index])
@@ -71,7 +72,11 @@ class Models:
         stream = (
             torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
         )
-        self._members.append(Member(f"{self.name}[{len(self._members)}]", *made, self._max_variants, self._devices))
+        code = getattr(made[0], "__code__", None)
+        twice = code is None or code is not self._code  # what does the same again in one model does so in all
+        self._code = code
+        name = f"{self.name}[{len(self._members)}]"
+        self._members.append(Member(name, *made, self._max_variants, self._devices, twice))
         self._memory = self._memory.with_one()
         self._memory.line(STREAM, stream_bytes())
         model = len(self._members) - 1
@@ -100,10 +105,23 @@ class Models:
                         self._memory.push(key, model, member.table, other)
         return key
 
-    def _keys(self, choices: Sequence[Choice], first: int, streams: bool) -> list[Any]:
-        """Of a run of models, the keys of their state, by state slot of their fused Program."""
-        keys = [self._line(first, index) for index in choices[0].made.lowered.binding]
-        return [*keys, STREAM] if streams else keys
+    def _keys(self, fused: Fused, choices: Sequence[Choice], first: int) -> list[tuple[Any, int, int]]:
+        """The state of a run of models, by state slot of their fused Program: (key, first model, how many)."""
+        found = []
+        for slots in fused.slots:
+            owners = [b for b, slot in enumerate(slots) if slot is not None]
+            model = owners[0]
+            key = self._line(first + model, choices[model].made.lowered.binding[slots[model] or 0])
+            found.append((key, first + model, len(owners)))
+        return [*found, (STREAM, first, len(choices))] if fused.streams else found
+
+    def _names(self, choices: Sequence[Choice], first: int) -> list[list[Any]]:
+        """Of each model of a run, what its state slots are."""
+        tables = [m.table for m in self._members[first : first + len(choices)]]
+        return [
+            [key_of(table, index) for index in choice.made.lowered.binding]
+            for table, choice in zip(tables, choices, strict=True)
+        ]
 
     def _together(self, choices: Sequence[Choice]) -> list[torch.Tensor]:
         """The numbers that the steps return, [B] each."""

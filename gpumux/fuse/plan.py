@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpumux.fuse.fuse import Decision
+from gpumux.fuse.fused import Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from gpumux.device.cpu.operands import allocate
 from gpumux.errors import NotFusible
-from gpumux.fuse.fuse import Fused, numbers, stream_bytes
+from gpumux.fuse.fused import Fused, numbers, stream_bytes
 from gpumux.fuse.runner import Runner
 from gpumux.program.ir import Program
 

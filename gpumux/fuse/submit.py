@@ -20,7 +20,7 @@ from gpumux.client.state import Buffer, StateTable
 from gpumux.client.submit import devices_of
 from gpumux.client.variants import Choice, Made, State
 from gpumux.errors import NotFusible
-from gpumux.fuse.fuse import Fused
+from gpumux.fuse.fused import Fused
 from gpumux.fuse.models import Factory, Models
 from gpumux.fuse.trial import Times, cache_file
 from gpumux.fuse.variants import Options, Variants
@@ -85,7 +85,7 @@ class ArrayJob(Models):
         self._slots: dict[Any, int] = {}
         self._begun = False
         self._dirty = False  # whether the daemon's state is newer than `_memory`
-        self._variants = Variants(options, self._attach)
+        self._variants = Variants(options, self._attach, self._names)
         self._function = _Function(self)
 
     def begin(self, job: Job) -> None:
@@ -96,8 +96,7 @@ class ArrayJob(Models):
         job._functions.append((function, *self._example))
 
     def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Made:
-        keys = self._keys(choices, first, fused.streams)
-        binding = tuple(self._slot(key) for key in keys)
+        binding = tuple(self._slot(key) for key, _, _ in self._keys(fused, choices, first))
         plain: Lowered = choices[0].made.lowered
         lowered = replace(
             plain, program=fused.program, binding=binding, counts=(len(fused.scalars), 0, 0), groups=(), flags=(),

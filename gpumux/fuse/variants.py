@@ -11,9 +11,11 @@ import torch
 from gpumux.client.remote import lay
 from gpumux.client.variants import Choice, Made
 from gpumux.fuse import rules
-from gpumux.fuse.align import align
-from gpumux.fuse.fuse import Fused, fuse, numbers
+from gpumux.fuse.align import Template, align
+from gpumux.fuse.fuse import fuse_template
+from gpumux.fuse.fused import Fused, numbers
 from gpumux.fuse.measured import fuse_measured
+from gpumux.fuse.partial import align_partly
 from gpumux.fuse.trial import Times
 from gpumux.program.ir import Program, ScalarRef
 
@@ -25,6 +27,7 @@ class Options:
     choose: Literal["measured", "fused", "per-model"]
     per_model: tuple[str, ...]
     times: Times
+    partial: bool = False
 
 
 @dataclass(slots=True)
@@ -71,10 +74,16 @@ class Variant:
 
 
 class Variants:
-    """`attach(fused, choices, first)` gives what runs a fused Program on the models from `first` on."""
+    """`attach(fused, choices, first)` gives what runs a fused Program on the models from `first` on, `names(choices,
+    first)` what each one's state slots are."""
 
-    def __init__(self, options: Options, attach: Callable[[Fused, Sequence[Choice], int], Any]) -> None:
+    def __init__(
+        self, options: Options, attach: Callable[[Fused, Sequence[Choice], int], Any],
+        names: Callable[[Sequence[Choice], int], list[list[Any]]],
+    ) -> None:  # fmt: skip
         self._options = options
+        self._names = names
+        self.partial = options.partial
         self._attach = attach
         self._made: dict[Any, Variant] = {}
         self._kinds: dict[int, int] = {}
@@ -91,31 +100,27 @@ class Variants:
         self._first = self._first or choices[0]
         known = self.kind(choices[0])
         values = [c.values for c in choices]
-        count = choices[0].made.lowered.counts[0]
+        count = 0 if self.partial else choices[0].made.lowered.counts[0]  # partly alike: no number is taken to be equal
         now = {i for i in range(count) if any(differ(v[i], values[0][i]) for v in values[1:])}
         differs = self._differs[known] = frozenset(now) | self._differs.get(known, frozenset())
-        fused, whole = self._fuse([c.made.lowered.program for c in choices], values, differs, per_model)
+        programs = [c.made.lowered.program for c in choices]
+        template = align_partly(programs, self._names(choices, first)) if self.partial else align(programs, differs)
+        fused, whole = self._fuse(template, values, per_model)
         runner = self._attach(fused, choices, first)
         alike = tuple(i for i in range(count) if i not in differs)
         made = self._made[key] = Variant(fused, runner, alike, len(choices[0].tensors), whole)
         return made
 
-    def _fuse(
-        self, programs: list[Program], values: list[Any], differs: frozenset[int], per_model: bool
-    ) -> tuple[Fused, tuple[float, float] | None]:
+    def _fuse(self, template: Template, values: list[Any], per_model: bool) -> tuple[Fused, tuple[float, float] | None]:
         options = self._options
-        if options.choose != "measured" or len(programs) == 1:
+        if options.choose != "measured" or template.models == 1:
             how: Literal["fused", "per-model"] = "per-model" if options.choose == "per-model" else "fused"
-            return fuse(
-                programs, values, differs=differs, batch_per_model=per_model, choose=how, per_model=options.per_model
+            return fuse_template(
+                template, values, batch_per_model=per_model, choose=how, per_model=options.per_model
             ), None
         rules.load()
         found = fuse_measured(
-            align(programs, differs),
-            values,
-            batch_per_model=per_model,
-            per_model=options.per_model,
-            times=options.times,
+            template, values, batch_per_model=per_model, per_model=options.per_model, times=options.times
         )
         return found.fused, found.whole
 
