@@ -111,7 +111,8 @@ class ArrayJob(Models):
         if found is None:
             line = self._memory.lines[key]
             found = self._slots[key] = len(self.table.buffers)
-            self.table.buffers.append(Buffer(key[0], line.numel(), True, [(line.untyped_storage(), 0)]))
+            home = [(line.untyped_storage(), 0)] if line.numel() else []
+            self.table.buffers.append(Buffer(key[0], line.numel(), True, home))
         return found
 
     def choice(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> Choice:

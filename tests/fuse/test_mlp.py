@@ -15,6 +15,10 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
 OPTIMIZERS = {
     "sgd": lambda p, c: torch.optim.SGD(p, lr=c.lr),
     "momentum": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.5 + 0.1 * c.seed, weight_decay=0.01 * c.lr),
@@ -37,7 +41,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_array_trains_each_model_as_if_alone(name: str):
-    factory = training(mlp, OPTIMIZERS[name], nn.CrossEntropyLoss())
+    factory = training(small, OPTIMIZERS[name], nn.CrossEntropyLoss())
     array = check(factory, batches(6, 5, classes=4))
     found = ways(array)
     assert found["aten.addmm.default"] == {"rule"}
@@ -48,7 +52,7 @@ def test_an_array_trains_each_model_as_if_alone(name: str):
 @pytest.mark.parametrize("alike", [False, True])
 def test_fused_optimizers(kind: type[torch.optim.Optimizer], alike: bool):
     """With one learning rate for all SGD is one call. Kernels that take one number, or one step count, run once a model."""
-    factory = training(mlp, lambda p, c: kind(p, lr=0.01 if alike else c.lr, fused=True))  # type: ignore[call-arg]
+    factory = training(small, lambda p, c: kind(p, lr=0.01 if alike else c.lr, fused=True))  # type: ignore[call-arg]
     found = ways(check(factory, batches(6, 5)))
     (target,) = [t for t in found if t.startswith("aten._fused_")]
     assert found[target] == {"rule" if alike and kind is torch.optim.SGD else "per-model"}
