@@ -48,9 +48,10 @@ class Member:
         return self._structures.setdefault(structure, structure)
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], at: State | None = None) -> Choice:
-        """What a step on this batch runs, now or from the state `at`. Raises CaptureError and its kin; nothing changes
-        then."""
+        """What a step on this batch runs, now or from the state `at`. Raises CaptureError and its kin, and LocalWrite;
+        nothing changes then."""
         state = at or self.state
+        self.guard.check_writes()
         try:
             return self._function.choose(args, kwargs, state)
         except KeepMore as more:
