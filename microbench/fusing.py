@@ -71,9 +71,9 @@ def opened(way: str, workload: Workload, configs: Sequence[Config], stack: ExitS
     if way in (VMAP, COMPILED):
         return of(vmapped(workload, configs, compiled=way == COMPILED)[0])
     if way == OURS:
-        return of(stack.enter_context(fuse.Array(workload.factory, configs, batches[0])).step)
+        return of(stack.enter_context(fuse.Array(workload.factory, configs, batches[0], times_file=None)).step)
     if way == CAPTURED:
-        arrays = [stack.enter_context(fuse.Array(workload.factory, [c], batches[0])) for c in configs]
+        arrays = [stack.enter_context(fuse.Array(workload.factory, [c], batches[0], choose="fused")) for c in configs]
         alone: list[Callable[..., Any]] = [array.step for array in arrays]
     else:
         alone = [workload.factory(config)[0] for config in configs]

@@ -33,7 +33,7 @@ Step = Callable[..., Tensor]
 Made = tuple[Step, Any, Any]
 DTYPES = (torch.float32, torch.float64)
 SIZES = ("full", "small", "tiny")
-KEYS = ("lr", "betas", "weight_decay", "dropout", "feature_transform", "seed", "gamma", "step_size")
+KEYS = ("lr", "betas", "weight_decay", "dropout", "feature_transform", "seed", "gamma", "step_size", "foreach")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Workload:
 
     def factory(self, config: Config) -> Made:
         """The keys of a config, all optional: those of the paper's table 12 (`lr`, `betas`, `weight_decay`, `feature_transform`;
-        `gamma` and `step_size` are for `scheduler`), `dropout`, and `seed`, which torch's generator is set to before weights
+        `gamma` and `step_size` are for `scheduler`), `dropout`, the optimizer's `foreach`, and `seed`, which torch's generator is set to before weights
         are drawn. The step's own draws follow from there, or from the seed of the job. Raises ConfigError."""
         unknown = sorted(set(config) - set(KEYS))
         if unknown:
@@ -125,6 +125,7 @@ def scheduler(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.l
 
 def make_optimizer(recipe: Recipe, params: Any, config: Config) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": config.get("lr", recipe.lr), "weight_decay": config.get("weight_decay", 0.0)}
+    options["foreach"] = config.get("foreach")
     if recipe.optimizer is torch.optim.Adam:
         options["betas"] = config.get("betas", (0.9, 0.999))
     return recipe.optimizer(params, **options)
