@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from gpumux.errors import ConfigError, NotFusible
 from gpumux.fuse.align import align
-from gpumux.fuse.fuse import fuse, stream_bytes
+from gpumux.fuse.fuse import fuse
+from gpumux.fuse.fused import stream_bytes
 from gpumux.fuse.member import Member
 from gpumux.fuse.tuning.space import Choices, Config, Space, Value
 from gpumux.fuse.tuning.states import forked
