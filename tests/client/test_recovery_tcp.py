@@ -1,0 +1,78 @@
+"""Jobs that come by tcp, with CURVE: their daemon is killed, and they end as undisturbed."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpumux.wire.curve import make_keys
+from microbench.killed import dropout_adam, plain
+from microbench.kills import Phoenix, differences, submit
+
+SEED = 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def a_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # daemons start, and machines are busy
+def test_a_killed_daemon_costs_a_remote_job_time_and_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    server, alice = (make_keys(tmp_path / name, name) for name in ("daemon", "alice"))
+    clients = tmp_path / "clients"
+    clients.mkdir()
+    (clients / "alice.key").write_text(alice[0].read_text())
+    monkeypatch.setenv("GPUMUX_CURVE_KEY", str(alice[1]))
+    monkeypatch.setenv("GPUMUX_CURVE_SERVER", str(server[0]))
+    config = tmp_path / "gpumux.toml"
+    config.write_text(f'[access]\ncurve_secret_key = "{server[1]}"\ncurve_client_keys = "{clients}"\n')
+    address = f"tcp://127.0.0.1:{a_free_port()}"
+    daemon = Phoenix(tmp_path, flags=["--endpoint", address, "--config", str(config)])
+    try:
+        daemon.wait_until_ready()
+        run = submit(dropout_adam(SEED), address)
+        with run.job:
+            log = run.job._recovery.told.log
+            for _ in range(3):
+                run.turn()
+            daemon.kill()  # nothing was saved yet
+            while not any(point.saved and number >= 1 for number, point in log._points.items()):
+                run.turn()
+            run.turn()
+            daemon.kill()
+            for _ in range(6):
+                run.turn()
+            daemon.restart()  # in order, as systemd does: SIGTERM, last snapshots, another process
+            for _ in range(6):
+                run.turn()
+            run.finish()
+            alone = dropout_adam(SEED)
+            assert differences(run.results, plain(alone, run.turns)) == 0
+            assert differences(run.trial.state(), alone.state()) == 0
+        daemon.stop()
+    finally:
+        daemon.close()
+    back = [r.getMessage() for r in caplog.records if "It is back after" in r.getMessage()]
+    assert len(back) == 3
+    assert "from its first state" in back[0]
+    assert "from snapshot" in back[1]
+    assert all(f"the daemon at {address} is gone" in line for line in back[:2])
+    assert "the daemon is leaving" in back[2]
+    assert (tmp_path / "state" / "snapshots").is_dir()
