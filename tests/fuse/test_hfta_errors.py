@@ -118,6 +118,20 @@ def test_padding_is_each_models_own_row(padding: int):
             assert moved[[row for row in range(9) if row != padding]].all()
 
 
+@pytest.mark.parametrize(("norm_first", "dropout"), [(False, 0.1), (True, 0.0)])
+def test_an_encoder_layer_adds_what_it_was_given(norm_first: bool, dropout: float):
+    """HFTA's encoder layer takes the wrong residual."""
+
+    def module() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout, batch_first=True, norm_first=norm_first)
+        return nn.Sequential(nn.Embedding(9, 8), layer, nn.Linear(8, 9))
+
+    def packed(key: str) -> bool:
+        return key.endswith("in_proj_bias")  # its keys' third has no true gradient
+
+    check(language(module), tokens(), noise=[key for key in module().state_dict() if packed(key)])
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -178,3 +192,42 @@ def test_what_overflows_in_one_model_touches_no_other(bad: float, clip: bool):
     for b in range(MODELS):
         same = all(torch.equal(well[b][key], ill[b][key]) for key in well[b])
         assert same == (b != spoiled)
+
+
+def test_a_loss_scale_of_each_model_backs_off_alone():
+    """What GradScaler does, as state of the model: a step whose gradients overflow is left out and the scale halved, for that model alone."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 4)
+            self.register_buffer("scale", torch.tensor(2.0**10))
+
+    def factory(config: Config) -> Any:
+        torch.manual_seed(config.seed)
+        model = Scaled().double()
+        if config.seed == 1:
+            model.scale.fill_(1e308)
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(1e3 * model.layer(x), y)
+            (loss * model.scale).backward()
+            grads = [p.grad for p in model.parameters()]
+            fine = torch.stack([g.isfinite().all() for g in grads]).all()
+            for g in grads:
+                g.copy_(torch.where(fine, g / model.scale, 0.0))
+            model.scale.copy_(torch.where(fine, model.scale, model.scale / 2))
+            optimizer.step()
+            return loss
+
+        return step, model, optimizer
+
+    check(factory, LABELLED)
+    with one_thread(), array_of(factory, configs(), LABELLED[0]) as array:
+        for batch in LABELLED:
+            array.step(*batch)
+        scales = [float(array.state_dict(b)["model"]["scale"]) for b in range(MODELS)]
+    assert scales[0] == scales[2] == 2.0**10
+    assert scales[1] < 1e308
