@@ -26,6 +26,7 @@ class Homes:
         self.models = template.models
         self._values = values
         self._homes = [Home(s.nbytes) for s in template.program.storages]
+        self._before: dict[int, Home] = {}  # what was handed out since `save`, as it was then: few of thousands
         self._owner: dict[int, int] = {}  # fused storage -> template storage whose content it is
         self.scalar_sources: list[tuple[int, int]] = []  # of each fused scalar: (model, its index there)
         self.scalar_values: list[float | int] = []
@@ -36,9 +37,11 @@ class Homes:
         ] = {}  # what the rule of one operator leaves for that of another, such as its backward
 
     def of(self, view: View) -> Home:
-        return self._homes[view.storage]
+        return self.home(view.storage)
 
     def home(self, storage: int) -> Home:
+        if storage not in self._before:
+            self._before[storage] = self._homes[storage].copy()
         return self._homes[storage]
 
     # ---- reading -----------------------------------------------------------------------------------
@@ -124,13 +127,13 @@ class Homes:
 
     def _flat(self, storage: int) -> torch.Tensor:
         """The whole content as [B, elements], elements of the type it was born with."""
-        home = self._homes[storage]
+        home = self.home(storage)
         count = home.nbytes // ITEM_BYTES[home.dtype]
         return self.all(View(storage, home.dtype, (count,), (1,)))
 
     def _whole(self, storage: int) -> None:
         """Make the model-major copy, from whatever there is."""
-        home = self._homes[storage]
+        home = self.home(storage)
         item = ITEM_BYTES[home.dtype]
         count = home.nbytes // item
         with self.emitter:
@@ -150,7 +153,7 @@ class Homes:
 
     def _keep(self, storage: int, block: int, made: torch.Tensor) -> None:
         at = self.emitter.storage_of(made)
-        self._homes[storage].stacked[block] = at
+        self.home(storage).stacked[block] = at
         self._owner[at] = storage
 
     # ---- writing -----------------------------------------------------------------------------------
@@ -266,7 +269,7 @@ class Homes:
 
     def place(self, storage: int, at: int, stacked: bool, dtype: str) -> None:
         """Content that is there before the step: state, inputs, constants."""
-        home = self._homes[storage]
+        home = self.home(storage)
         home.dtype = dtype
         if stacked:
             home.stacked[home.nbytes] = at
@@ -307,15 +310,20 @@ class Homes:
     # ---- trying ------------------------------------------------------------------------------------
 
     def save(self) -> Any:
+        """Where things stand, for `restore`: of the last call alone."""
+        self._before = {}
         return (
-            self.emitter.mark(), [h.copy() for h in self._homes], dict(self._owner), len(self.scalar_sources),
+            self.emitter.mark(), dict(self._owner), len(self.scalar_sources),
             {k: (s, list(rows)) for k, (s, rows) in self.tables.items()}, dict(self.notes),
         )  # fmt: skip
 
     def restore(self, saved: Any) -> None:
-        mark, homes, owner, scalars, tables, notes = saved
+        mark, owner, scalars, tables, notes = saved
         self.emitter.back(mark)
-        self._homes, self._owner, self.tables, self.notes = homes, owner, tables, notes
+        for storage, home in self._before.items():
+            self._homes[storage] = home
+        self._before = {}
+        self._owner, self.tables, self.notes = owner, tables, notes
         for key in self.scalar_sources[scalars:]:
             del self._scalar_ids[key]
         del self.scalar_sources[scalars:], self.scalar_values[scalars:], self.emitter.scalars[scalars:]

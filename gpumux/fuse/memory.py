@@ -6,6 +6,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,11 +18,21 @@ Key: TypeAlias = "tuple[str, int, int]"  # name, bytes of one model, how many of
 STREAM: Key = ("random generator", 0, 0)
 
 
+_keys: WeakKeyDictionary[StateTable, tuple[list[Key], Counter[tuple[str, int]]]] = WeakKeyDictionary()
+
+
+def keys_of(table: StateTable) -> list[Key]:
+    """What names each buffer in every model's table, though they may have found theirs in another order."""
+    keys, seen = _keys.setdefault(table, ([], Counter()))  # kept, since buffers are only ever added
+    for buffer in table.buffers[len(keys) :]:
+        named = buffer.name, buffer.nbytes
+        keys.append((*named, seen[named]))
+        seen[named] += 1
+    return keys
+
+
 def key_of(table: StateTable, index: int) -> Key:
-    """What names a buffer in every model's table, though they may have found theirs in another order."""
-    wanted = table.buffers[index]
-    before = Counter((b.name, b.nbytes) for b in table.buffers[:index])
-    return wanted.name, wanted.nbytes, before[wanted.name, wanted.nbytes]
+    return keys_of(table)[index]
 
 
 class Memory:

@@ -13,7 +13,7 @@ from gpumux.errors import ConfigError
 from gpumux.fuse import checkpoint
 from gpumux.fuse.fused import Decision, Fused, stream_bytes
 from gpumux.fuse.member import Member, example_arguments
-from gpumux.fuse.memory import STREAM, Memory, key_of
+from gpumux.fuse.memory import STREAM, Memory, key_of, keys_of
 from gpumux.fuse.plan import Plan
 from gpumux.fuse.variants import Variant, Variants
 from gpumux.program.ir import Program
@@ -100,8 +100,8 @@ class Models:
         _, new = self._memory.line(key, key[1])
         if new:
             for model, member in enumerate(self._members):
-                for other in range(len(member.table.buffers)):
-                    if key_of(member.table, other) == key:
+                for other, named in enumerate(keys_of(member.table)):
+                    if named == key:
                         self._memory.push(key, model, member.table, other)
         return key
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gpumux.device.cpu.operands import Operands, SlotOperands, window
-from gpumux.device.cpu.randomness import Replays
+from gpumux.device.cpu.randomness import Replays, Streams
 from gpumux.device.cpu.schema import views_made, views_read
 from gpumux.program.ir import Program, View
 
@@ -57,10 +57,11 @@ class Liveness:
 class Context:
     """What every way of running a program's operators needs to know about it."""
 
-    def __init__(self, program: Program, operands: Operands, replays: Replays) -> None:
+    def __init__(self, program: Program, operands: Operands, replays: Replays, streams: Streams) -> None:
         self.program = program
         self.operands = operands
         self.replays = replays
+        self.streams = streams
         self.liveness = Liveness.of(program)
 
     def tensor(self, frame: Frame, index: int) -> torch.Tensor:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from gpumux.device.cpu.frame import Context, Frame
-from gpumux.device.cpu.randomness import drawing_from
-from gpumux.device.cpu.schema import DTYPES, evaluate, overload
+from gpumux.device.cpu.randomness import standing_in
+from gpumux.device.cpu.schema import DTYPES, evaluate, overload, takes_generator
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.ir import Op, Out, Program, View
 
@@ -86,16 +87,19 @@ class Interpreter:
         frame.temps[storage] = None
 
     def _call(self, frame: Frame, index: int, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if op.stream is not None:
-            with drawing_from(self.context.tensor(frame, op.stream)):
-                return self._drawn(index, op, args, kwargs)
-        return self._drawn(index, op, args, kwargs)
-
-    def _drawn(self, index: int, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if op.random is not None and op.random in self.context.replays.slots:
-            with self.context.replays.drawing(op.random):
-                return self._calls[index](*args, **kwargs)
-        return self._calls[index](*args, **kwargs)
+        if op.random is None:
+            return self._calls[index](*args, **kwargs)
+        call, generator = self._calls[index], torch.default_generator
+        with ExitStack() as stack:
+            if op.stream is not None:
+                generator = self.context.streams.of(self.context.tensor(frame, op.stream))
+            if op.random in self.context.replays.slots:
+                stack.enter_context(self.context.replays.drawing(op.random, generator))
+            if op.stream is not None and not takes_generator(op.target):
+                stack.enter_context(standing_in(generator))
+            elif op.stream is not None:
+                kwargs["generator"] = generator
+            return call(*args, **kwargs)
 
     def _keep(self, frame: Frame, op: Op, index: int, returned: Any, verify: bool) -> None:
         born = self.context.liveness.born

@@ -28,7 +28,7 @@ from gpumux.device.cpu.interp import Interpreter
 from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.operands import Operands
 from gpumux.device.cpu.pieces import Piece, PieceBuilder, sources
-from gpumux.device.cpu.randomness import Replays, repeated_slots
+from gpumux.device.cpu.randomness import Replays, Streams, repeated_slots
 from gpumux.device.units import cut_units
 from gpumux.errors import ProgramError
 from gpumux.program.cut import GUESSED_OP_SECONDS, cut, piece_seconds
@@ -60,7 +60,8 @@ class LoadedProgram:
         self._progress = progress
         self.operands = Operands(program, buffers, data, slots)
         self._replays = Replays(repeated_slots(program))
-        self._context = Context(program, self.operands, self._replays)
+        self._streams = Streams()
+        self._context = Context(program, self.operands, self._replays, self._streams)
         self._interpreter = Interpreter(self._context, progress)
         self._builder: PieceBuilder | None = None
         self._frame: Frame | None = None
@@ -190,12 +191,14 @@ class LoadedProgram:
         operands = self.operands.slot(slot)
         self._frame = Frame(operands, slot, scalars, [None] * len(self.program.storages), step, cut)
         self._replays.begin()
+        self._streams.begin()
         self._progress(-1)
         self.operands.begin(operands)
         return self._frame
 
     def _finish(self, frame: Frame) -> None:
         self.operands.finish(frame.slot, sources(self._context, frame))
+        self._streams.finish()
         self._frame = None
         if frame.cut == self.newest:
             self._steps += 1

@@ -3,6 +3,8 @@
 The executor's default generator is seeded with the job's seed and nothing else in the process draws
 from it, so ordinary draws follow each other as in a plain run. Recomputation (checkpointing) repeats
 draws: the generator is put back to where it stood, and afterwards to where it was before.
+
+A random stream is a generator in the job's state: what draws from it is given a generator of its own.
 """
 
 from __future__ import annotations
@@ -39,9 +41,8 @@ class Replays:
         self._states.clear()
 
     @contextmanager
-    def drawing(self, slot: int) -> Iterator[None]:
-        """Run one operator of a repeated slot inside this."""
-        generator = torch.default_generator
+    def drawing(self, slot: int, generator: torch.Generator) -> Iterator[None]:
+        """Run one operator of a repeated slot, which draws from `generator`, inside this."""
         before = generator.get_state()
         first = self._states.get(slot)
         if first is None:
@@ -55,18 +56,43 @@ class Replays:
             generator.set_state(before)
 
 
+class Streams:
+    """The generators of random streams for the length of a step: their bytes in the state are read at the first draw,
+    and written when the step is done."""
+
+    def __init__(self) -> None:
+        self._generators: dict[int, torch.Generator] = {}  # by where the bytes lie
+        self._drawn: dict[int, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        self._drawn.clear()
+
+    def of(self, stream: torch.Tensor) -> torch.Generator:
+        """The generator whose state `stream` holds. Raises RuntimeError when these bytes are none."""
+        key = stream.data_ptr()
+        if key not in self._drawn:
+            generator = self._generators.setdefault(key, torch.Generator())
+            generator.set_state(stream.clone())  # torch counts the offset of a view twice
+            self._drawn[key] = stream
+        return self._generators[key]
+
+    def finish(self) -> None:
+        for key, stream in self._drawn.items():
+            stream.copy_(self._generators[key].get_state())
+        self._drawn.clear()
+
+
 @contextmanager
-def drawing_from(stream: torch.Tensor) -> Iterator[None]:
-    """Run one operator of a random stream inside this: it draws from the generator whose state `stream` holds, which
-    moves on. Raises RuntimeError when the bytes are no generator's state."""
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.set_state(stream.clone())  # torch counts the offset of a view twice
+def standing_in(generator: torch.Generator) -> Iterator[None]:
+    """Run one operator that takes no generator inside this: it draws from `generator`."""
+    usual = torch.default_generator
+    before = usual.get_state()
+    usual.set_state(generator.get_state())
     try:
         yield
-        stream.copy_(generator.get_state())
+        generator.set_state(usual.get_state())
     finally:
-        generator.set_state(before)
+        usual.set_state(before)
 
 
 def move_generator(generator: torch.Generator, memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ MEMORY_FORMATS: dict[str, torch.memory_format] = {
 def overload(target: str) -> Any:
     """The torch operator called `target`. Raises ProgramError when this torch build has none."""
     return schema(target).overload
+
+
+@cache
+def takes_generator(target: str) -> bool:
+    """Whether the operator can be told which random generator to draw from."""
+    return any(a.name == "generator" for a in overload(target)._schema.arguments)
 
 
 def constant(tag: Tag) -> Any:

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 # Pointwise, though torch does not tag them so.
 _MORE = frozenset(("copy_", "zero_", "fill_", "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like",
                    "alias_copy", "detach_copy", "where", "masked_fill", "masked_fill_", "bernoulli.p", "nan_to_num",
-                   "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise_backward", "fill", "zero"))  # fmt: skip
+                   "softplus_backward", "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise_backward", "fill", "zero"))  # fmt: skip
 _NOT = frozenset(("renorm", "renorm_"))
 
 
