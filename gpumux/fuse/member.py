@@ -19,8 +19,8 @@ from gpumux.program import allowlist
 
 
 class Member:
-    """`step`, `model` and `optimizer` as a factory made them. `twice`: trace the step once more, as a job does. Its tensors of state are buffers of `table`, numbered
-    alike in all models of one kind."""
+    """`step`, `model` and `optimizer` as a factory made them. `twice`: trace the step once more, as a job does. Its
+    tensors of state are buffers of `table`, numbered alike in all models of one kind."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Member:
         structure, host = from_local(self.table)
         self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self.guard = StaleGuard(name, self.table, lambda: self.state.keep)
-        self._function = StepFunction(step, self.table, tracer, self.guard, self._intern, max_variants, 1, twice)
+        self._function = StepFunction(step, self.table, tracer, self.guard, self._intern, max_variants, twice=twice)
 
     def _intern(self, structure: Structure) -> Structure:
         return self._structures.setdefault(structure, structure)
