@@ -1,4 +1,4 @@
-"""What a training program uses: `submit`, and the Job and StepFuture it gives."""
+"""What a training program uses: `submit`, and the Job and StepFuture it gives; `submit_array` for many models of one kind."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ if TYPE_CHECKING:
     from gpumux.client.future import StepFuture as StepFuture
     from gpumux.client.job import Job as Job
     from gpumux.client.submit import submit as submit
+    from gpumux.fuse.submit import submit_array as submit_array
 
-__all__ = ["Job", "StepFuture", "submit"]
+__all__ = ["Job", "StepFuture", "submit", "submit_array"]
 
-_HOME = {"Job": "gpumux.client.job", "StepFuture": "gpumux.client.future", "submit": "gpumux.client.submit"}
+_HOME = {
+    "Job": "gpumux.client.job",
+    "StepFuture": "gpumux.client.future",
+    "submit": "gpumux.client.submit",
+    "submit_array": "gpumux.fuse.submit",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpumux import fuse
+from gpumux import client, fuse
 from gpumux.errors import JobClosed, NotFusible
 from microbench.daemon import running_daemon
 from tests.fuse.serial import Config, apart, batches, configs, one_thread, training
@@ -34,7 +34,7 @@ def adam(parameters: Any, config: Config) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("per_model", [False, True])
 def test_a_job_of_several_models_trains_each_as_if_alone(endpoint: str, per_model: bool):
     factory = training(dropping, adam)
-    with one_thread(), fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused") as array:
+    with one_thread(), client.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused") as array:
         futures = []
         for i in range(len(DATA)):
             rows = [DATA[(i + b) % len(DATA)] for b in range(3)]
