@@ -43,9 +43,12 @@ def run(args: argparse.Namespace) -> int:
     search_s = time.perf_counter() - began
     beside = _beside(question)
     curve = curves.over_limits(question) if args.curve or args.figures else []
+    sizes = curves.over_sizes(question, _efficiency(args)) if args.curve else []
     notes = _notes(args, question, profile, curve)
     if args.json:
         body = plan.figures() | {
+            "counts": list(question.counts),
+            "overlap": question.overlap,
             "search_s": search_s,
             "network": {"name": link.name, "bandwidth": link.bandwidth, "latency": link.latency},
             "baselines": [
@@ -56,10 +59,15 @@ def run(args: argparse.Namespace) -> int:
         }
         if args.curve:
             body["curve"] = [_point(limit, each) for limit, each in curve]
+            body["sizes"] = [
+                {"strategy": each.strategy, "gpus": each.gpus, "global_batch": each.batch, "iteration_s": each.iteration_s,
+                 "speedup_to_accuracy": each.speedup}
+                for each in sizes
+            ]  # fmt: skip
         emit_json(body)
     else:
-        shown = _curve(question, curve) if args.curve else ""
-        emit("\n\n".join(filter(None, (describe(plan), compare([plan, *beside]), shown, "\n".join(notes)))))
+        shown = [_curve(question, curve), _sizes(sizes)] if args.curve else []
+        emit("\n\n".join([describe(plan), compare([plan, *beside]), *shown, "\n".join(notes)]))
     _draw(args, question, plan, curve)
     return 0
 
@@ -140,6 +148,18 @@ def _curve(question: Question, curve: Curve) -> str:
     return table(("LIMIT", "ITERATION", "SPEED-UP", "GPU TIME", _idle_of(question.gpus)), rows)
 
 
+def _sizes(sizes: Sequence[baselines.Scaled]) -> str:
+    rows = [
+        (str(each.gpus), each.strategy, str(each.batch), milliseconds(each.iteration_s), f"{each.speedup:.2f}")
+        for each in sizes
+    ]
+    return table(("GPUS", "SCALING", "BATCH", "ITERATION", "SPEED-UP TO ACCURACY"), rows)
+
+
+def _efficiency(args: argparse.Namespace) -> baselines.SampleEfficiency:
+    return baselines.SampleEfficiency(args.critical_batch or CRITICAL_BATCH)
+
+
 def _point(limit: float, plan: Plan | None) -> dict[str, object]:
     """One limit of the curve, for scripts: null where no plan keeps it."""
     keep = ("iteration_s", "speedup", "gpu_s", "busy_gpu_s", "idle_gpu_s", "over_limit")
@@ -155,6 +175,8 @@ def _notes(args: argparse.Namespace, question: Question, profile: ModelProfile, 
         f"layer times of {graph.device} ({sources}); network {link.name}: {link.bandwidth / 1e9:g} GB/s a GPU, "
         f"{link.latency * 1e6:g} us ({link.source})"
     ]
+    if question.overlap:
+        notes.append(f"{question.overlap:.0%} of each layer's backward time hides the sync of its gradients")
     largest = min(layer.times[-1].samples for layer in graph.layers)
     if args.global_batch > largest:
         notes.append(f"batches above {largest} are taken as several of {largest}: none so large was timed")
@@ -174,8 +196,8 @@ def _notes(args: argparse.Namespace, question: Question, profile: ModelProfile, 
 
 def _check_pictures(args: argparse.Namespace) -> None:
     """Before anything is traced or searched."""
-    if not args.figures:
-        idle_option(args, ["critical-batch"], "without --figures", "the ways to scale that they draw")
+    if not (args.figures or args.curve):
+        idle_option(args, ["critical-batch"], "without --figures or --curve", "the ways to scale that they show")
     if not (args.plot or args.figures):
         return
     from gpumux.plan import plot
@@ -206,7 +228,7 @@ def _draw(args: argparse.Namespace, question: Question, plan: Plan, curve: Curve
     if not args.figures:
         return
     directory, name = Path(args.figures), question.graph.name
-    efficiency = baselines.SampleEfficiency(args.critical_batch or CRITICAL_BATCH)
+    efficiency = _efficiency(args)
     limited = f"{name}, amplification limit {_limit(question.limit)}, {question.algorithm}"
     plot.scaling(curves.over_sizes(question, efficiency), limited, directory / "scaling.png")
     plot.networks(curves.over_networks(question, efficiency), limited, directory / "networks.png")

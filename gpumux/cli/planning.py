@@ -84,7 +84,8 @@ def _with_unit(text: str, units: dict[str, float], what: str) -> float:
             text, scale = text.removesuffix(unit), factor
             break
     else:
-        scale = 1.0
+        above_zero(text, what)
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: give {', '.join(text + unit for unit in units)}")
     return above_zero(text, what) * scale
 
 
@@ -99,12 +100,12 @@ def above_zero(text: str, what: str = "number") -> float:
 
 
 def size(text: str) -> float:
-    """Bytes of "12GB", "180MB", "1024"."""
+    """Bytes of "12GB", "180MB", "1024B"."""
     return _with_unit(text, _SIZES, "size")
 
 
 def rate(text: str) -> float:
-    """Bytes a second of "10Gb" (bits), "300GB" (bytes), "1e9"."""
+    """Bytes a second of "10Gb" (bits), "300GB" (bytes)."""
     return _with_unit(text, _RATES, "bandwidth")
 
 
@@ -241,10 +242,19 @@ def _burst(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="of backward that hides sync (default 0, the paper's)",
     )
-    flag("--critical-batch", metavar="N", type=above_zero, help="for --figures (default 1024)")
+    flag(
+        "--critical-batch",
+        metavar="N",
+        type=above_zero,
+        help="for --curve and --figures: the batch from which a larger one saves few iterations (default 1024)",
+    )
     flag("--plot", metavar="FILE.png", help="draw the plan's timeline (pip install gpumux[plot])")
     flag("--figures", metavar="DIR", help="draw what sizes, networks, layers and limits make of it")
-    flag("--curve", action="store_true", help="also the best plan for each of several limits")
+    flag(
+        "--curve",
+        action="store_true",
+        help="also the best plan for each of several limits, and the ways to scale on each number of GPUs",
+    )
 
 
 def _profile(parser: argparse.ArgumentParser) -> None:

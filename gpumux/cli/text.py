@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 
@@ -48,4 +49,13 @@ def emit(text: str) -> None:
 
 
 def emit_json(body: Any) -> None:
-    emit(json.dumps(body, indent=2, sort_keys=True, default=str))
+    """What has no bound is null: JSON knows no infinity."""
+    emit(json.dumps(_finite(body), indent=2, sort_keys=True, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

@@ -3,8 +3,9 @@ and table 2). Bytes; the paper counts bits. Reading a torch model imports torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, log2, prod
 from typing import TYPE_CHECKING
 
 from gpumux.device.sim.cost import EFFICIENCY, FLOOR_S, product
@@ -21,8 +22,9 @@ ALGORITHMS = ("gemm", "fft", "winograd")
 
 @dataclass(frozen=True)
 class Convolution:
-    """One layer, in the paper's letters: input B x H x D, output B' x H' x D', filters of F x F; `groups` and `stride` as
-    torch has them."""
+    """One layer, in the paper's letters: input B x H x D, output B' x H' x D', filters of F x F; `kernel`, `stride` and
+    `dilation` are (height, width), since filters need not be square. `again`: it runs once more with the weights of an
+    earlier one."""
 
     name: str
     width: int  # B
@@ -31,9 +33,16 @@ class Convolution:
     out_width: int
     out_height: int
     out_depth: int
-    kernel: int  # F
-    stride: int = 1
+    kernel: tuple[int, int]  # F
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
     groups: int = 1
+    again: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Weights and biases that no other layer has counted."""
+        return 0 if self.again else prod(self.kernel) * self.depth // self.groups * self.out_depth + self.out_depth
 
     def gemm_bytes(self, batch: int) -> float:
         """Table 2's denominator: input and output."""
@@ -60,19 +69,19 @@ class Convolution:
         return self.fft_bytes(batch) if algorithm == "fft" else self.winograd_bytes(batch)
 
     def can(self, algorithm: str) -> bool:
-        """Winograd's tiles are for 3 x 3 filters without stride; FFT and Winograd are for whole layers."""
+        """Winograd's tiles are for 3 x 3 filters without stride or gaps; FFT and Winograd are for whole layers."""
         if algorithm == "gemm":
             return True
         if self.groups > 1:
             return False
-        return algorithm == "fft" or (self.kernel == 3 and self.stride == 1)
+        return algorithm == "fft" or (self.kernel == (3, 3) and self.stride == self.dilation == (1, 1))
 
     def seconds(self, algorithm: str, batch: int, spec: GpuSpec) -> float:
         """T(k, l), forward and backward, modelled: three products of the same work, at the rate of float32 without tensor
         cores for all algorithms, so that they compare; FFT and Winograd also transform what they read and write."""
         rate = spec.flops["float32"]
         pixels, n = batch * self.out_width * self.out_height, self.out_depth // self.groups
-        k = self.depth // self.groups * self.kernel**2
+        k = self.depth // self.groups * prod(self.kernel)
         nbytes = int(self.gemm_bytes(batch)) + FLOAT * self.groups * n * k
         if algorithm == "gemm":
             each = product(pixels, n, k, nbytes, rate, spec, self.groups).seconds
@@ -107,7 +116,7 @@ class Cnn:
 
     def parameter_bytes(self) -> float:
         """Equation 3: weights and biases of the convolutions, three times: a sample's gradients and the batch's beside them."""
-        return 3 * FLOAT * sum(c.kernel**2 * c.depth // c.groups * c.out_depth + c.out_depth for c in self.convolutions)
+        return 3 * FLOAT * sum(c.parameters for c in self.convolutions)
 
     def classifier_bytes(self) -> float:
         """Equation 4 as printed: outputs once, weights three times, one bias a layer three times."""
@@ -121,32 +130,41 @@ class Cnn:
 
 def read(traced: TracedModel) -> Cnn:
     """The network of a traced torch model: its convolutions and what lies between are the feature extraction, its dense
-    layers the classification. Raises ConfigError for a model without 2d convolutions."""
-    from math import prod
-
+    layers the classification. A module that runs again is a layer again, NAME:2. Raises ConfigError for a model without
+    2d convolutions, and for one with convolutions that can't be told: functions, and those inside of a module that is one
+    layer."""
     from torch import nn
 
     from gpumux.plan.grouping import tensors
 
     convolutions, maps, dense = [], list[int](), list[int]()
+    runs: Counter[str] = Counter()
     for node in traced.module.graph.nodes:
         if node.op == "placeholder":
             maps += [prod(each.shape[1:]) for each in tensors(node.meta["val"])]
+        if node.op == "call_function":
+            called = getattr(node.target, "__name__", "")
+            if "pool" in called:
+                maps += [prod(each.shape[1:]) for each in tensors(node.meta["val"])[:1]]
+            elif called.startswith("conv"):
+                raise ConfigError(
+                    f"{traced.name} calls {called} as a function, which doesn't say whose weights these are",
+                    "make it a module: torch.nn.Conv2d",
+                )
         if node.op != "call_module":
             continue
-        module = traced.module.get_submodule(str(node.target))
+        module, name = traced.module.get_submodule(str(node.target)), str(node.target)
         (made,) = tensors(node.meta["val"])[:1]
         (given,) = tensors(node.all_input_nodes[0].meta["val"])[:1]
         if isinstance(module, nn.Conv2d):
+            runs[name] += 1
             _, depth, height, width = given.shape
             _, out_depth, out_height, out_width = made.shape
-            kernel = round((module.kernel_size[0] * module.kernel_size[1]) ** 0.5)
-            if kernel**2 != module.kernel_size[0] * module.kernel_size[1]:
-                kernel = max(module.kernel_size)  # 1 x 7 and the like: as if it were square, which is on the safe side
             convolutions.append(
                 Convolution(
-                    str(node.target), width, height, depth, out_width, out_height, out_depth, kernel, module.stride[0],
-                    module.groups,
+                    name if runs[name] == 1 else f"{name}:{runs[name]}", width, height, depth, out_width, out_height,
+                    out_depth, _pair(module.kernel_size), _pair(module.stride), _pair(module.dilation), module.groups,
+                    again=runs[name] > 1,
                 )
             )  # fmt: skip
             maps.append(prod(made.shape[1:]))
@@ -154,6 +172,16 @@ def read(traced: TracedModel) -> Cnn:
             dense += [module.in_features, module.out_features] if not dense else [module.out_features]
         elif "Pool" in type(module).__name__:
             maps.append(prod(made.shape[1:]))
+        elif any(isinstance(each, nn.Conv2d) for each in module.modules()):
+            raise ConfigError(
+                f"{name} ({type(module).__name__}) is taken as one layer, and has convolutions inside",
+                f"don't name {type(module).__name__} with --whole here",
+            )
     if not convolutions:
         raise ConfigError(f"{traced.name} has no 2d convolutions", "`plan batch` is about CNNs")
     return Cnn(traced.name, tuple(convolutions), tuple(maps), tuple(dense))
+
+
+def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
+    height, width = sizes
+    return height, width

@@ -76,7 +76,20 @@ def test_a_plan_as_json(algorithm: str, capsys: pytest.CaptureFixture[str]) -> N
     assert [each["gpus"] for each in body["baselines"]] == [1, 4]
     times = [each["iteration_s"] for each in body["curve"]]
     assert times == sorted(times, reverse=True)  # more allowed is never slower
+    assert (body["overlap"], body["counts"]) == (0.5, [1, 2, 4])
+    assert any("50% of each layer's backward time" in note for note in body["notes"])
+    ways = {(each["gpus"], each["strategy"]): each for each in body["sizes"]}
+    assert ways.keys() == {(g, way) for g in (1, 2, 4) for way in ("weak", "strong", "batch-optimal", "burst")}
+    assert ways[4, "burst"]["iteration_s"] == pytest.approx(body["iteration_s"])
+    assert ways[4, "strong"]["iteration_s"] == pytest.approx(body["baselines"][1]["iteration_s"])
+    assert ways[4, "weak"]["global_batch"] == 4 * body["global_batch"]
     assert body["iteration_s"] <= min(each["iteration_s"] for each in body["baselines"]) + 1e-12
+
+
+def test_what_has_no_bound_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpus", "--speedup", "3", "--overhead", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (found["gpus"], found["most_speedup"]) == (3, None)
 
 
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +333,7 @@ def test_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["burst", "alexnet", *SMALL, "--critical-batch", "64"],
             EX_CONFIG,
-            "--critical-batch has no effect without --figures",
+            "--critical-batch has no effect without --figures or --curve",
         ),
         (
             ["burst", "alexnet", *SMALL, "--network", "25g", "--bandwidth", "1Gb", "--latency", "0"],
@@ -337,6 +350,8 @@ def test_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["burst", "alexnet", *SMALL, "--amplification", "0.5"], EX_USAGE, "give 1 or more"),
         (["burst", "alexnet", "--gpus", "0", "--global-batch", "8"], EX_USAGE, "whole number from 1 up"),
         (["burst", "alexnet", *SMALL, "--bandwidth", "fast"], EX_USAGE, "no bandwidth above 0"),
+        (["burst", "alexnet", *SMALL, "--bandwidth", "25"], EX_USAGE, "'25' has no unit: give 25Kb"),
+        (["servers", "--parameters", "180", "--workers", "2", "--compute", "1"], EX_USAGE, "'180' has no unit"),
         (["burst", "alexnet", *SMALL, "--overlap", "2"], EX_USAGE, "no share from 0 to 1"),
         (["burst", "alexnet", *SMALL, "--latency", "-1"], EX_USAGE, "0 or more"),
         (["burst", "alexnet"], EX_USAGE, "required"),

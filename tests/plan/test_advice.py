@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from itertools import product
 from math import inf
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpumux.device.sim.spec import A100
@@ -50,6 +53,72 @@ def test_equations_2_to_5_for_alexnet():
     assert ALEXNET.feature_bytes(128) == 4 * 128 * maps
     left = ALEXNET.bound(128, 12e9)
     assert left == 12e9 - ALEXNET.feature_bytes(128) - ALEXNET.parameter_bytes() - ALEXNET.classifier_bytes()
+
+
+class Uneven(nn.Module):
+    """Filters that are not square, have gaps or uneven strides, one that runs three times, and pools that are functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 8, (1, 7), padding=(0, 3))
+        self.row = nn.Conv2d(8, 8, (1, 3), padding=(0, 1))
+        self.gaps = nn.Conv2d(8, 8, 3, padding=2, dilation=2)
+        self.again = nn.Conv2d(8, 8, 3, padding=1)
+        self.uneven = nn.Conv2d(8, 8, 3, stride=(1, 2), padding=1)
+        self.groups = nn.Conv2d(8, 8, 3, padding=1, groups=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.gaps(self.row(self.wide(x))), 2)
+        for _ in range(3):
+            x = self.again(x)
+        return F.adaptive_avg_pool2d(self.groups(self.uneven(x)), 1)
+
+
+def test_convolutions_are_taken_as_they_are():
+    net = cnn.read(trace(models.Loaded("uneven", Uneven(), (torch.zeros(1, 3, 16, 16),))))
+    assert [c.name for c in net.convolutions] == [
+        "wide", "row", "gaps", "again", "again:2", "again:3", "uneven", "groups"
+    ]  # fmt: skip
+    assert [c.name for c in net.convolutions if c.can("winograd")] == ["again", "again:2", "again:3"]
+    assert [c.name for c in net.convolutions if not c.can("fft")] == ["groups"]
+    weights = sum(p.numel() for p in Uneven().parameters())
+    assert net.parameter_bytes() == 12 * weights
+    assert net.maps == (768, 2048, 2048, 2048, 512, *(512,) * 3, 256, 256, 8)
+    wide = net.convolutions[0]
+    square = replace(wide, kernel=(7, 7))
+    big = 4096  # where computation counts, seven times the products are seven times as long
+    assert square.seconds("gemm", big, A100) > 3 * wide.seconds("gemm", big, A100)
+    (choice,) = batch.suggest(net, [4], 12e9, A100)
+    assert choice.algorithms.keys() == {c.name for c in net.convolutions}
+    every = batch.options(net, 4, A100)
+    assert choice.seconds == pytest.approx(
+        sum(o.seconds for name in every for o in every[name] if o.algorithm == choice.algorithms[name])
+    )
+
+
+def test_convolutions_that_can_not_be_told_are_refused():
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Conv2d(3, 4, 3), nn.Parameter(torch.zeros(4, 4, 3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.conv2d(self.first(x), self.weight)
+
+    with pytest.raises(ConfigError, match="calls conv2d as a function"):
+        cnn.read(trace(models.Loaded("functional", Functional(), (torch.zeros(1, 3, 16, 16),))))
+    inside = nn.Sequential(nn.Conv2d(3, 4, 3), Whole(), nn.Flatten())
+    with pytest.raises(ConfigError, match="is taken as one layer, and has convolutions inside"):
+        cnn.read(trace(models.Loaded("hidden", inside, (torch.zeros(1, 3, 16, 16),)), whole=["Whole"]))
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
 
 
 def test_lemma_3_1_and_its_examples():
