@@ -149,7 +149,7 @@ def read(traced: TracedModel) -> Cnn:
             elif called.startswith("conv"):
                 raise ConfigError(
                     f"{traced.name} calls {called} as a function, which doesn't say whose weights these are",
-                    "make it a module: torch.nn.Conv2d",
+                    "make it a module: torch.nn.Conv2d itself (a class made of it is looked into; --whole CLASS keeps it one)",
                 )
         if node.op != "call_module":
             continue
@@ -168,15 +168,18 @@ def read(traced: TracedModel) -> Cnn:
                 )
             )  # fmt: skip
             maps.append(prod(made.shape[1:]))
+        elif any(isinstance(each, nn.modules.conv._ConvNd) for each in module.modules()):
+            kind = type(module).__name__
+            if isinstance(module, nn.modules.conv._ConvNd):
+                raise ConfigError(f"{name} is a {kind}", "the guidelines' formulas are for torch.nn.Conv2d alone")
+            raise ConfigError(
+                f"{name} ({kind}) is taken as one layer, and has convolutions inside",
+                f"don't name {kind} with --whole here",
+            )
         elif isinstance(module, nn.Linear):
             dense += [module.in_features, module.out_features] if not dense else [module.out_features]
         elif "Pool" in type(module).__name__:
             maps.append(prod(made.shape[1:]))
-        elif any(isinstance(each, nn.Conv2d) for each in module.modules()):
-            raise ConfigError(
-                f"{name} ({type(module).__name__}) is taken as one layer, and has convolutions inside",
-                f"don't name {type(module).__name__} with --whole here",
-            )
     if not convolutions:
         raise ConfigError(f"{traced.name} has no 2d convolutions", "`plan batch` is about CNNs")
     return Cnn(traced.name, tuple(convolutions), tuple(maps), tuple(dense))

@@ -107,12 +107,19 @@ def test_convolutions_that_can_not_be_told_are_refused():
 
     with pytest.raises(ConfigError, match="calls conv2d as a function"):
         cnn.read(trace(models.Loaded("functional", Functional(), (torch.zeros(1, 3, 16, 16),))))
-    inside = nn.Sequential(nn.Conv2d(3, 4, 3), Whole(), nn.Flatten())
+    inside = nn.Sequential(nn.Conv2d(3, 4, 3), WholePool(), nn.Flatten())
     with pytest.raises(ConfigError, match="is taken as one layer, and has convolutions inside"):
-        cnn.read(trace(models.Loaded("hidden", inside, (torch.zeros(1, 3, 16, 16),)), whole=["Whole"]))
+        cnn.read(trace(models.Loaded("hidden", inside, (torch.zeros(1, 3, 16, 16),)), whole=["WholePool"]))
 
 
-class Whole(nn.Module):
+@pytest.mark.parametrize("other", [(nn.ConvTranspose2d(3, 3, 3),), (nn.Flatten(2), nn.Conv1d(3, 3, 3))])
+def test_other_convolutions_are_refused(other: tuple[nn.Module, ...]):
+    net = nn.Sequential(nn.Conv2d(3, 3, 3), *other)
+    with pytest.raises(ConfigError, match=r"for torch\.nn\.Conv2d alone"):
+        cnn.read(trace(models.Loaded("other", net, (torch.zeros(1, 3, 16, 16),))))
+
+
+class WholePool(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Conv2d(4, 4, 3)
