@@ -50,6 +50,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item in slow)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch has one thread, as a daemon of the tests has."""
+    from tests.threads import one_thread as one  # torch takes seconds to import
+
+    with one():
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_leaks_in_all() -> Iterator[None]:
     """What module and session fixtures leave behind, which no single test's check can see."""

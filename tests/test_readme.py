@@ -28,14 +28,6 @@ def example() -> str:
     return block
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The example's printed losses and its model's final state."""
     namespace = runpy.run_path(str(path))
@@ -43,7 +35,7 @@ def run(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[float], di
     return losses, namespace["model"].state_dict()
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_the_example_trains_and_equals_the_plain_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -154,7 +154,7 @@ class Ledger:
         )
         self.record.ops.append(
             RawOp(
-                schema.target, tuple(positional), tuple(sorted(keywords)), tuple(self._out(o) for o in outs),
+                schema.target, tuple(positional), tuple(sorted(keywords)), tuple(placed(o, self.view_of) for o in outs),
                 frozenset(reads), frozenset(writes), slot, user_line(), self.label,
             )
         )  # fmt: skip
@@ -202,13 +202,6 @@ class Ledger:
             return False
         return bool(type(value) is type(default) and value == default)
 
-    def _out(self, value: Any) -> Out:
-        if isinstance(value, torch.Tensor):
-            return self.view_of(value)
-        if isinstance(value, (list, tuple)):
-            return tuple(self.view_of(v) for v in value)
-        return None
-
     def scalar(self, expr: Expr) -> Arg:
         if expr.constant:
             return expr.value
@@ -253,6 +246,13 @@ def _returns(func: Any, out: Any) -> Sequence[Any]:
     if declared == 1:
         return (out,)
     return out if declared else ()
+
+
+def placed(value: Any, view_of: Callable[[torch.Tensor], int]) -> Out:
+    """What an operator returned, tensors by the numbers of their views."""
+    if isinstance(value, torch.Tensor):
+        return view_of(value)
+    return tuple(view_of(v) for v in value) if isinstance(value, (list, tuple)) else None
 
 
 def leaves(value: Any) -> list[Any]:

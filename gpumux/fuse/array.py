@@ -14,7 +14,6 @@ from gpumux.errors import ConfigError
 from gpumux.fuse.fused import Fused
 from gpumux.fuse.models import Factory, Models
 from gpumux.fuse.runner import Runner
-from gpumux.fuse.trial import Times, cache_file
 from gpumux.fuse.variants import Options, Variants
 
 
@@ -42,13 +41,9 @@ class Array(Models):
         choose: Literal["measured", "fused", "per-model"] = "measured", per_model_operators: Sequence[str] = (),
         partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
     ) -> None:  # fmt: skip
-        if choose not in ("measured", "fused", "per-model"):
-            raise ConfigError(f"choose is {choose!r}", 'use "measured", "fused" or "per-model"')
+        options = Options(choose, per_model_operators, times_file, partial)
         super().__init__(factory, configs, example, seeds, max_variants, name)
-        times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
-        self._variants = Variants(
-            Options(choose, tuple(per_model_operators), times, partial), self._attach, self._names
-        )
+        self._variants = Variants(options, self._attach, self._names)
         try:
             self._capture()
         except BaseException:

@@ -29,8 +29,7 @@ def _no_fallback() -> Iterator[None]:
 
 def batched(call: Call) -> Any:
     """The operator's result, model dimension first. Raises Declined."""
-    for name, value in call.varying():
-        raise Declined(f"{name} differs between models: {value.values}")
+    call.same_numbers()
     if any(isinstance(v, ScalarRef) for v in flat(call.args)):
         raise Declined("it takes a number that is another at every step")
     stacked: list[torch.Tensor] = []

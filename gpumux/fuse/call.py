@@ -142,6 +142,17 @@ class Call:
             yield from ((name, v) for v in flat(value) if isinstance(v, Varying))
 
     @property
+    def varies(self) -> bool:
+        """Whether any number differs between models."""
+        return any(True for _ in self.varying())
+
+    def same_numbers(self, *but: str) -> None:
+        """Declined where a number differs between models, those of the arguments `but` apart."""
+        for name, value in self.varying():
+            if name not in but:
+                raise Declined(f"{name} differs between models: {value.values}")
+
+    @property
     def written(self) -> list[Operand]:
         """The operands that the operator changes in place."""
         from gpumux.client.schema import HIDDEN_WRITES
@@ -167,9 +178,7 @@ class Call:
         """The operator, or `func` with the same arguments, some of them replaced by name: the operands must be. Declined
         where a number that differs between models is left."""
         func = func or self.func
-        for name, value in self.varying():
-            if name not in changes or isinstance(changes[name], Varying):
-                raise Declined(f"{name} differs between models: {value.values}")
+        self.same_numbers(*[name for name, value in changes.items() if not isinstance(value, Varying)])
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for argument in func._schema.arguments:

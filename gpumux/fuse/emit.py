@@ -15,11 +15,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumux.client.ledger import leaves
+from gpumux.client.ledger import leaves, placed
 from gpumux.client.schema import bind, scalar_overload, schema_of
 from gpumux.errors import NotFusible
 from gpumux.program.allowlist import is_allowed
-from gpumux.program.ir import Arg, Complex, Numerics, Op, Out, Program, ScalarRef, Storage, StorageKind, Tag, View
+from gpumux.program.ir import Arg, Complex, Numerics, Op, Program, ScalarRef, Storage, StorageKind, Tag, View
 from gpumux.program.ir import TensorRef as Ref
 from gpumux.program.layers import Label, spans
 from gpumux.program.metafix import fake_call
@@ -169,7 +169,7 @@ class Emitter(TorchDispatchMode):
             nbytes = tensor.untyped_storage().nbytes()
             self._enter(tensor, Storage("temp", nbytes), tensor.dtype)
         self.ops.append(
-            Op(schema.target, tuple(positional), tuple(sorted(keywords)), tuple(self._out(o) for o in outs), random, stream)
+            Op(schema.target, tuple(positional), tuple(sorted(keywords)), tuple(placed(o, self.view_of) for o in outs), random, stream)
         )  # fmt: skip
         self.labels.append(self.label)
         return out
@@ -189,13 +189,6 @@ class Emitter(TorchDispatchMode):
                 if o.is_conj() or o.is_neg() or (born is not None and born != o.dtype):
                     return False
         return True
-
-    def _out(self, value: Any) -> Out:
-        if isinstance(value, torch.Tensor):
-            return self.view_of(value)
-        if isinstance(value, (list, tuple)):
-            return tuple(self.view_of(v) for v in value)
-        return None
 
     def _arg(self, value: Any) -> Arg:
         if isinstance(value, torch.Tensor):

@@ -172,7 +172,7 @@ class Fuser:
             return "fused", way
         if call.target in rules.PER_MODEL:
             reason = rules.PER_MODEL[call.target]
-        elif not any(True for _ in call.varying()):
+        elif not call.varies:
             raise NotFusible(
                 f"{call.target}, {layer_name(self.emitter.label)}, can't run for all models at once: {reason}",
                 f"allow it to run once a model: per_model_operators=[{call.target!r}]",
@@ -182,7 +182,7 @@ class Fuser:
 
     def is_alike(self, call: Call) -> bool:
         """Whether all models would do the very same: it is done once."""
-        if any(True for _ in call.varying()):
+        if call.varies:
             return False
         return call.name in _BY_SHAPE or all(o.alike for o in call.operands())
 

@@ -22,7 +22,6 @@ from gpumux.client.variants import Choice, Made, State
 from gpumux.errors import NotFusible
 from gpumux.fuse.fused import Fused
 from gpumux.fuse.models import Factory, Models
-from gpumux.fuse.trial import Times, cache_file
 from gpumux.fuse.variants import Options, Variants
 from gpumux.wire.fields import MAX_INT
 
@@ -47,7 +46,7 @@ def submit_array(
     try:
         devices = devices_of(session)
         how = choose or ("measured" if devices[1] == "cpu" else "fused")
-        times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
+        options = Options(how, per_model_operators, times_file)
         array = ArrayJob(
             factory,
             configs,
@@ -56,7 +55,7 @@ def submit_array(
             max_variants,
             name,
             devices,
-            Options(how, tuple(per_model_operators), times),
+            options,
         )
         job_id = uuid.uuid4().hex
         open_job(session, open_message(job_id, spec), False)

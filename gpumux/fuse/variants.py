@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from gpumux.client.remote import lay
 from gpumux.client.variants import Choice, Made
+from gpumux.errors import ConfigError
 from gpumux.fuse import rules
 from gpumux.fuse.align import Template, align
 from gpumux.fuse.fuse import fuse_template
 from gpumux.fuse.fused import Fused, numbers
 from gpumux.fuse.measured import fuse_measured
 from gpumux.fuse.partial import align_partly
-from gpumux.fuse.trial import Times
+from gpumux.fuse.trial import Times, cache_file
 from gpumux.program.ir import Program, ScalarRef
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Options:
-    """What the array was made with: see Array."""
+    """What the array was made with: see Array. Raises ConfigError for a `choose` that is none."""
 
     choose: Literal["measured", "fused", "per-model"]
-    per_model: tuple[str, ...]
-    times: Times
+    per_model: Sequence[str]
+    times_file: InitVar[str | Path | None]
     partial: bool = False
+    times: Times = field(init=False)
+
+    def __post_init__(self, times_file: str | Path | None) -> None:
+        if self.choose not in ("measured", "fused", "per-model"):
+            raise ConfigError(f"choose is {self.choose!r}", 'use "measured", "fused" or "per-model"')
+        self.times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
 
 
 @dataclass(slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux import client
+from tests.threads import one_thread
 
 SEED = 1234
 THREADS = 1
@@ -86,17 +86,6 @@ def assert_same(a: Any, b: Any, what: str) -> None:
             assert same, f"{where} differs"
         else:
             assert repr(x) == repr(y) or (type(x) is type(y) and x == y), f"{where}: {x!r} is not {y!r}"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """The reference runs with the daemon's thread count."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def plain(make: Callable[[], Work]) -> tuple[list[Any], list[Any]]:

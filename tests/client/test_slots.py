@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -15,6 +14,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from gpumux import client
 from microbench.copies import Writes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZE, ROWS = 4096, 16
 
@@ -39,14 +40,6 @@ class Trained:
         loss.backward()
         self.optimizer.step()
         return loss
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def submit(trained: Trained, endpoint: str, **options: Any) -> client.Job:

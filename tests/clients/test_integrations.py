@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clients import integrations
 from microbench.daemon import RunningDaemon, running_daemon
@@ -24,21 +23,13 @@ NEEDS = {
 }
 
 # torch's warnings of its own use by these packages, and theirs of each other, are not ours to mend.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
     with running_daemon(threads=1) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def changed(name: str) -> list[str]:

@@ -13,17 +13,11 @@ from clients.models import bert, dcgan, language, mobilenet, pointnet, resnet
 from clients.models.workloads import RECIPES, scheduler, workload
 from gpumux.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 PUBLISHED = {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gpumux import fuse
+from tests.threads import one_thread
 
 TOLERANCE = 1e-9  # relative, in float64
 MODELS = 3
@@ -66,16 +66,6 @@ def batches(*shape: int, classes: int = 0, count: int = STEPS, seed: int = 99) -
         x = torch.randn(*shape, generator=g, dtype=torch.float64)
         made.append((x, torch.randint(0, classes, shape[:1], generator=g)) if classes else (x,))
     return made
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def array_of(factory: Callable[[Any], Any], given: Sequence[Any], example: Any, **options: Any) -> fuse.Array:

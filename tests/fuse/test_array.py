@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gpumux.errors import ConfigError, LocalWrite, NotFusible, StaleState
-from tests.fuse.serial import Config, apart, array_of, batches, check, configs, one_thread, training, ways
+from tests.fuse.serial import Config, apart, array_of, batches, check, configs, training, ways
+from tests.threads import one_thread
 
 nn = torch.nn
 DATA = batches(6, 5, count=24)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from gpumux import client, fuse
-from gpumux.errors import JobClosed, NotFusible
+from gpumux.errors import ConfigError, JobClosed, NotFusible
 from microbench.daemon import running_daemon
-from tests.fuse.serial import Config, apart, batches, configs, one_thread, training
+from tests.fuse.serial import Config, apart, batches, configs, training
+from tests.threads import one_thread
 
 nn = torch.nn
 DATA = batches(6, 5)
@@ -76,3 +77,12 @@ def test_another_kind_is_refused_before_anything_runs(endpoint: str):
 
     with pytest.raises(NotFusible, match="layer '1'"):
         fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused")
+
+
+def test_a_choice_that_is_none_is_refused_before_anything_is_captured(endpoint: str):
+    def factory(config: Config) -> Any:
+        pytest.fail("a model was made")
+
+    for make in (fuse.Array, lambda *args, **options: fuse.submit_array(*args, endpoint=endpoint, **options)):
+        with pytest.raises(ConfigError, match="choose is 'fast'"):
+            make(factory, configs(), DATA[0], choose="fast")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from clients.models.workloads import workload
-from tests.fuse.serial import STEPS, TOLERANCE, apart, array_of, one_thread
+from tests.fuse.serial import STEPS, TOLERANCE, apart, array_of
+from tests.threads import one_thread
 
 MODELS = 2
 # Parameters without a true gradient: a bias before batch norm, which takes the mean off again, and what all keys of an attention have

@@ -10,15 +10,9 @@ from gpumux.errors import ConfigError
 from microbench.handfused.models import FUSED
 from microbench.handfused.train import hand_fused, vmapped
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS, MODELS = 5, 3
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def same(a, b) -> bool:

@@ -32,6 +32,16 @@ def over(memory: mmap.mmap, offset: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
+def bound(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The buffer that a state slot of `nbytes` is bound to. Raises ProgramError where it is smaller."""
+    if buffer.numel() < nbytes:
+        raise ProgramError(
+            f"a state buffer has {buffer.numel()} bytes where the program needs {nbytes}",
+            "bind each state slot to a buffer of its size",
+        )
+    return buffer
+
+
 def window(base: torch.Tensor, view: View) -> torch.Tensor:
     """`view` onto the storage of `base`, whatever its own dtype."""
     made = torch.empty(0, dtype=DTYPES[view.dtype])
@@ -68,7 +78,7 @@ class Operands:
         }
         for storage, entry in enumerate(program.storages):
             if entry.kind == "state":
-                self._bases[storage] = self._state(buffers[entry.slot], entry.nbytes)
+                self._bases[storage] = bound(buffers[entry.slot], entry.nbytes)
             elif entry.kind == "const":
                 self._bases[storage] = self._const(program.consts[entry.slot], entry.nbytes)
             elif entry.kind == "input" and storage in self.private_inputs:
@@ -98,14 +108,6 @@ class Operands:
         """After its last operator: results, contiguous, into the slot."""
         for target, source in zip(operands.results, sources, strict=True):
             target.copy_(source)
-
-    def _state(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-        if buffer.numel() < nbytes:
-            raise ProgramError(
-                f"a state buffer has {buffer.numel()} bytes where the program needs {nbytes}",
-                "bind each state slot to a buffer of its size",
-            )
-        return buffer
 
     def _const(self, data: bytes, nbytes: int) -> torch.Tensor:
         base = allocate(nbytes)

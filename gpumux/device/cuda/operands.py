@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
+from gpumux.device.cpu.operands import bound
 from gpumux.device.cpu.ranges import index_checks
 from gpumux.device.cpu.schema import DTYPES, views_written
 from gpumux.device.cuda.compute import Compute
@@ -160,7 +161,7 @@ class Operands:
         bases: dict[int, torch.Tensor] = {}
         for storage, entry in enumerate(program.storages):
             if entry.kind == "state":
-                bases[storage] = self._state(buffers[entry.slot], entry.nbytes)
+                bases[storage] = bound(buffers[entry.slot], entry.nbytes)
             elif entry.kind == "const":
                 bases[storage] = self._const(program.consts[entry.slot], entry.nbytes)
         inputs: dict[int, tuple[torch.Tensor, int]] = {}  # by storage: the block, and where in it
@@ -185,14 +186,6 @@ class Operands:
             self.results.append(flat.view(dtype).view(view.size))
         self._stages = tuple(_Stage(block, driver.event(timed=False), driver.event(timed=False)) for block in stages)
         self._pin_private()
-
-    def _state(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-        if buffer.numel() < nbytes:
-            raise ProgramError(
-                f"a state buffer has {buffer.numel()} bytes where the program needs {nbytes}",
-                "bind each state slot to a buffer of its size",
-            )
-        return buffer
 
     def _const(self, data: bytes, nbytes: int) -> torch.Tensor:
         base = self._compute.allocate(nbytes)

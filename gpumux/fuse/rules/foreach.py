@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from gpumux.fuse.align import Varying
-from gpumux.fuse.call import Call, Operand, flat
+from gpumux.fuse.call import Call, Operand
 from gpumux.fuse.emit import Declined
 from gpumux.fuse.rules.pointwise import pointwise
 from gpumux.fuse.rules.table import per_model, rule
@@ -23,7 +22,7 @@ _ALONE = {"List": ("Tensor", "default", "Tensor_Tensor"), "Tensor": ("Tensor",),
 
 @rule(*[t for t in _FOREACH if not t.startswith(_REDUCING)])
 def elementwise(call: Call) -> Any:
-    if not any(True for _ in call.varying()) and _lists_match(call):
+    if not call.varies and _lists_match(call):
         return call.invoke(call.filled(Operand.all))
     return _one_by_one(call)
 
@@ -73,9 +72,10 @@ def norms(call: Call) -> Any:
 def fused_optimizer(call: Call) -> Any:
     """One call over stacked lists. The kernels walk memory, so that every tensor must lie as its parameter does, and they take
     one step count a parameter."""
-    if any(isinstance(v, Varying) for v in flat(call.args)):
+    if call.varies:
         raise Declined("its numbers differ between models")
     params = [o.all() for o in call["self"]]
+    written = {id(o.view) for o in call.written}
     args: dict[str, Any] = {}
     for name, value in call.args.items():
         if name == "state_steps":
@@ -83,7 +83,6 @@ def fused_optimizer(call: Call) -> Any:
                 raise Declined("step counts that differ between models")
             args[name] = [o.one() for o in value]
         elif isinstance(value, list) and value and isinstance(value[0], Operand):
-            written = {id(o.view) for o in call.written}
             args[name] = [
                 _as(o.all(), p, id(o.view) in written) for o, p in zip(value, params, strict=True)
             ]  # gradients are written by none but AMP's unscaling

@@ -7,19 +7,17 @@ from typing import Any
 import torch
 
 from gpumux.fuse.call import Call, Operand
-from gpumux.fuse.emit import Declined
+from gpumux.fuse.rules.layout import apart
 from gpumux.fuse.rules.table import rule
-
-aten = torch.ops.aten
 
 
 def product(a: Operand, b: Operand, models: int) -> Any:
     """a @ b for every model: [B, n, m]."""
     if a.alike and b.mergeable(1):  # [n, k] @ [k, B * m]: one product, with the models side by side
         wide = torch.mm(a.one(), b.merged(1))
-        return wide.unflatten(1, (models, b.size[1])).movedim(1, 0)
+        return apart(wide, 1, models)
     if b.alike and a.mergeable(0):  # [B * n, k] @ [k, m]
-        return torch.mm(a.merged(0), b.one()).unflatten(0, (models, a.size[0]))
+        return apart(torch.mm(a.merged(0), b.one()), 0, models)
     return torch.bmm(a.all(), b.all())
 
 
@@ -32,11 +30,10 @@ def mm(call: Call) -> Any:
 def addmm(call: Call) -> Any:
     bias, a, b = call["self"], call["mat1"], call["mat2"]
     beta, alpha = call["beta"], call["alpha"]
-    for name, value in call.varying():
-        raise Declined(f"{name} differs between models: {value.values}")
+    call.same_numbers()
     if not bias.alike and bias.dim == 1 and bias.mergeable(0) and a.alike and b.mergeable(1):
         wide = torch.addmm(bias.merged(0), a.one(), b.merged(1), beta=beta, alpha=alpha)
-        return wide.unflatten(1, (call.models, b.size[1])).movedim(1, 0)
+        return apart(wide, 1, call.models)
     return torch.baddbmm(bias.all(2), a.all(), b.all(), beta=beta, alpha=alpha)
 
 
@@ -51,25 +48,24 @@ def _batched(a: Operand, b: Operand, models: int) -> Any:
         made = torch.bmm(a.merged(0), b.merged(0))
     else:
         made = torch.bmm(a.all().flatten(0, 1), b.all().flatten(0, 1))
-    return made.unflatten(0, (models, a.size[0]))
+    return apart(made, 0, models)
 
 
 @rule("baddbmm")
 def baddbmm(call: Call) -> Any:
     bias, a, b = call["self"], call["batch1"], call["batch2"]
-    for name, value in call.varying():
-        raise Declined(f"{name} differs between models: {value.values}")
+    call.same_numbers()
     size = (call.models * a.size[0], a.size[1], b.size[2])
     wide = bias.all(3).expand(call.models, a.size[0], a.size[1], b.size[2]).reshape(size)
     made = torch.baddbmm(wide, a.all().flatten(0, 1), b.all().flatten(0, 1), beta=call["beta"], alpha=call["alpha"])
-    return made.unflatten(0, (call.models, a.size[0]))
+    return apart(made, 0, call.models)
 
 
 @rule("mv")
 def mv(call: Call) -> Any:
     matrix, vector = call["self"], call["vec"]
     if vector.alike and matrix.mergeable(0):
-        return torch.mv(matrix.merged(0), vector.one()).unflatten(0, (call.models, matrix.size[0]))
+        return apart(torch.mv(matrix.merged(0), vector.one()), 0, call.models)
     return torch.bmm(matrix.all(), vector.all().unsqueeze(2)).squeeze(2)
 
 

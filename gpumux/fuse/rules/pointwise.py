@@ -16,8 +16,6 @@ from gpumux.fuse.call import Call, Operand, flat
 from gpumux.fuse.emit import Declined
 from gpumux.fuse.rules.table import rule
 
-aten = torch.ops.aten
-
 # Pointwise, though torch does not tag them so.
 _MORE = frozenset(("copy_", "zero_", "fill_", "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like",
                    "alias_copy", "detach_copy", "where", "masked_fill", "masked_fill_", "bernoulli.p", "nan_to_num",

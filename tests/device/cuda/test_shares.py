@@ -14,9 +14,9 @@ from gpumux.device.cuda.flights import Flights
 from gpumux.device.cuda.partitions import WANTED, Partitions
 from gpumux.model import LaunchId, Priority, ProgramId, StepId
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
-from tests.device.cuda.fake import FakeDriver, fake_device, poll_wait
+from tests.device.cuda.fake import FakeDriver, fake_device
 from tests.device.cuda.running import captured, compute_of, gpu_of
-from tests.device.harness import Case, Driver, LoadedJob
+from tests.device.harness import Driver, LoadedJob
 from tests.device.test_contract import floats, numbers
 from tests.program import samples
 
@@ -32,14 +32,6 @@ def shared() -> Iterator[CudaDevice]:
     device.close()
     gpu = gpu_of(device)
     assert [gpu.streams, gpu.events, gpu.pinned, gpu.registered, gpu.partitions] == [{}] * 5
-
-
-@pytest.fixture
-def driver(shared: CudaDevice) -> Iterator[Driver]:
-    driver = Driver(Case("cuda", lambda: shared, lambda: shared, wait=poll_wait), shared)
-    yield driver
-    gpu_of(shared).auto = True
-    driver.finish()
 
 
 def crossing(length: int = 40) -> Program:

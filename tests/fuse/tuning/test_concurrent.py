@@ -17,6 +17,8 @@ from gpumux.fuse.tuning.task import find, make
 from microbench.daemon import RunningDaemon, running_daemon
 from tests.fuse.tuning import toy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TASK = "tests.fuse.tuning.toy:factory"
 SPACE = {
     "lr": {"low": 1e-3, "high": 0.3, "log": True, "fusible": True},
@@ -32,14 +34,6 @@ HYPERBAND = {"algorithm": "hyperband", "steps": 6, "min_steps": 3, "eta": 2}
 def daemon() -> Iterator[RunningDaemon]:
     with running_daemon(threads=1) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def jobs_left(daemon: RunningDaemon) -> list[str]:
