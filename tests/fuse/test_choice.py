@@ -58,7 +58,7 @@ def mlp() -> nn.Module:
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
-    monkeypatch.setattr("gpumux.fuse.array.Times", lambda path: trial.Times(None, measure))
+    monkeypatch.setattr("gpumux.fuse.variants.Times", lambda path: trial.Times(None, measure))
 
 
 def by_operator(**dear: float) -> Any:

@@ -1,0 +1,65 @@
+"""The folder for compiled code: it goes with its process, however that ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from gpumux.device import codecache
+from gpumux.device.codecache import VARIABLE, CodeCache
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return tmp_path
+
+
+def test_a_folder_is_private_and_goes_on_close(folder: Path) -> None:
+    cache = CodeCache()
+    made = Path(cache.folder)
+    assert made.parent == folder
+    assert made.stat().st_mode & 0o777 == 0o700
+    cache.close()
+    cache.close()
+    assert not any(folder.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(folder: Path) -> None:
+    used = CodeCache()
+    code = "import os, signal, gpumux.device.codecache as c; c.CodeCache(); os.kill(os.getpid(), signal.SIGKILL)"
+    env = {"TMPDIR": str(folder), "PYTHONPATH": str(Path(codecache.__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == -9
+    (left,) = set(folder.iterdir()) - {Path(used.folder)}
+    assert left.name.startswith(codecache.PREFIX)
+    (left / "kernel.so").write_bytes(b"code")
+    made = CodeCache()
+    assert set(folder.iterdir()) == {Path(used.folder), Path(made.folder)}
+    made.close()
+    used.close()
+
+
+def test_neither_a_link_nor_a_folder_without_a_lock_is_touched(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / codecache.LOCK).touch()
+    (folder / f"{codecache.PREFIX}link").symlink_to(elsewhere)
+    (folder / f"{codecache.PREFIX}other").mkdir()
+    CodeCache().close()
+    assert (elsewhere / codecache.LOCK).exists()
+    assert {p.name for p in folder.iterdir()} == {f"{codecache.PREFIX}link", f"{codecache.PREFIX}other"}
+
+
+def test_a_folder_that_the_operator_names_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(folder / "kept"))
+    (folder / "kept").mkdir()
+    cache = CodeCache()
+    assert cache.folder == str(folder / "kept")
+    cache.close()
+    assert (folder / "kept").is_dir()
