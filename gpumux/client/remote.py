@@ -142,9 +142,11 @@ class Remote:
         self._ended: dict[int, tuple[m.TransferDone, Sequence[Any]]] = {}
         self.ended: m.JobEnded | None = None
 
-    def call(self, make: Callable[..., Any], *args: Any, frames: Sequence[bytes] = ()) -> tuple[Any, Sequence[Any]]:
+    def call(
+        self, make: Callable[..., Any], *args: Any, frames: Sequence[bytes] = (), meanwhile: Callable[[], float] | None = None
+    ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
         # Checking a large Program or draining a queue may take long; a daemon that dies ends the wait.
-        return self.session.call(make(0, self.job, *args), frames, timeout=None)
+        return self.session.call(make(0, self.job, *args), frames, timeout=None, meanwhile=meanwhile)
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -175,7 +177,9 @@ class Remote:
     def load(self, number: int) -> None:
         """Have the daemon load a Program, as it is noted here."""
         lowered, sizes, binding = self._loads[number]
-        reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[codec.encode(lowered.program)])
+        program = lowered.program
+        loading = patience.Loading(len(program.ops), program.kind == "compiled")
+        reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[codec.encode(program)], meanwhile=loading)
         memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
         self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, self._table.home)
 

@@ -114,15 +114,20 @@ class Session:
 
     # ---- sending ---------------------------------------------------------------------------------
 
-    def call(self, msg: Message, frames: Payload = (), timeout: float | None = 60.0) -> tuple[Any, list[bytes]]:
+    def call(
+        self, msg: Message, frames: Payload = (), timeout: float | None = 60.0, meanwhile: Callable[[], float] | None = None
+    ) -> tuple[Any, list[bytes]]:  # fmt: skip
         """Send a request (its `ref` is filled in here) and wait for the answer.
 
         Raises the error a Refusal stands for, and DaemonGone when no answer comes in `timeout`
-        seconds (None: as long as the daemon lives).
+        seconds (None: as long as the daemon lives). Without one, `meanwhile` says each time for how many seconds to wait until
+        it is called again.
         """
         ref, answer = self._mailbox.expect()
         try:
             self._send(_with_ref(msg, ref), frames)
+            while meanwhile is not None and not self.wait(lambda: bool(answer), meanwhile()):
+                pass
             if not self.wait(lambda: bool(answer), timeout):
                 raise DaemonGone(
                     f"the daemon lives but did not answer {type(msg).__name__} in {timeout} s", "look at gpumux status"

@@ -80,3 +80,29 @@ def test_a_long_step_is_no_news(job: client.Job, monkeypatch: pytest.MonkeyPatch
         for _ in range(5):
             job.step(X).result()
     assert lines == []
+
+
+def test_a_long_load_is_told_of() -> None:
+    clock = iter((0.0, 16.2, 76.2))
+    loading = patience.Loading(118, True, lambda: next(clock))
+    with told(lambda: None) as lines:
+        assert loading() == patience.LOADING_S
+        assert not lines
+        assert loading() == loading() == patience.AGAIN_S
+    assert [line.partition(";")[0] for line in lines] == [
+        "the daemon has been checking, compiling and loading a program of 118 operators for 16 s",
+        "the daemon has been checking, compiling and loading a program of 118 operators for 76 s",
+    ]
+
+
+def test_a_load_says_what_is_loaded(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "LOADING_S", 0.0)
+    model = nn.Linear(6, 2)
+    with (
+        told(lambda: None) as lines,
+        client.submit(lambda x: model(x), example=(X,), model=model, endpoint=endpoint) as other,
+    ):
+        other.step(X).result(LONG)
+    assert any(
+        line.startswith("the daemon has been checking and loading a program of 1 operator for 0 s") for line in lines
+    ), lines

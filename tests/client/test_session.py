@@ -95,6 +95,23 @@ def test_no_answer_in_time(session: Session):
     assert session.call(m.GetStatus(0))
 
 
+def test_a_caller_hears_now_and_then_that_there_is_no_answer_yet(runtime_dir: Path):
+    heard: list[None] = []
+    with serving(runtime_dir, answer) as (endpoint, frozen), Session.connect(endpoint, LONG) as session:
+        frozen.set()
+
+        def meanwhile() -> float:
+            heard.append(None)
+            if len(heard) == 3:
+                frozen.clear()
+                return LONG
+            return 0.01
+
+        reply, _ = session.call(m.GetStatus(0), timeout=None, meanwhile=meanwhile)
+    assert reply.body == {"pid": os.getpid()}
+    assert len(heard) == 3
+
+
 def test_posts_come_back_to_the_jobs_handler(session: Session):
     done: list[Any] = []
     session.register(JOB, lambda message, frames: done.append(message))
