@@ -245,8 +245,8 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < LEAST_FILES:
         log.warning(
-            "this process may open %d descriptors only: few jobs, and a flood of connections could end it; raise the limit "
-            "(LimitNOFILE, `ulimit -Hn`) to %d or more", hard, LEAST_FILES,
+            "this process may open %d descriptors only, which is room for few jobs; raise the limit (LimitNOFILE, "
+            "`ulimit -Hn`) to %d or more", hard, LEAST_FILES,
         )  # fmt: skip
 
 

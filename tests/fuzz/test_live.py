@@ -6,9 +6,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 import uuid
 from contextlib import suppress
@@ -314,3 +317,41 @@ def test_connections_that_never_say_who_they_are_hold_nobody_up(daemon, witness)
         for stranger in held:
             stranger.close()
     witness.check()
+
+
+FLOOD = """
+import socket, sys
+held = []
+for _ in range(3000):
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.setblocking(False)
+    if not stranger.connect_ex(sys.argv[1]):
+        held.append(stranger)
+    if len(held) > 600:
+        while len(held) > 300:
+            held.pop().close()
+"""
+
+
+def test_a_flood_of_connections_finds_few_descriptors_and_ends_nobody(daemon, witness):
+    """More than it may have open, faster than Python looks at them."""
+    pid = daemon.process.pid
+    usual, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    flooders = []
+    try:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + 250, most))
+        for _ in range(3):
+            flooders.append(
+                subprocess.Popen([sys.executable, "-S", "-c", FLOOD, daemon.endpoint.removeprefix("ipc://")])
+            )
+        while any(flooder.poll() is None for flooder in flooders):
+            witness.check()
+        assert [flooder.returncode for flooder in flooders] == [0, 0, 0]
+        Session.connect(daemon.endpoint, SOON_S).close()  # who comes afterwards is let in
+    finally:
+        for flooder in flooders:
+            flooder.kill()
+            flooder.wait()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (usual, most))
+    alone_again(daemon.endpoint)
+    assert daemon.process.poll() is None, daemon.log

@@ -6,12 +6,15 @@ import errno
 import os
 import select
 import socket
+import threading
 
 import pytest
 
 from gpumux.wire import connections
+from gpumux.wire.connections import Connections
 from gpumux.wire.limits import Limits
 from gpumux.wire.sessions import Opened
+from gpumux.wire.turnstile import Turnstile
 from tests.wire.world import HELLO, WAIT_MS
 
 FEW = Limits(max_sessions=4, max_sessions_per_user=2)
@@ -66,6 +69,85 @@ def test_a_user_with_too_many_connections_loses_the_newest(make_world, make_clie
     again = make_client(world)
     again.send(HELLO)
     assert world.next(Opened)
+
+
+def accepted(path: str) -> int:
+    """How many connections to `path` this process has at its end."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        end = connections._copy(int(name))
+        if end is not None:
+            with end:
+                found += end.getsockname() == path and not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return found
+
+
+@pytest.fixture
+def crowd(runtime_dir):
+    """Makes connections and keeps them; at most as many as wait in line."""
+    held: list[socket.socket] = []
+
+    def come(count: int) -> None:
+        held.extend(connect(f"{runtime_dir}/g.sock") for _ in range(count))
+
+    yield come
+    for made in held:
+        made.close()
+
+
+def test_libzmq_accepts_nobody_while_a_connection_is_looked_at(
+    make_world, make_client, runtime_dir, crowd, monkeypatch
+):
+    world = make_world()
+    honest = make_client(world)
+    session = world.open(honest).session
+    before = accepted(f"{runtime_dir}/g.sock")
+    looking, looked = threading.Event(), threading.Event()
+    accept = Connections._accepted
+
+    def dawdle(self: Connections, fd: int) -> None:
+        looking.set()
+        assert looked.wait(WAIT_MS / 1000)
+        accept(self, fd)
+
+    monkeypatch.setattr(Connections, "_accepted", dawdle)
+    try:
+        crowd(40)
+        assert looking.wait(WAIT_MS / 1000)
+        for number in range(1, 11):
+            world.serves(honest, session, number)  # libzmq's thread turns meanwhile
+        assert accepted(f"{runtime_dir}/g.sock") == before + 1
+    finally:
+        looked.set()
+    another = make_client(world)  # behind all of them in the line
+    another.send(HELLO)
+    assert world.next(Opened)
+    assert accepted(f"{runtime_dir}/g.sock") > before + 1
+
+
+def test_nobody_is_accepted_while_descriptors_are_short(make_world, make_client, runtime_dir, crowd, monkeypatch):
+    world = make_world()
+    honest = make_client(world)
+    session = world.open(honest).session
+    before = accepted(f"{runtime_dir}/g.sock")
+    with monkeypatch.context() as patched:
+        patched.setattr(connections, "file_limit", lambda: 8)
+        crowd(40)
+        for number in range(1, 11):
+            world.serves(honest, session, number)
+        assert accepted(f"{runtime_dir}/g.sock") <= before + 1, "one may have come before the limit"
+        held = world.router.sockets.listening[0].connections
+        held._owners[9999] = (4321, 1)  # what libzmq let go of without a word is forgotten
+        held._by_uid[4321] = 1
+    another = make_client(world)
+    another.send(HELLO)
+    assert world.next(Opened), "there is room again"
+    assert 4321 not in held._by_uid
+
+
+def test_a_socket_that_no_epoll_set_waits_for_has_no_turnstile():
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as alone:
+        assert Turnstile.of(alone.fileno(), 0.0) is None
 
 
 def test_bounds_fit_what_the_process_may_open(monkeypatch):
