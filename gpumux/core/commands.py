@@ -134,8 +134,7 @@ class ForgetJob:
     job: JobId
 
 
-@dataclass(frozen=True, slots=True)
-class WakeAt:
+class WakeAt(NamedTuple):
     """Send a Tick at this time, at the latest. One that comes is for all that were asked for: the core asks anew."""
 
     when: float

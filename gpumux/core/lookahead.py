@@ -7,10 +7,9 @@ high job. Between steps, the gaps there were tell how probable an arrival is.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from operator import sub
 from typing import NamedTuple
 
 LATE = 0.05  # of its time: what a piece that should be over is still given
@@ -72,20 +71,31 @@ class Gaps:
     """The pauses between a job's steps: the newest ones, in order of time and of length. `usual` is the median one,
     `short` one that nine of ten exceed; a job away for more than `longest` is idle. All are 0.0 while none is known."""
 
-    __slots__ = ("_newest", "_widest", "longest", "short", "sorted", "usual")
+    __slots__ = ("_newest", "_widest", "apart", "longest", "short", "sorted", "usual")
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
         self._widest = (-1, 0.0)  # see `widest`
         self.sorted: list[float] = []
+        self.apart: list[float] = []  # how much longer the next one is than each of `sorted`; one fewer
         self.usual = self.short = self.longest = 0.0
 
     def add(self, seconds: float) -> None:
-        known = self.sorted
+        known, apart = self.sorted, self.apart
         if len(self._newest) == GAPS:
-            known.remove(self._newest.popleft())
+            at = bisect_left(known, self._newest.popleft())
+            del known[at], apart[at if at < len(apart) else -1]
+            if 0 < at < len(known):
+                apart[at - 1] = known[at] - known[at - 1]
         self._newest.append(seconds)
-        insort(known, seconds)
+        at = bisect_right(known, seconds)
+        known.insert(at, seconds)
+        if at + 1 < len(known):
+            apart.insert(at, known[at + 1] - seconds)
+            if at:
+                apart[at - 1] = seconds - known[at - 1]
+        elif at:
+            apart.append(seconds - known[at - 1])
         self._widest = (-1, 0.0)
         self.usual, self.short = known[len(known) // 2], known[len(known) // 10]
         self.longest = min(known[-1], IDLE_FACTOR * self.usual) * 1.01
@@ -103,8 +113,7 @@ class Gaps:
         """The longest time between two neighbours among the next `NEXT` gaps from the shortest but `behind` on."""
         at, found = self._widest
         if at != behind:
-            known = self.sorted
-            found = max(map(sub, known[behind + 1 : behind + 1 + NEXT], known[behind:]), default=0.0)
+            found = max(self.apart[behind : behind + NEXT], default=0.0)
             self._widest = (behind, found)
         return found
 

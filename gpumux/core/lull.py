@@ -111,7 +111,8 @@ def wait(
         apart = seconds - max(0.0, room) / OVERLAPPING if budget >= 0.0 else seconds
         if gaps.widest(first) < apart:
             return min(known[first + NEXT], longest) if first + NEXT < count else longest
-        while first + 1 < count and known[first + 1] - known[first] < apart:
+        distances = gaps.apart
+        while first + 1 < count and distances[first] < apart:
             first += 1
     soon = waited + seconds / 4
     beyond = first
