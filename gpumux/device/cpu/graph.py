@@ -21,6 +21,7 @@ from gpumux.program.ir import Arg, Complex, Op, Program, ScalarRef, Tag, TensorR
 _INT = _C.IntType.get()
 TENSOR = _C.TensorType.get()
 NUMBER = _C.NumberType.get()
+GENERATOR = overload("aten.bernoulli_.float")._schema.arguments[-1].type.getElementType()
 _ELEMENTS: dict[str, Any] = {
     "int": _INT, "float": _C.FloatType.get(), "bool": _C.BoolType.get(), "number": NUMBER,
     "Tensor": TENSOR, "Optional[Tensor]": _C.OptionalType(TENSOR),
@@ -35,14 +36,15 @@ class Inexpressible(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GraphFunction:
-    """`call(*views, *scalars, *temps)` returns the tensors born here that later work needs, as a
-    tuple in the order of `live_out` (nothing when it is empty)."""
+    """`call(*views, *scalars, *temps, *generators)` returns the tensors born here that later work needs, as a
+    tuple in the order of `live_out` (nothing when it is empty). `streams`: the views whose generators those are."""
 
     call: Callable[..., Any]
     views: tuple[int, ...]
     scalars: tuple[int, ...]
     live_in: tuple[int, ...]
     live_out: tuple[int, ...]
+    streams: tuple[int, ...] = ()
 
 
 class GraphBuilder:
@@ -55,13 +57,19 @@ class GraphBuilder:
         self._persistent: dict[int, Any] = {}  # values by view index
         self._scalars: dict[int, Any] = {}
         self._live_in: dict[int, Any] = {}  # values by storage
+        self._streams: dict[int, Any] = {}  # values by view index
         self._bases: dict[int, Any] = {}
         self._windows: dict[View, Any] = {}
 
     def add(self, op: Op) -> None:
         """Append one operator. Raises Inexpressible; the builder is of no use after that."""
         schema = overload(op.target)._schema
-        inputs = [self._argument(a.type, v, a.N) for a, v, _ in named_arguments(op)]
+        inputs = [
+            self._generator(op.stream)
+            if op.stream is not None and a.name == "generator"
+            else self._argument(a.type, v, a.N)
+            for a, v, _ in named_arguments(op)
+        ]
         node = self._node(schema.name, inputs, len(schema.returns))
         for output, returned in zip(node.outputs(), schema.returns, strict=True):
             output.setType(returned.type)
@@ -86,10 +94,14 @@ class GraphBuilder:
             made = self.graph.insertConstant(None)
         self.graph.registerOutput(made)
         views, scalars, live_in = tuple(self._persistent), tuple(self._scalars), tuple(self._live_in)
-        order = [*self._persistent.values(), *self._scalars.values(), *self._live_in.values()]
+        streams = tuple(self._streams)
+        order = [
+            *self._persistent.values(), *self._scalars.values(), *self._live_in.values(), *self._streams.values(),
+        ]  # fmt: skip
         place = {value.debugName(): index for index, value in enumerate(self.graph.inputs())}
         self.graph.permuteInputs([place[value.debugName()] for value in order])
-        return GraphFunction(_C._create_function_from_graph("piece", self.graph), views, scalars, live_in, born)
+        made = _C._create_function_from_graph("piece", self.graph)
+        return GraphFunction(made, views, scalars, live_in, born, streams)
 
     def _node(self, kind: str, inputs: Sequence[Any], outputs: int) -> Any:
         node = self.graph.create(kind, list(inputs), outputs)
@@ -146,6 +158,11 @@ class GraphBuilder:
             made.setType(_ELEMENTS["float"])
             return made
         raise Inexpressible(f"a {given} scalar for an argument of type {kind}")
+
+    def _generator(self, stream: int) -> Any:
+        if stream not in self._streams:
+            self._streams[stream] = self._input(GENERATOR)
+        return self._streams[stream]
 
     def _constant(self, kind: str, value: Arg) -> Any:
         if isinstance(value, Tag):

@@ -12,6 +12,7 @@ import torch
 from gpumux.device.cpu.frame import Context, Frame
 from gpumux.device.cpu.graph import GraphBuilder, GraphFunction, expressible
 from gpumux.device.cpu.interp import Interpreter, failed, names
+from gpumux.device.cpu.schema import takes_generator
 
 _keys = itertools.count()
 
@@ -29,6 +30,7 @@ class GraphStretch:
         self._scalars = function.scalars
         self._live_in = function.live_in
         self._live_out = function.live_out
+        self._context = context
         last = context.liveness.last
         self._dead = tuple(s for s in function.live_in if last[s] < stop)
         self._key = next(_keys)
@@ -40,8 +42,12 @@ class GraphStretch:
         views = slot.pieces.get(self._key)
         if views is None:
             views = slot.pieces[self._key] = tuple(slot.views[v] for v in self._function.views)
+        context, streams = self._context, self._function.streams
         try:
-            made = self._call(*views, *[scalars[i] for i in self._scalars], *[temps[s] for s in self._live_in])
+            generators = [context.streams.of(context.tensor(frame, v)) for v in streams]
+            made = self._call(
+                *views, *[scalars[i] for i in self._scalars], *[temps[s] for s in self._live_in], *generators
+            )
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
             raise failed(error, f"one of {self._range} ({self._names})") from error
         if self._live_out:
@@ -86,8 +92,10 @@ class PieceBuilder:
 
     def _needs_python(self, index: int) -> bool:
         context, op = self._context, self._context.program.ops[index]
-        if op.stream is not None or (op.random is not None and op.random in context.replays.slots):
+        if op.random is not None and op.random in context.replays.slots:
             return True  # the generator is moved around such an operator
+        if op.stream is not None and not takes_generator(op.target):
+            return True  # likewise
         reason = expressible(context.program, context.liveness.birth, op)
         if reason:
             self.through_python[op.target] = reason

@@ -282,6 +282,24 @@ def test_bytes_that_are_no_generator_fail_the_step() -> None:
     bench = Bench(builder.build(), [bytes(5056)], [bytes(16)])
     with pytest.raises(JobFailed, match=r"aten\.bernoulli\.p"):
         bench.step(())
+    with pytest.MonkeyPatch.context() as monkey:
+        bench.cut((0, 1), monkey)
+        with pytest.raises(JobFailed, match=r"aten\.bernoulli\.p"):
+            bench.step(())
+
+
+def test_draws_from_streams_are_part_of_a_graph() -> None:
+    """Unless the generator must be moved around the operator: one that takes none, or draws an earlier one's numbers again."""
+    builder = ProgramBuilder()
+    batch, stream = builder.input("float32", (4,)), builder.state("uint8", (5056,)).view
+    for slot in (0, 1, 1):
+        builder.result(builder.call("aten.bernoulli.p", batch, 0.5, size=(4,), random=slot, stream=stream))
+    builder.result(builder.call("aten.rand.default", (4,), dtype="float32", size=(4,), random=2, stream=stream))
+    bench = Bench(builder.build(), [bytes(5056)], [bytes(16)])
+    with pytest.MonkeyPatch.context() as monkey:
+        bench.cut((0, 4), monkey)
+    (piece,) = bench.loaded._pieces[bench.loaded.newest]
+    assert [type(stretch).__name__ for stretch in piece.stretches] == ["GraphStretch", "PythonStretch"]
 
 
 def test_batch_norms_hidden_write_is_not_lost() -> None:
