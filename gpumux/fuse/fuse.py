@@ -253,7 +253,8 @@ class Fuser:
             return [put(v) for v in value] if isinstance(value, list) else value
 
         args = {name: put(value) for name, value in call.args.items()}
-        arguments = call.func._schema.arguments
+        # What runs it says which generator it draws from, by name.
+        arguments = [a for a in call.func._schema.arguments if a.name != "generator"]
         positional = tuple(args[a.name] for a in arguments if not a.kwarg_only)
         named = {a.name: args[a.name] for a in arguments if a.kwarg_only and not is_default(args[a.name], a)}
         slot, stream = self._stream(model, random)

@@ -85,7 +85,7 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
 
 
 def _laid_as(operands: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    strides = tuple(compute_elementwise_output_strides(*operands))
+    strides = tuple(compute_elementwise_output_strides(*[a.expand(out.shape) for a in operands]))
     if out.stride() == strides:
         return out
     return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device)

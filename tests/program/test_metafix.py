@@ -83,6 +83,8 @@ def mixed():
     for name, rest in names.items():
         for order, pair in (("", (a, b)), (", exchanged", (b, a))):
             found[f"{name}{order}"] = (getattr(aten, name).default, (*pair, *rest))
+        if "softmax" not in name:  # one gradient for all
+            found[f"{name}, broadcast"] = (getattr(aten, name).default, (a[0], b, *rest))
     for name, rest in {"mse": (0,), "smooth_l1": (0, 1.0), "huber": (0, 1.0)}.items():
         for order, pair in (("", (a, b, a)), (", exchanged", (b, a, b))):
             found[f"{name}{order}"] = (getattr(aten, f"{name}_loss_backward").default, (*pair, *rest))

@@ -19,7 +19,7 @@ from gpumux.fuse.rules.table import rule
 # Pointwise, though torch does not tag them so.
 _MORE = frozenset(("copy_", "zero_", "fill_", "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like",
                    "alias_copy", "detach_copy", "where", "masked_fill", "masked_fill_", "bernoulli.p", "nan_to_num",
-                   "softplus_backward", "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise_backward", "fill", "zero"))  # fmt: skip
+                   "softplus_backward", "mish_backward", "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise_backward", "fill", "zero"))  # fmt: skip
 _NOT = frozenset(("renorm", "renorm_"))
 
 
@@ -36,7 +36,9 @@ def pointwise(call: Call) -> Any:
     varying = dict(call.varying())
     if varying and special is not None:
         return special(call, rank)
-    args = call.filled(lambda t: operand(call, t, rank))
+    # A gradient's kernel may ask for operands of one size: oneDNN's of gelu does.
+    whole = call.name.endswith("_backward")
+    args = call.filled(lambda t: t.all(rank) if whole else operand(call, t, rank))
     func = call.func
     if varying:
         func = _tensor_overload(func, set(varying))
