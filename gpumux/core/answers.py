@@ -23,29 +23,26 @@ ANY = -1  # version of the low class where what is out of it makes no difference
 class Answer:
     """Whether one piece may be launched, and what is to be noted when it is. Seconds."""
 
-    __slots__ = (
-        "beside", "expected", "exploring", "exposed", "hold", "low_seen", "need", "probe", "probed", "seconds", "seen",
-        "share", "spots", "step", "track", "unknown",
-    )  # fmt: skip
+    # One is made for every question, and few of these are ever another than here.
+    exposed = 1.0  # part of the launch that high work is there to feel
+    expected = 0.0  # excess high seconds
+    beside: Sequence[Running] = ()  # high jobs that run
+    probe: Ban | None = None
+    probed: Track | None = None
+    exploring: Track | None = None
+    unknown = False  # the piece has never run beside a high job that runs
+    hold: Hold | None = None
+    # A held launch stays so as long as these do:
+    step: Step | None = None
+    track: Track | None = None  # of the job it is held for
+    seen = 0  # that track's version
+    low_seen = ANY  # the low class's, where what is out made a difference
+    need = -inf  # Track.awaited
 
     def __init__(self, share: float, seconds: float) -> None:
         self.share = share
         self.seconds = seconds  # the launch is predicted to take
-        self.exposed = 1.0  # part of the launch that high work is there to feel
-        self.expected = 0.0  # excess high seconds
         self.spots: list[tuple[Pair, Spot]] = []
-        self.beside: Sequence[Running] = ()  # high jobs that run
-        self.probe: Ban | None = None
-        self.probed: Track | None = None
-        self.exploring: Track | None = None
-        self.unknown = False  # the piece has never run beside a high job that runs
-        self.hold: Hold | None = None
-        # A held launch stays so as long as these do:
-        self.step: Step | None = None
-        self.track: Track | None = None  # of the job it is held for
-        self.seen = 0  # that track's version
-        self.low_seen = ANY  # the low class's, where what is out made a difference
-        self.need = -inf  # Track.awaited
 
     def held(self, hold: Hold, track: Track) -> Answer:
         self.hold, self.track, self.seen = hold, track, track.version
@@ -57,29 +54,34 @@ class Answer:
         assert track is not None
         assert hold is not None
         seen = self.low_seen
-        return now < hold.until and track.version == self.seen and seen in (ANY, low_version)
+        return now < hold.until and track.version == self.seen and (seen == ANY or seen == low_version)  # noqa: PLR1714
 
 
 class Rest:
     """Everybody who could launch was asked, and is held."""
 
-    __slots__ = ("_entered", "_first", "_low", "_low_seen", "_step", "_tracks", "until")
+    __slots__ = ("_entered", "_first", "_low", "_low_seen", "_others", "_seen", "_step", "_track", "until")
 
     def __init__(self, first: Job, entered: int, low: int, answers: Iterable[Answer]) -> None:
         self._first, self._entered, self._low = first, entered, low
         self._step = first.queue[0]
-        self.until = inf
-        self._low_seen = ANY
-        self._tracks: dict[Track, int] = {}
+        until, low_seen = inf, ANY
+        self._track: Track | None = None  # most often it is one and the same for all
+        self._seen = 0
+        self._others: list[tuple[Track, int]] = []
         for answer in answers:
             track, hold = answer.track, answer.hold
             if hold is None or track is None:
                 continue
-            self._tracks[track] = answer.seen
-            if hold.until < self.until:
-                self.until = hold.until
+            if self._track is None:
+                self._track, self._seen = track, answer.seen
+            elif track is not self._track or answer.seen != self._seen:
+                self._others.append((track, answer.seen))
+            if hold.until < until:
+                until = hold.until
             if answer.low_seen != ANY:
-                self._low_seen = answer.low_seen
+                low_seen = answer.low_seen
+        self.until, self._low_seen = until, low_seen
 
     def lasts(self, ready: ReadyQueue, low: int, now: float) -> bool:
         """Whether nobody has to be asked again: neither those nor anybody who was not ready then. `low`: the low class's version."""
@@ -90,7 +92,9 @@ class Rest:
             return False
         if not first.queue or first.queue[0] is not self._step:
             return False
-        for track, seen in self._tracks.items():  # noqa: SIM110
+        if self._track is not None and self._track.version != self._seen:
+            return False
+        for track, seen in self._others:  # noqa: SIM110
             if track.version != seen:
                 return False
         return True

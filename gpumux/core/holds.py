@@ -11,23 +11,20 @@ gap           it would still run when the high job's next step is expected
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from gpumux.core.bans import Ban
 from gpumux.model import JobId
 
 REASONS = ("calibration", "learning", "ban", "price", "budget", "tail", "gap")
 
 
-class Hold(NamedTuple):
+class Hold:
     """Why a low job may not launch now: for the sake of which high job, which of its pieces (-1: none in
     particular), by which ban, and when to ask again at the latest (inf: something will happen before)."""
 
-    reason: str
-    high: JobId
-    piece: int
-    ban: Ban | None
-    until: float
+    __slots__ = ("ban", "high", "piece", "reason", "until")
+
+    def __init__(self, reason: str, high: JobId, piece: int, ban: Ban | None, until: float) -> None:
+        self.reason, self.high, self.piece, self.ban, self.until = reason, high, piece, ban, until
 
 
 class Holds:

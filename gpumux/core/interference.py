@@ -10,8 +10,6 @@ answer, which `launched` and `settled` take up.
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
-
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Ban
 from gpumux.core.board import Board
@@ -22,7 +20,7 @@ from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import between
 from gpumux.core.moments import appointment, exposed, where
 from gpumux.core.places import MOMENTS, WORTH_S, Place, Plan
-from gpumux.core.queue import Job, Program, Step
+from gpumux.core.queue import Job, Piece, Step
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
@@ -36,14 +34,6 @@ STALE = 128  # steps after which what a launch costs elsewhere is no longer wait
 EVERYBODY = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
 PLACED = frozenset(("tail", "price", "budget", "ban"))  # what another moment may be free of
 PINCHING = frozenset(("tail", "price", "budget"))
-
-
-class Piece(NamedTuple):
-    """The low piece that is asked about."""
-
-    program: Program
-    span: int  # of operators (queue.spans)
-    seconds: float  # alone
 
 
 class Guard(Record):
@@ -62,7 +52,7 @@ class Guard(Record):
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
         step = job.head_step()
         at, program = step.launched, step.program
-        seconds = step.pieces[at] if at else program.pieces[0]
+        seconds, span = (step.pieces[at], step.spans[at]) if at else (program.pieces[0], program.spans[0])
         takes = self.lag + self.margin + seconds * STRETCH
         start = self._low_until if self._low_until > now and board.windows[_LOW].launches else now
         if start + takes < self._calm:
@@ -77,15 +67,15 @@ class Guard(Record):
         if standing is not None and standing.step is step and standing.stands(self.low_version, now):
             self.answers[job.id] = standing
             return 0.0
-        piece = Piece(program, (step.spans if at else program.spans)[at], seconds)
-        answer = self._place(piece, scene, now) if len(scene.running) == 1 else None
+        piece, high = program.piece(span, seconds), scene.running[0] if len(scene.running) == 1 else None
+        answer = self._place(high, piece, scene, now) if high is not None else None
         if answer is None:
             answer = self._consider(piece, 1.0, scene, now)
             # Between steps a smaller share would only last longer.
             if scene.running and len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
                 answer = self._best_share(piece, answer, scene, now)
-            if len(scene.running) == 1 and answer.hold is not None and answer.hold.reason in PLACED:
-                answer.hold = answer.hold._replace(until=self._appointment(piece, scene, now))
+            if high is not None and answer.hold is not None and answer.hold.reason in PLACED:
+                answer.hold.until = appointment(high, self._plan(high, piece), scene, now, self.reach)
         self.answers[job.id] = answer
         if answer.hold is None:
             return answer.share
@@ -116,26 +106,26 @@ class Guard(Record):
         high.asked, high.plan = piece, plan
         return plan
 
-    def _place(self, piece: Piece, scene: Scene, now: float) -> Answer | None:
+    def _place(self, high: Running, piece: Piece, scene: Scene, now: float) -> Answer | None:
         """The answer for a launch that would begin together with a high piece; None if this one would not."""
-        high = scene.running[0]
-        at, wraps, moment, _ = where(high, scene, now, self.reach)
+        at, wraps, moment, _ = high.where or where(high, scene, now, self.reach)
         if moment not in MOMENTS:
             return None
         plan, index = self._plan(high, piece), 3 * at + moment
-        place, tried = plan.at[index], plan.tried[index]
+        place = plan.at[index]
         if place is None or (place.tried and not wraps and self._spent(high, place, piece, scene)):
-            until = self._appointment(piece, scene, now)
-            answer = _held(Answer(1.0, piece.seconds), "tail", high.track, at, until=until)
+            until = appointment(high, plan, scene, now, self.reach)
+            answer = _held(Answer(1.0, piece.seconds), "tail", high.track, at, None, until)
         else:
+            tried = plan.tried[index]
             answer = self._consider(piece, place.share, scene, now)
             if answer.hold is not None and not place.tried and tried is not None:
                 answer = self._consider(piece, tried.share, scene, now)
             if answer.hold is None or answer.hold.reason not in PLACED:
                 return answer
-            until = self._appointment(piece, scene, now)
+            until = appointment(high, plan, scene, now, self.reach)
             if until < inf:
-                answer.hold = answer.hold._replace(until=until)
+                answer.hold.until = until
         if until == inf and not wraps:
             answer.need = plan.rest(index)
         return answer
@@ -147,10 +137,6 @@ class Guard(Record):
         if track.account.used + pending + place.upper <= track.account.limit or track.calibrating:
             return False
         return not high.model.pair(piece.program.on(place.share)).any_ban
-
-    def _appointment(self, piece: Piece, scene: Scene, now: float) -> float:
-        high = scene.running[0]
-        return appointment(high, self._plan(high, piece), scene, now, self.reach)
 
     def _best_share(self, piece: Piece, whole: Answer, scene: Scene, now: float) -> Answer:
         """The share that gives most low work a second, what it costs taken off; `whole` is the answer for all of it."""
@@ -187,13 +173,13 @@ class Guard(Record):
         answer = Answer(share, seconds / share)
         answer.beside = scene.running
         for high in scene.running:
-            track = high.track
+            track, model = high.track, high.model
             if track.calibrating:
                 return _held(answer, "calibration", track, -1)
-            pair = high.model.pair(key)
+            pair = model.pairs.get(key) or model.pair(key)
             speed = pair.speed
             if share < 1.0 and not pair.known:
-                speed = share * high.model.pair(piece.program.on(1.0)).speed
+                speed = share * model.pair(piece.program.on(1.0)).speed
             alike = pair.lows.get(piece.span)
             lasts = alike.seconds if alike is not None else seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
             answer.seconds = lasts if alike is not None else max(answer.seconds, lasts)
@@ -234,7 +220,7 @@ class Guard(Record):
         """By the ranges it will meet, or by what launches of the same kind cost, where there were some; and whether it begins
         with the next step only."""
         refs, start, span = high.model.refs, scene.free_at, piece.span
-        at, wraps, moment, until = where(high, scene, now, self.reach)
+        at, wraps, moment, until = high.where or where(high, scene, now, self.reach)
         spot = (at, moment, span)
         answer.spots.append((pair, spot))
         answer.exposed = 1.0 if wraps else exposed(high, at, until, start, lasts)
@@ -293,14 +279,15 @@ class Guard(Record):
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
-        wake, holds, reason = inf, self.holds, ""
+        wake, holds, newest, reason = inf, self.holds, self.holds.newest, ""
         for job, answer in self.answers.items():
             hold = answer.hold
             if hold is None:
                 continue
             if not reason:
                 reason = hold.reason
-            holds.hold(job, hold, now)
+            if newest.get(job) is not hold:
+                holds.hold(job, hold, now)
             if hold.until < wake:
                 wake = hold.until
             if hold.reason in PINCHING:
@@ -314,7 +301,9 @@ class Guard(Record):
 
 
 def _held(answer: Answer, reason: str, track: Track, piece: int, ban: Ban | None = None, until: float = inf) -> Answer:
-    return answer.held(Hold(reason, track.job.id, piece, ban, until), track)
+    answer.hold = Hold(reason, track.job.id, piece, ban, until)
+    answer.track, answer.seen = track, track.version
+    return answer
 
 
 def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:

@@ -56,7 +56,7 @@ class Plan:
     worth waiting for, with what each takes of what a step may lose (-inf: it was never tried) and costs; `lightest` is the least of that."""
 
     __slots__ = (
-        "_limit", "_made", "_price", "_rest", "at", "cost", "lightest", "score", "timed", "tried", "version",
+        "_limit", "_price", "_rest", "at", "cost", "lightest", "made", "score", "timed", "tried", "version",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +67,7 @@ class Plan:
         self.at, self.tried = at, tried
         self.score = min([place.score for place in found], default=inf)
         self.cost = min([place.cost for place in found], default=inf)
-        self.version, self._made, self._price, self._limit = version, made, price, limit
+        self.version, self.made, self._price, self._limit = version, made, price, limit
         self._rest: list[float] | None = None
         self.timed: dict[int, list[tuple[int, float, float]]] = {}
         self.lightest = inf
@@ -79,7 +79,7 @@ class Plan:
 
     def outdated(self, step: int, price: float, limit: float) -> bool:
         """Whether it is to be made anew for another reason than what was learned of the low piece."""
-        age = step - self._made
+        age = step - self.made
         if age < REPLAN:
             return False
         return age >= OLD or abs(price - self._price) > MOVED * price or abs(limit - self._limit) > MOVED * limit
@@ -150,7 +150,11 @@ class Places:
         `from_idle`: nothing runs before the high step begins that could mark that moment. `refs`: seconds of its pieces, alone."""
         key, version = (low, daring, from_idle), self.versions.get(low, 0)
         plan = self.plans.get(key)
-        if plan is not None and plan.version == version and not plan.outdated(step, price, limit):
+        if (
+            plan is not None
+            and plan.version == version
+            and (step - plan.made < REPLAN or not plan.outdated(step, price, limit))
+        ):
             return plan
         count, fear, tried = 3 * len(self.pairs[0].rates), WORSE * self.worst.get(low, 0.0), self._tried(low, limit)
         found: list[Place | None] = [None] * count

@@ -141,7 +141,7 @@ class Guarded(Paced):
             job = high.first()
             if job is not None and board.fits(job, self._high):
                 return Choice(job, _HIGH_STREAM)
-        guard = self.guard
+        guard, none_out = self.guard, not low.launches
         limit = self._beside[guard.width] if board.active_jobs[_HIGH] else self._low_idle
         if not ready.size or len(low.launches) >= limit.launches:
             return None
@@ -150,19 +150,17 @@ class Guarded(Paced):
             guard.resting = True
             return None
         first = ready.first()
-        if first is None or not board.fits(first, limit):
+        if first is None or not (none_out or board.fits(first, limit)):
             return None
         share = guard.admit(first, board, now)
         if share:
             return Choice(first, _LOW_STREAM, share)
         # Others matter where the device would be left without low work.
-        if ready.size > 1 and not low.launches and not guard.holds_all(first):
+        if none_out and ready.size > 1 and not guard.holds_all(first):
             others = ready.candidates(CANDIDATES)
             # Who is held keeps its turn, perhaps for ever: one more is asked out of turn, and not always the same.
             more = ready.another(others) if ready.size > CANDIDATES else None
             for job in (*others[1:], more) if more is not None else others[1:]:
-                if not board.fits(job, limit):
-                    return None
                 share = guard.admit(job, board, now)
                 if share:
                     return Choice(job, _LOW_STREAM, share)

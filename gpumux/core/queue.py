@@ -40,6 +40,16 @@ def spans(bounds: Sequence[int]) -> tuple[int, ...]:
     return tuple([start << 32 | end for start, end in pairwise(bounds)])
 
 
+class Piece:
+    """A low piece that the guard is asked about: operators of a program that take so many `seconds` alone. The same one as long
+    as it is."""
+
+    __slots__ = ("program", "seconds", "span")
+
+    def __init__(self, program: Program, span: int, seconds: float) -> None:
+        self.program, self.span, self.seconds = program, span, seconds  # span: of operators (queue.spans)
+
+
 @dataclass(slots=True, eq=False)
 class Program:
     """One loaded (or loading) program of a job. `pieces` are predicted seconds under cut `cut`, and
@@ -58,6 +68,7 @@ class Program:
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device says so
     keys: dict[float, PairKey] = field(default_factory=dict)
+    asked: dict[int, Piece] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -68,6 +79,13 @@ class Program:
         found = self.keys.get(share)
         if found is None:
             found = self.keys[share] = PairKey(self.key, share)
+        return found
+
+    def piece(self, span: int, seconds: float) -> Piece:
+        """The piece by its operators; predictions differ from cut to cut."""
+        found = self.asked.get(span)
+        if found is None or found.seconds != seconds:
+            found = self.asked[span] = Piece(self, span, seconds)
         return found
 
 
