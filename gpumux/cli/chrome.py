@@ -46,6 +46,7 @@ def trace(records: Iterable[Record], seconds: float, device: str, about: dict[st
         bans = [_ban(r) for r in found if isinstance(r, WasBanned) and r.low == job.job]
         tracks.add(JOBS, f"{label}: banned", bans)
     groups = [_name(DEVICE, 0, "process_name", f"device: {device}"), _name(JOBS, 0, "process_name", "jobs")]
+    groups += [_order(group, 0, "process_sort_index", group) for group in (DEVICE, JOBS)]
     return {
         "displayTimeUnit": "ms",
         "otherData": {**about, "seconds": seconds},
@@ -59,7 +60,7 @@ class _Tracks:
     def __init__(self, end_us: float) -> None:
         self.events: list[Event] = []
         self._end = round(end_us, 3)
-        self._made = 0
+        self._made = JOBS  # a track with its group's number would be called the main thread
 
     def add(self, group: int, name: str, spans: Sequence[Event], marks: Sequence[Event] = ()) -> None:
         """One track, or as many as overlapping spans need; none where there is nothing to show."""
@@ -83,19 +84,16 @@ class _Tracks:
     def _track(self, group: int, name: str) -> int:
         self._made += 1
         self.events.append(_name(group, self._made, "thread_name", name))
-        order = {
-            "name": "thread_sort_index",
-            "ph": "M",
-            "pid": group,
-            "tid": self._made,
-            "args": {"sort_index": self._made},
-        }
-        self.events.append(order)
+        self.events.append(_order(group, self._made, "thread_sort_index", self._made))
         return self._made
 
 
 def _name(group: int, track: int, kind: str, name: str) -> Event:
     return {"name": kind, "ph": "M", "pid": group, "tid": track, "args": {"name": name}}
+
+
+def _order(group: int, track: int, kind: str, place: int) -> Event:
+    return {"name": kind, "ph": "M", "pid": group, "tid": track, "args": {"sort_index": place}}
 
 
 def _label(job: JobSeen) -> str:

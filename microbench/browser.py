@@ -1,0 +1,143 @@
+"""A headless Chromium, told what to do by its DevTools protocol over a pipe: for pictures of real pages in real time.
+
+with Browser(chromium) as browser:
+    page = browser.open("http://127.0.0.1:9402/", 1150, 1080)
+    time.sleep(30)
+    png = page.picture()
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+STOP_S = 20.0
+_CHUNK = 1 << 16
+
+
+class BrowserFailed(RuntimeError):
+    """The browser could not be started, or refused what it was asked."""
+
+
+def find() -> str:
+    """The path of a Chromium. Raises BrowserFailed where there is none."""
+    for name in NAMES:
+        if (path := shutil.which(name)) is not None:
+            return path
+    raise BrowserFailed(f"no Chromium on PATH ({', '.join(NAMES)}): install one (on Debian: chromium)")
+
+
+class Browser:
+    """Has a profile of its own, which is removed at the end."""
+
+    def __init__(self, path: str) -> None:
+        self._profile = tempfile.mkdtemp(prefix="gm-browser-")
+        told, self._tell = os.pipe()
+        self._hear, heard = os.pipe()
+        # No --enable-logging and no sandbox: the latter needs rights that root in a container has not.
+        command = [path, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+        command += ["--remote-debugging-pipe", f"--user-data-dir={self._profile}", "about:blank"]
+        shell = f'exec "$0" "$@" 3<&{told} 4>&{heard}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(told, heard),
+            process_group=0,
+        )
+        os.close(told)
+        os.close(heard)
+        self._asked = 0
+        self._read = b""
+        self._loaded: set[str] = set()  # which navigations have ended
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
+        """Call a DevTools method and wait for its result. Raises BrowserFailed."""
+        self._asked += 1
+        message = {"id": self._asked, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        data = json.dumps(message).encode() + b"\0"
+        try:
+            while data:
+                data = data[os.write(self._tell, data) :]
+        except BrokenPipeError:
+            raise BrowserFailed("the browser is gone") from None
+        while (answer := self._next()).get("id") != self._asked:
+            self._happened(answer)
+        if "error" in answer:
+            raise BrowserFailed(f"{method}: {answer['error'].get('message')}")
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def open(self, url: str, width: int, height: int) -> Page:
+        """A page in a window of that size in pixels. Raises BrowserFailed if `url` can't be had."""
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        session: str = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.ask(
+            "Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+        self.ask("Page.enable", session)
+        self.ask("Page.setLifecycleEventsEnabled", session, enabled=True)
+        begun = self.ask("Page.navigate", session, url=url)
+        if problem := begun.get("errorText"):
+            raise BrowserFailed(f"{url}: {problem}")
+        while begun["loaderId"] not in self._loaded:
+            self._happened(self._next())
+        return Page(self, session)
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        if self._process.returncode is None:
+            os.close(self._tell)  # which it takes as a request to leave
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            os.close(self._hear)
+            shutil.rmtree(self._profile, ignore_errors=True)
+
+    def _happened(self, event: dict[str, Any]) -> None:
+        if event.get("method") == "Page.lifecycleEvent" and event["params"]["name"] == "load":
+            self._loaded.add(event["params"]["loaderId"])
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._read:
+            data = os.read(self._hear, _CHUNK)
+            if not data:
+                raise BrowserFailed("the browser is gone")
+            self._read += data
+        message, _, self._read = self._read.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+
+class Page:
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser = browser
+        self._session = session
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression, awaited if it is a promise. Raises BrowserFailed."""
+        found = self._browser.ask(
+            "Runtime.evaluate", self._session, expression=expression, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in found:
+            raise BrowserFailed(f"{expression}: {found['exceptionDetails'].get('exception', {}).get('description')}")
+        return found["result"].get("value")
+
+    def picture(self) -> bytes:
+        """What it shows now, as PNG."""
+        return base64.b64decode(self._browser.ask("Page.captureScreenshot", self._session, format="png")["data"])

