@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import _C
@@ -15,12 +16,14 @@ from gpumux.program.ir import ALIGN, Program, slot_layout
 
 _ONE_PIECE_S = 1e6  # nobody waits between pieces here
 _PYTHON_S = 2.5e-6  # what calling an operator from Python costs more; only for the profile
+_HEAP_BYTES = 31 << 20
 
 
 class Runner:
     """One Program on `buffers` (bytes, by state slot). Not for several threads at once."""
 
     def __init__(self, program: Program, buffers: Sequence[torch.Tensor]) -> None:
+        _keep_freed_memory()
         layout = slot_layout(program)
         memory = mmap.mmap(-1, max(layout.nbytes, ALIGN))
         self.program = program
@@ -49,6 +52,14 @@ class Runner:
         self._step += 1
         operands: SlotOperands = loaded.operands.slot(0)
         return [r.clone() for r in operands.results]
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Temporaries of many models are large, and glibc gives large blocks back to the kernel, so that each step takes them
+    anew, page by page (hundreds of faults a step): unless a larger one was freed before (mallopt(3), M_MMAP_THRESHOLD and
+    M_TRIM_THRESHOLD, which follow). Another allocator does not mind."""
+    torch.empty(_HEAP_BYTES, dtype=torch.uint8)
 
 
 @contextmanager
