@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from gpumux.client.variants import Choice
-from gpumux.errors import ConfigError
 from gpumux.fuse.fused import Fused
 from gpumux.fuse.models import Factory, Models
 from gpumux.fuse.runner import Runner
@@ -74,41 +73,6 @@ class Array(Models):
         lowered = choices[0].made.lowered
         tensors = results[0] if len(results) == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)]
         return lowered.value(tensors, self._together(choices))
-
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """How many models ran together in the last step: (B,) when all did. A model that has just joined, or whose
-        optimizer takes another path than its neighbours', runs beside them for as long as that is so."""
-        return tuple(v.fused.models for v in self._last)
-
-    # ---- who is in it ------------------------------------------------------------------------------
-
-    def add(self, config: Any, seed: int | None = None) -> int:
-        """One more model, from its first step on -> its number, the last. The others go on as they are."""
-        before, members = self._memory, list(self._members)
-        try:
-            self._join(config, seed)
-            choices = self._choices([self._example] * len(self._members))
-            if not self._variants.partial and len({self._variants.kind(c) for c in choices}) > 1:
-                self._variants.same_from_the_start(choices[-1])
-        except BaseException:
-            for member in self._members[len(members) :]:
-                member.release()
-            self._memory, self._members = before, members
-            raise
-        self._variants.clear()
-        return len(self._members) - 1
-
-    def remove(self, model: int) -> dict[str, Any]:
-        """Take a model out -> its state_dict. Those after it move up by one; all go on as they are."""
-        index = self._index(model)
-        if len(self._members) == 1:
-            raise ConfigError("the last model can't be removed", "close() the array")
-        state = self.state_dict(index)
-        self._members.pop(index).release()
-        self._memory = self._memory.without(index)
-        self._variants.clear()
-        return state
 
     def close(self) -> None:
         """Take the tripwires off the local models. Idempotent."""

@@ -52,15 +52,19 @@ class Models:
             raise
 
     def _capture(self) -> None:
-        """The Programs of the first step, and of those that the optimizers' next phases need. Raises NotFusible."""
+        """The Programs of the next step, and of those that the optimizers' next phases need. Raises NotFusible."""
         states = [m.state for m in self._members]
         for _ in range(_WARM_PHASES):
             choices = [m.choose(*self._example, s) for m, s in zip(self._members, states, strict=True)]
-            self._variants.get(choices, 0, False)  # one run, whatever the kinds: says what differs
+            self._variant(choices, False)  # one run, whatever the kinds: says what differs
             after = [c.after(m.state.keep) for c, m in zip(choices, self._members, strict=True)]
             if all(a.structure is s.structure for a, s in zip(after, states, strict=True)):
                 return
             states = after
+
+    def _variant(self, choices: Sequence[Choice], per_model: bool) -> Variant:
+        """What runs all models in one."""
+        return self._variants.get(choices, 0, per_model)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -82,6 +86,52 @@ class Models:
         model = len(self._members) - 1
         self._memory.part(STREAM, model).copy_(stream)
         self._push(model)
+
+    def add(self, config: Any, seed: int | None = None) -> int:
+        """One more model, from its first step on -> its number, the last. The others go on as they are. Raises what making
+        the array does; the array is as it was then."""
+        self._fetch()
+        before = self._memory, list(self._members)
+        try:
+            self._join(config, seed)
+            choices = self._choices([self._example] * len(self._members))
+            if not self._variants.partial and len({self._variants.kind(c) for c in choices}) > 1:
+                self._variants.same_from_the_start(choices[-1])
+        except BaseException:
+            self._back(before)
+            raise
+        self._change(before)
+        return len(self._members) - 1
+
+    def remove(self, model: int) -> dict[str, Any]:
+        """Take a model out -> its state_dict. Those after it move up by one; all go on as they are."""
+        index = self._index(model)
+        if len(self._members) == 1:
+            raise ConfigError("the last model can't be removed", "close() the array")
+        state = self.state_dict(index)
+        before = self._memory, list(self._members)
+        self._memory, member = self._memory.without(index), self._members.pop(index)
+        self._change(before)
+        member.release()
+        return state
+
+    def _changed(self) -> None:
+        """The models are others than before; all state is in `_memory`."""
+        self._variants.clear()
+
+    def _change(self, before: tuple[Memory, list[Member]]) -> None:
+        try:
+            self._changed()
+        except BaseException:
+            self._back(before)
+            self._changed()
+            raise
+
+    def _back(self, before: tuple[Memory, list[Member]]) -> None:
+        """The models are again what they were."""
+        for member in self._members[len(before[1]) :]:
+            member.release()
+        self._memory, self._members = before
 
     def _batches(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> list[Any]:
         models = len(self._members)
@@ -127,6 +177,12 @@ class Models:
         """The numbers that the steps return, [B] each."""
         hosts = [c.values[sum(c.made.lowered.counts) :] for c in choices]
         return [torch.tensor([h[i] for h in hosts]) for i in range(len(hosts[0]))]
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """How many models ran together in the last step: (B,) when all did. In this process a model that has just joined,
+        or whose optimizer takes another path than its neighbours', runs beside them for as long as that is so."""
+        return tuple(v.fused.models for v in self._last)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

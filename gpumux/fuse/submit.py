@@ -19,19 +19,20 @@ from gpumux.client.session import Session
 from gpumux.client.state import Buffer, StateTable
 from gpumux.client.submit import devices_of
 from gpumux.client.variants import Choice, Made, State
-from gpumux.errors import NotFusible
 from gpumux.fuse.fused import Fused
+from gpumux.fuse.lines import on_lines
 from gpumux.fuse.models import Factory, Models
-from gpumux.fuse.variants import Options, Variants
+from gpumux.fuse.variants import Options, Variant, Variants
+from gpumux.model import JobSpec
 from gpumux.wire.fields import MAX_INT
 
 
 def submit_array(
     factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
     choose: Literal["measured", "fused", "per-model"] | None = None, per_model_operators: Sequence[str] = (),
-    times_file: str | Path | None = "", max_variants: int = 4, name: str = "array", priority: str = "low",
-    endpoint: str | None = None, weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None,
-    max_inflight: int = 2, replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
+    partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
+    priority: str = "low", endpoint: str | None = None, weight: float = 1.0, max_slowdown: float = 1.10,
+    memory_limit: int | None = None, max_inflight: int = 2, replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
 ) -> ArrayJob:  # fmt: skip
     """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside other
     jobs, with their priorities. Arguments are those of Array and of client.submit.
@@ -46,22 +47,10 @@ def submit_array(
     try:
         devices = devices_of(session)
         how = choose or ("measured" if devices[1] == "cpu" else "fused")
-        options = Options(how, per_model_operators, times_file)
-        array = ArrayJob(
-            factory,
-            configs,
-            example,
-            seeds,
-            max_variants,
-            name,
-            devices,
-            options,
-        )
-        job_id = uuid.uuid4().hex
-        open_job(session, open_message(job_id, spec), False)
-        job = Job(session, job_id, spec, array.table, max_variants, replay_bytes, reconnect_s)
-        array.begin(job)
-        job._recovery.ready(job)
+        options = Options(how, per_model_operators, times_file, partial)
+        terms = _Terms(session.endpoint, spec, max_variants, replay_bytes, reconnect_s)
+        array = ArrayJob(factory, configs, example, seeds, name, devices, options, terms)
+        array.open(session)
     except BaseException:
         if array is not None:
             array.close(drain=False)
@@ -70,40 +59,88 @@ def submit_array(
     return array
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What every job of an array is opened with."""
+
+    endpoint: str
+    spec: JobSpec
+    max_variants: int
+    replay_bytes: int
+    reconnect_s: float
+
+    def open(self, session: Session, table: StateTable) -> Job:
+        job_id = uuid.uuid4().hex
+        open_job(session, open_message(job_id, self.spec), False)
+        return Job(session, job_id, self.spec, table, self.max_variants, self.replay_bytes, self.reconnect_s)
+
+
 class ArrayJob(Models):
-    """Made by `submit_array`. `job` is the job, for pause(), resume(), stats() and the like."""
+    """Made by `submit_array`. `job` is the job, for pause(), resume(), stats() and the like: another one after each add()
+    and remove()."""
 
     job: Job
 
     def __init__(
-        self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, max_variants: int,
-        name: str, devices: tuple[str, str], options: Options,
+        self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, name: str,
+        devices: tuple[str, str], options: Options, terms: _Terms,
     ) -> None:  # fmt: skip
-        super().__init__(factory, configs, example, seeds, max_variants, name, devices)
-        self.table = StateTable([], [], *devices)  # the job's: each buffer is a line of all models' state
-        self._slots: dict[Any, int] = {}
-        self._begun = False
-        self._dirty = False  # whether the daemon's state is newer than `_memory`
+        super().__init__(factory, configs, example, seeds, terms.max_variants, name, devices)
+        self._terms = terms
+        self._begun = False  # whether a job was opened
+        self._kind_known = False  # whether the models have been found to be of one kind
         self._variants = Variants(options, self._attach, self._names)
         self._function = _Function(self)
 
-    def begin(self, job: Job) -> None:
-        self.job = job
+    def open(self, session: Session) -> None:
+        """Open a job for the models there are, with the state they have."""
+        self.table = StateTable([], [], *self._devices)  # the job's: each buffer is a line of all models' state
+        self._slots: dict[Any, int] = {}
+        self._dirty = False  # whether the daemon's state is newer than `_memory`
+        self._last = []
+        self.job = job = self._terms.open(session, self.table)
         self._begun = True
         self._capture()
+        self._kind_known = True
         function: Any = self._function
         job._functions.append((function, *self._example))
+        job._recovery.ready(job)
+
+    def _changed(self) -> None:
+        """Another job of the same name takes the place of the one that trained them; all state is here."""
+        super()._changed()
+        paused = self.job._paused
+        self.job._unsynced = 0
+        self.job.close()
+        session = Session.connect(self._terms.endpoint)
+        try:
+            self.open(session)
+            if paused:
+                self.job.pause()
+        except BaseException:
+            session.close()
+            raise
 
     def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Made:
-        binding = tuple(self._slot(key) for key, _, _ in self._keys(fused, choices, first))
+        keys = self._keys(fused, choices, first)
+        lines = list(dict.fromkeys(key for key, _, _ in keys))
+        sizes = [self._memory.lines[key].numel() for key in lines]
+        parts = [(at := lines.index(key), sizes[at], sizes[at] // len(self) * model) for key, model, _ in keys]
         plain: Lowered = choices[0].made.lowered
         lowered = replace(
-            plain, program=fused.program, binding=binding, counts=(len(fused.scalars), 0, 0), groups=(), flags=(),
-            reads_dropped=frozenset(), exit=self.job._state.structure,
+            plain, program=on_lines(fused.program, parts), binding=tuple(map(self._slot, lines)),
+            counts=(len(fused.scalars), 0, 0), groups=(), flags=(), reads_dropped=frozenset(),
+            exit=self.job._state.structure,
         )  # fmt: skip
         made = Made(lowered)
         made.number = self.job._remote.upload(lowered)
         return made
+
+    def _variant(self, choices: Sequence[Choice], per_model: bool) -> Variant:
+        """Models that are of one kind but have come to different steps run together what these have in common."""
+        known = self._kind_known and not self._variants.partial
+        partly = known and len({self._variants.kind(c) for c in choices}) > 1
+        return self._variants.get(choices, 0, per_model, partly)
 
     def _slot(self, key: Any) -> int:
         found = self._slots.get(key)
@@ -117,23 +154,15 @@ class ArrayJob(Models):
     def choice(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> Choice:
         """What a step on this batch is for the job."""
         choices = self._choices(self._batches(batch, named, per_model))
-        kinds = [self._variants.kind(c) for c in choices]
-        for model, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                self._variants.same(choices[0], choices[model])
-                raise NotFusible(
-                    f"models 0 and {model} have come to different steps of their optimizers",
-                    "load states of equal progress, or use fuse.Array, which runs them beside each other",
-                )
-        variant = self._variants.get(choices, 0, per_model)
+        variant = self._variant(choices, per_model)
         self._last = [variant]
         values = [*variant.scalars(choices), *self._together(choices)]
         made: Made = variant.runner
         return _ArrayChoice(made, values, variant.tensors(choices), self, choices)  # type: ignore[arg-type]
 
     def step(self, *batch: Any, per_model: bool = False, **named: Any) -> StepFuture:
-        """One step of every model, as Array.step, in the job's queue: returns a StepFuture. All models must take the same
-        path at a step; raises NotFusible else, and what Job.step raises."""
+        """One step of every model, as Array.step, in the job's queue: returns a StepFuture. Raises NotFusible for models that
+        take different paths and can't share one, and what Job.step raises."""
         function: Any = self._function
         return self.job._run(function, (batch, per_model), named)
 

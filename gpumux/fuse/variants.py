@@ -99,8 +99,9 @@ class Variants:
         self._differs: dict[int, frozenset[int]] = {}  # kept when the array changes: what differed may again
         self._first: Choice | None = None
 
-    def get(self, choices: Sequence[Choice], first: int, per_model: bool) -> Variant:
-        """The fused Program of what a run of models is about to do. Raises NotFusible."""
+    def get(self, choices: Sequence[Choice], first: int, per_model: bool, partly: bool = False) -> Variant:
+        """The fused Program of what a run of models is about to do. `partly`: they may be at different steps of their
+        optimizers, and run together what they have in common. Raises NotFusible."""
         key = (first, per_model, *[id(c.made) for c in choices])
         found = self._made.get(key)
         if found is not None and found.holds(choices):
@@ -108,11 +109,12 @@ class Variants:
         self._first = self._first or choices[0]
         known = self.kind(choices[0])
         values = [c.values for c in choices]
-        count = 0 if self.partial else choices[0].made.lowered.counts[0]  # partly alike: no number is taken to be equal
+        partly = partly or self.partial
+        count = 0 if partly else choices[0].made.lowered.counts[0]  # partly alike: no number is taken to be equal
         now = {i for i in range(count) if any(differ(v[i], values[0][i]) for v in values[1:])}
         differs = self._differs[known] = frozenset(now) | self._differs.get(known, frozenset())
         programs = [c.made.lowered.program for c in choices]
-        template = align_partly(programs, self._names(choices, first)) if self.partial else align(programs, differs)
+        template = align_partly(programs, self._names(choices, first)) if partly else align(programs, differs)
         fused, whole = self._fuse(template, values, per_model)
         runner = self._attach(fused, choices, first)
         alike = tuple(i for i in range(count) if i not in differs)

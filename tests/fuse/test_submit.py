@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpumux import client, fuse
-from gpumux.errors import ConfigError, JobClosed, NotFusible
+from gpumux.errors import AdmissionRefused, ConfigError, JobClosed, NotFusible
 from microbench.daemon import running_daemon
 from tests.fuse.serial import Config, apart, batches, configs, training
 from tests.threads import one_thread
@@ -86,3 +86,117 @@ def test_a_choice_that_is_none_is_refused_before_anything_is_captured(endpoint: 
     for make in (fuse.Array, lambda *args, **options: fuse.submit_array(*args, endpoint=endpoint, **options)):
         with pytest.raises(ConfigError, match="choose is 'fast'"):
             make(factory, configs(), DATA[0], choose="fast")
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-9) -> None:
+    for key, value in expected.items():
+        assert apart(found[key], value) <= tolerance, key
+
+
+def test_models_join_and_leave_a_job_and_change_nothing_for_the_others(endpoint: str):
+    """Another job of the same name goes on with their state, bit for bit. The one that joins takes its optimizer's first step
+    beside the others' eleventh."""
+    data = batches(6, 5, count=24)
+    factory, given = training(dropping, adam), configs()
+    with one_thread(), fuse.submit_array(factory, given, DATA[0], endpoint=endpoint, choose="fused") as array:
+        first = array.job
+        for i, batch in enumerate(data):
+            if i == 10:
+                before = [array.state_dict(b) for b in range(3)]
+                assert array.add(Config(9, 0.03)) == 3
+                for b in range(3):
+                    same(array.state_dict(b)["model"], before[b]["model"], 0.0)
+                assert array.job.id != first.id
+                assert array.job.name == first.name
+            if i == 20:
+                joined = array.state_dict(3)
+                left = array.remove(1)
+            losses = array.step(*batch)
+            if i in (10, 20):
+                assert len(losses.result()) == len(array) == 4 - (i == 20)
+                assert array.runs == (len(array),)
+        assert len(array) == 3
+        found = [array.state_dict(0), left, array.state_dict(1), array.state_dict(2), joined]
+    for config, rows, state in zip(
+        [given[0], given[1], given[2], Config(9, 0.03), Config(9, 0.03)],
+        [data, data[:20], data, data[10:], data[10:20]], found, strict=True,
+    ):  # fmt: skip
+        step, model, optimizer = factory(config)
+        for batch in rows:
+            step(*batch)
+        same(state["model"], model.state_dict())
+        for key, of in optimizer.state_dict()["state"].items():
+            same(state["optimizer"]["state"][key], of)
+
+
+def test_a_model_that_can_not_join_leaves_the_job_as_it_was(endpoint: str):
+    def factory(config: Config) -> Any:
+        return training(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh() if config.seed < 5 else nn.ReLU()))(config)
+
+    with one_thread(), fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused") as array:
+        first = array.job
+        array.step(*DATA[0])
+        with pytest.raises(NotFusible, match="tanh"):
+            array.add(Config(7))
+        assert array.job is first
+        assert array.step(*DATA[1]).result().shape == (3,)
+
+
+def test_where_a_changed_array_is_refused_the_old_one_goes_on(endpoint: str, monkeypatch: pytest.MonkeyPatch):
+    from gpumux.fuse import submit
+
+    factory = training(dropping, adam)
+    with (
+        one_thread(),
+        fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused") as array,
+        fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused") as other,
+    ):
+        for job in (array, other):
+            job.step(*DATA[0])
+        real, refusals = submit.open_job, [AdmissionRefused("it is full", "close a job")]
+
+        def refused(*args: Any) -> None:
+            if refusals:
+                raise refusals.pop()
+            real(*args)
+
+        monkeypatch.setattr(submit, "open_job", refused)
+        with pytest.raises(AdmissionRefused, match="full"):
+            array.add(Config(9))
+        assert len(array) == 3
+        assert torch.equal(array.step(*DATA[1]).result(), other.step(*DATA[1]).result())
+        refusals += [AdmissionRefused("it is full", "close a job") for _ in range(2)]
+        expected = other.state_dict(2)["model"]
+        with pytest.raises(AdmissionRefused, match="full"):
+            array.remove(0)
+        same(array.state_dict(2)["model"], expected, 0.0)  # what was trained is not lost
+        with pytest.raises(JobClosed):
+            array.step(*DATA[2])
+
+
+def test_a_job_of_models_that_differ_in_a_block(endpoint: str):
+    """Each optimizer's first step is a Program of its own, and so is the first after a model has left: what one model alone
+    has lies in all of them where it belongs."""
+
+    def module(config: Config) -> nn.Module:
+        blocks = [nn.Tanh(), nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)), nn.Dropout(0.3)]
+        return nn.Sequential(nn.Linear(5, 8), blocks[config.seed % 3], nn.Linear(8, 4))
+
+    def factory(config: Config) -> Any:
+        return training(lambda: module(config), adam)(config)
+
+    with (
+        one_thread(),
+        fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused", partial=True) as array,
+    ):
+        for i, batch in enumerate(DATA):
+            if i == 3:
+                left = array.remove(0)
+            array.step(*batch).result()
+        assert any(r.why.startswith("only model") for r in array.plan().rows)
+        found = [left, array.state_dict(0), array.state_dict(1)]
+    for config, rows, state in zip(configs(), [DATA[:3], DATA, DATA], found, strict=True):
+        step, model, _ = factory(config)
+        for batch in rows:
+            step(*batch)
+        same(state["model"], model.state_dict())
