@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 OPEN_S, CLOSE_S = 120.0, 10.0
 STREAMS = 4  # of each class, for all jobs
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 log = logging.getLogger(__name__)
 
 
@@ -89,6 +90,8 @@ class CudaDevice(Dispatch):
     def open(self) -> DeviceInfo:
         os.environ.setdefault(QUEUES, "32")  # read when the context is made
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # --gpu N is the N of nvidia-smi
+        # torch refuses matrix products of programs that ask for deterministic algorithms without it. It is read once.
+        os.environ.setdefault(WORKSPACES, ":4096:8")
         try:
             self._epoll = select.epoll()
             self._parts.append(self._epoll.close)

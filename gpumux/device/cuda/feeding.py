@@ -198,12 +198,14 @@ def _scalar_tensor(value: Number, *, dtype: torch.dtype | None = None, **where: 
     return _full((), value, dtype=dtype or torch.get_default_dtype(), **where)
 
 
-def _masked_fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
-    return torch.masked_fill(x, mask, value.value(x.dtype))
+def masked_fill(x: Tensor, mask: Tensor, value: Number | Tensor) -> Tensor:
+    """With torch.where: CUDA's masked_fill brings a value that is a tensor to the host, which no capture allows."""
+    filling = value.value(x.dtype) if isinstance(value, Number) else value.to(x.dtype)
+    return torch.where(mask, filling, x)
 
 
-def _masked_fill_(x: Tensor, mask: Tensor, value: Number) -> Tensor:
-    return x.masked_fill_(mask, value.value(x.dtype))
+def masked_fill_(x: Tensor, mask: Tensor, value: Number | Tensor) -> Tensor:
+    return x.copy_(masked_fill(x, mask, value))
 
 
 def _power_of(value: Number, x: Tensor) -> Tensor:
@@ -211,6 +213,12 @@ def _power_of(value: Number, x: Tensor) -> Tensor:
 
 
 # ---- lists of tensors
+
+# By overload: Python's torch._foreach_* take a 0-dimensional tensor for a number, and bring it to the host.
+_add_to_all = torch.ops.aten._foreach_add_.Tensor
+_multiply_all = torch.ops.aten._foreach_mul_.Tensor
+_divide_all = torch.ops.aten._foreach_div_.Tensor
+_products = torch.ops.aten._foreach_mul.Tensor
 
 
 def _same(scalars: Any, count: int) -> Scalar | None:
@@ -251,30 +259,30 @@ def _out_of_place(run: Callable[..., None]) -> Callable[..., list[Tensor]]:
 
 
 def _add_list(xs: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
-    torch._foreach_add_(xs, torch._foreach_mul(others, alpha))
+    torch._foreach_add_(xs, _products(others, alpha))
 
 
 def _sub_list(xs: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
-    torch._foreach_sub_(xs, torch._foreach_mul(others, alpha))
+    torch._foreach_sub_(xs, _products(others, alpha))
 
 
 def _addcmul_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Tensor) -> None:
-    torch._foreach_add_(xs, torch._foreach_mul(torch._foreach_mul(a, b), value))
+    torch._foreach_add_(xs, _products(torch._foreach_mul(a, b), value))
 
 
 def _addcdiv_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Tensor) -> None:
-    torch._foreach_add_(xs, torch._foreach_mul(torch._foreach_div(a, b), value))
+    torch._foreach_add_(xs, _products(torch._foreach_div(a, b), value))
 
 
 def _lerp_list(xs: list[Tensor], ends: list[Tensor], weight: Tensor) -> None:
-    torch._foreach_add_(xs, torch._foreach_mul(torch._foreach_sub(ends, xs), weight))
+    torch._foreach_add_(xs, _products(torch._foreach_sub(ends, xs), weight))
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
     table: dict[str, Callable[..., Any]] = {
         "fill_.Scalar": _fill_, "fill.Scalar": lambda x, value: _fill_(torch.empty_like(x), value),
         "full.default": _full, "full_like.default": _full_like, "scalar_tensor.default": _scalar_tensor,
-        "masked_fill.Scalar": _masked_fill, "masked_fill_.Scalar": _masked_fill_, "pow.Scalar": _power_of,
+        "masked_fill.Scalar": masked_fill, "masked_fill_.Scalar": masked_fill_, "pow.Scalar": _power_of,
         "_foreach_pow.ScalarAndTensor": lambda value, xs: [_power_of(value, x) for x in xs],
     }  # fmt: skip
     for name, formula in _FORMULAS.items():
@@ -290,10 +298,10 @@ def _functions() -> dict[str, Callable[..., Any]]:
             table[f"_foreach_{base}_.{overload}"] = run
             table[f"_foreach_{base}.{overload}"] = _out_of_place(run)
 
-    foreach("add.Scalar add.ScalarList", "add_.Scalar", torch._foreach_add_)
-    foreach("sub.Scalar sub.ScalarList", "sub_.Scalar", lambda xs, s: torch._foreach_add_(xs, -s))
-    foreach("mul.Scalar mul.ScalarList", "mul_.Scalar", torch._foreach_mul_)
-    foreach("div.Scalar div.ScalarList", "div_.Scalar", torch._foreach_div_)
+    foreach("add.Scalar add.ScalarList", "add_.Scalar", _add_to_all)
+    foreach("sub.Scalar sub.ScalarList", "sub_.Scalar", lambda xs, s: _add_to_all(xs, -s))
+    foreach("mul.Scalar mul.ScalarList", "mul_.Scalar", _multiply_all)
+    foreach("div.Scalar div.ScalarList", "div_.Scalar", _divide_all)
     foreach("add.List", "add_.Tensor", _add_list)
     foreach("sub.List", "sub_.Tensor", _sub_list)
     foreach("addcmul.Scalar addcmul.ScalarList", "addcmul_.default", _addcmul_list)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from itertools import pairwise
 from time import monotonic
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.device.contract import JobLost, JobUnloaded, Recut
-from gpumux.device.cuda.device import QUEUES, CudaDevice
+from gpumux.device.cuda import retarget
+from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
 from gpumux.device.cuda.feeding import FORMS
 from gpumux.errors import DeviceLost
 from gpumux.model import Priority
@@ -22,10 +25,11 @@ from tests.device.test_contract import floats, numbers
 from tests.program import samples
 
 
-def test_opening_asks_for_all_hardware_queues(shared: CudaDevice) -> None:
+def test_opening_asks_for_all_hardware_queues_and_for_products_that_repeat(shared: CudaDevice) -> None:
     import os
 
     assert os.environ[QUEUES]
+    assert os.environ[WORKSPACES] in (":4096:8", ":16:8")  # what torch takes for deterministic
 
 
 def test_pieces_are_captured_in_order_and_not_run_meanwhile(driver: Driver, shared: CudaDevice) -> None:
@@ -244,6 +248,25 @@ def test_dropout_draws_again_what_recomputation_needs_and_then_goes_on(driver: D
     assert len(set(seen)) == 3
 
 
+class Called(TorchDispatchMode):
+    """The names of the operators that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+# Their CUDA kernels ask a tensor for its value, which waits for the GPU: no capture allows it.
+ON_THE_HOST = {
+    "_local_scalar_dense", "masked_fill.Tensor", "masked_fill_.Tensor", "index_fill.int_Tensor", "index_fill_.int_Tensor",
+    "is_nonzero", "equal", "nonzero",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_forms_compute_what_the_operators_do(dtype: torch.dtype) -> None:
     """Each form beside torch's own operator, with the same number as a plain argument."""
@@ -259,7 +282,7 @@ def test_forms_compute_what_the_operators_do(dtype: torch.dtype) -> None:
         overload = getattr(packet, target.split(".")[2], None)
         if overload is None or any(str(a.real_type) == "List[number]" for a in overload._schema.arguments):
             continue  # ScalarList: the same functions as Scalar
-        plain, fed = [], []
+        plain, fed, called = [], [], Called()
         for argument in overload._schema.arguments:
             kind = str(argument.real_type)
             if kind == "Tensor":
@@ -276,7 +299,8 @@ def test_forms_compute_what_the_operators_do(dtype: torch.dtype) -> None:
                     continue
                 if argument.kwarg_only:
                     want = overload(*plain, **{argument.name: value})
-                    got = form(*fed, **{argument.name: number})
+                    with called:
+                        got = form(*fed, **{argument.name: number})
                     break
                 plain.append(value)
                 fed.append(number)
@@ -285,9 +309,23 @@ def test_forms_compute_what_the_operators_do(dtype: torch.dtype) -> None:
                 fed.append([2, 3])
         else:
             options = {"dtype": dtype} if target in ("aten.full.default", "aten.scalar_tensor.default") else {}
-            want, got = overload(*plain, **options), form(*fed, **options)
+            with called:
+                got = form(*fed, **options)
+            want = overload(*plain, **options)
+        assert not called.names & ON_THE_HOST, target
         if want is None:  # _foreach_ in place
             want, got = plain[0], fed[0]
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, t=target: f"{t}: {m}")
         checked += 1
     assert checked > 40
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_filling_by_a_mask_with_a_tensors_value_stays_on_the_device(in_place: bool) -> None:
+    tensors = (TensorRef(0), TensorRef(1), TensorRef(2))
+    call = retarget.call(0, Op(f"aten.masked_fill{'_' * in_place}.Tensor", tensors, (), (3,)), lambda target: True)
+    x, mask, value = torch.arange(6.0).view(2, 3), torch.tensor([True, False, True]), torch.tensor(9.0)
+    with Called() as called:
+        made = call(x.clone(), mask, value)
+    assert not called.names & ON_THE_HOST
+    assert torch.equal(made, x.masked_fill(mask, value))
