@@ -58,7 +58,8 @@ def test_work_may_be_confined_to_a_share(opened: tuple[CudaDriver, Facts]) -> No
     driver, facts = opened
     if facts.driver_version < GREEN_SINCE:
         pytest.skip("green contexts need a driver of CUDA 12.4")
-    partition = driver.partition(facts.multiprocessors // 2)
+    partition, has = driver.partition(facts.multiprocessors // 2)
+    assert facts.multiprocessors // 2 <= has <= facts.multiprocessors
     stream = driver.confined_stream(partition, facts.priorities[0])
     event = driver.event(timed=False)
     driver.record(event, stream)

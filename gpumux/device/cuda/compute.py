@@ -69,13 +69,19 @@ class Compute(Protocol):
 class CudaGraph:
     """A torch.cuda.CUDAGraph: its replay also moves the job's random stream on."""
 
-    def __init__(self, graph: Any, on: Callable[[int], AbstractContextManager[None]]) -> None:
-        self._graph = graph
-        self._on = on
+    def __init__(self, graph: Any, on: Callable[[int], AbstractContextManager[None]], driver: Driver) -> None:
+        self._graph, self._on, self._driver = graph, on, driver
 
     def replay(self, stream: int) -> None:
-        with self._on(stream):
-            self._graph.replay()
+        """Raises DeviceLost, JobFailed."""
+        try:
+            with self._on(stream):
+                self._graph.replay()
+        except RuntimeError as error:
+            self._driver.idle(stream)  # raises DeviceLost where an earlier kernel has ended the context
+            raise JobFailed(
+                f"a piece can't be launched: {_first_line(error)}", "report it with the daemon's log"
+            ) from error
 
     def drop(self) -> None:
         self._graph.reset()
@@ -138,16 +144,19 @@ class CudaCompute:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with self.on(stream):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                # Not in inference mode, where torch before 2.13 would make the memory that holds a generator's position
+                # such that only inference mode may write to it. Who launches is not in it.
+                with torch.inference_mode(False):
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     body()
                 except BaseException:
                     try:
-                        graph.capture_end()  # what it says of the broken capture is of no use beside the reason
+                        self._end(graph, pool)  # what it says of the broken capture is of no use beside the reason
                     except RuntimeError:
                         pass
                     raise
-                graph.capture_end()
+                self._end(graph, pool)
         except RuntimeError as error:
             if isinstance(error, GpumuxError):
                 raise
@@ -158,7 +167,7 @@ class CudaCompute:
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         self._upload(graph, stream)
-        return CudaGraph(graph, self.on)
+        return CudaGraph(graph, self.on, self._driver)
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
         return call(*arguments)
@@ -171,12 +180,40 @@ class CudaCompute:
         return int(torch.cuda.memory_reserved(self.device))
 
     def trim(self) -> None:
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            self._driver.memory()  # raises DeviceLost where a kernel has ended the context
+            raise JobFailed(
+                f"memory can't be given back: {_first_line(error)}", "report it with the daemon's log"
+            ) from error
+
+    def _end(self, graph: Any, pool: Any) -> None:
+        """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            if not _is_captured(graph):
+                for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                    try:
+                        give_back(self.device.index, pool)
+                    except RuntimeError:
+                        pass  # it had come as far as that
+            raise
 
     def _upload(self, graph: Any, stream: int) -> None:
         executable = getattr(graph, "raw_cuda_graph_exec", None)
         if executable is not None:  # else the first replay uploads it
             self._driver.upload(int(executable()), stream)
+
+
+def _is_captured(graph: Any) -> bool:
+    """Whether torch holds it for captured, and gives its memory back with it."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _first_line(error: BaseException) -> str:

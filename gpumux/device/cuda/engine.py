@@ -184,7 +184,12 @@ class Engine:
             self._numerics.apply(loaded.program.numerics)
             with self._compute.drawing_from(job.generator):
                 more = run.part()
-            return more if more is not None else (made(run), max(0, self._compute.reserved() - before))
+            if more is not None:
+                return more
+            # Before a capture torch sets the generator's position on the stream it captures on; launches do so on others.
+            for stream in (job.capture_stream, *job.confined.values()):
+                wait(self._driver, stream)
+            return made(run), max(0, self._compute.reserved() - before)
 
         return part
 

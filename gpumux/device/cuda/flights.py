@@ -22,6 +22,7 @@ from gpumux.errors import JobFailed
 ANCHOR_S = 1.0
 PLACES = 4096  # flights in the air at most; windows keep them to a handful
 POLL_S = 2e-3  # a flight expected later than this need not be looked at yet
+LATE_S = 0.05  # a flight this late may never land: the driver is asked, and again after as long
 T = TypeVar("T")
 
 
@@ -65,6 +66,7 @@ class Flights(Generic[T]):
         self._old: list[_Anchor] = []
         self._number = 0  # of the last flight
         self._ended: dict[int, float] = {}  # the last end told, by stream
+        self._asked = 0.0  # when the driver was asked last whether the GPU still runs
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -93,7 +95,8 @@ class Flights(Generic[T]):
         self._air.setdefault(stream, deque()).append(flight)
 
     def landed(self) -> list[Landed[T]]:
-        """Flights that are over, each told once; those that ran one after the other, on whatever streams, in order."""
+        """Flights that are over, each told once; those that ran one after the other, on whatever streams, in order.
+        Raises DeviceLost when a kernel has ended the context: nothing is stored in the ring any more then."""
         found: list[tuple[int, Landed[T]]] = []
         more = True
         while (
@@ -108,6 +111,7 @@ class Flights(Generic[T]):
                     flights.popleft()
                     found.append((flight.number, self._land(flight, stream)))
                     more = len(self._air) > 1
+        self._ask_after_the_late()
         if found:
             self._air = {stream: flights for stream, flights in self._air.items() if flights}
         return [landed for _, landed in sorted(found, key=itemgetter(0))]
@@ -127,6 +131,13 @@ class Flights(Generic[T]):
         self._air.clear()
         self._driver.destroy_stream(self._stream)
         self._driver.unpin(self._memory)
+
+    def _ask_after_the_late(self) -> None:
+        now = self._clock()
+        for flight in [flights[0] for flights in self._air.values() if flights]:
+            if now > max(flight.expected, self._asked) + LATE_S:
+                self._asked = now
+                self._driver.reached(flight.end)
 
     def _land(self, flight: _Flight[T], stream: int) -> Landed[T]:
         elapsed, anchor = self._driver.elapsed, flight.anchor

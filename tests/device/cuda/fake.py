@@ -116,6 +116,7 @@ class FakeDriver:
         self.opened = False
 
     def memory(self) -> tuple[int, int]:
+        self._check("memory")
         return MEMORY, MEMORY
 
     def stream(self, priority: int) -> int:

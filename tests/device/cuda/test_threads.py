@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gpumux.device.cuda.flights import ANCHOR_S, POLL_S, Flights
+from gpumux.device.cuda.flights import ANCHOR_S, LATE_S, POLL_S, Flights
 from gpumux.device.cuda.worker import PENDING, Worker
-from gpumux.errors import JobFailed
+from gpumux.errors import DeviceLost, JobFailed
 from tests.device.cuda.fake import FakeDriver
 
 
@@ -127,6 +127,25 @@ def test_too_many_flights_are_refused_and_a_launch_that_fails_leaves_nothing(clo
     driver.destroy_stream(stream)
     flights.close()
     assert not driver.events
+
+
+def test_a_flight_that_never_lands_is_found_out_though_nothing_more_is_launched(clock: Clock) -> None:
+    """A kernel that ends the context stores nothing in the ring, nor does anything behind it."""
+    driver = FakeDriver(auto=False)
+    flights: Flights[int] = Flights(driver, clock, -5)
+    stream = driver.stream(0)
+    flights.launch(1, stream, 1e-3, lambda: None)
+    driver.break_with("CUDA_ERROR_ASSERT")
+    assert flights.landed() == []  # it may take as long as it was expected to
+    clock.now += 1e-3 + 2 * LATE_S
+    with pytest.raises(DeviceLost, match="CUDA_ERROR_ASSERT"):
+        flights.landed()
+    assert flights.landed() == []  # asked now and then, not all the time
+    driver.broken = ""
+    driver.advance()
+    assert [flight.what for flight in flights.landed()] == [1]
+    driver.destroy_stream(stream)
+    flights.close()
 
 
 def test_the_gpus_clock_is_tied_to_ours_again_and_again(clock: Clock) -> None:

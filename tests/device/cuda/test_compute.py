@@ -1,0 +1,155 @@
+"""What is asked of torch's CUDA graphs and when, with stand-ins that keep the rules of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from gpumux.device.cuda.compute import CudaCompute
+from gpumux.errors import DeviceLost, JobFailed
+from tests.device.cuda.fake import FakeDriver
+
+POOL = (0, 7)
+
+
+class Graph:
+    """Its position in the random stream lies in memory made when a capture begins, as in torch; a capture that
+    `breaks` can't be ended, and is then nobody's."""
+
+    breaks = False
+    fails = ""
+
+    def __init__(self) -> None:
+        self._captured = False
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert (pool, capture_error_mode) == (POOL, "thread_local")
+        self._offset = torch.empty(1)
+
+    def capture_end(self) -> None:
+        if self.breaks:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self._captured = True
+
+    def pool(self) -> Any:
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return POOL
+
+    def replay(self) -> None:
+        if self.fails:
+            raise RuntimeError(self.fails)
+        self._offset.fill_(1)
+
+
+@pytest.fixture
+def gpu() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def given_back(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What torch's allocator is told of pools."""
+    told: list[Any] = []
+
+    @contextmanager
+    def stream(which: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    for name, value in (
+        ("is_available", lambda: True), ("init", lambda: None), ("CUDAGraph", Graph), ("stream", stream),
+        ("ExternalStream", lambda handle, device: handle),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *args, name=name: told.append((name, *args)), raising=False)
+    return told
+
+
+@pytest.fixture
+def capture(gpu: FakeDriver, given_back: list[Any]) -> Callable[..., Any]:
+    compute = CudaCompute(gpu, 0)
+    stream = gpu.stream(0)
+
+    def run(body: Callable[[], None] = lambda: None) -> Any:
+        with torch.inference_mode():  # as the worker's thread
+            return compute.capture(stream, POOL, body)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def whole() -> Iterator[None]:
+    yield
+    Graph.breaks, Graph.fails = False, ""
+
+
+def test_a_graph_is_replayed_by_a_thread_that_is_not_in_inference_mode(
+    capture: Callable[..., Any], gpu: FakeDriver, given_back: list[Any]
+) -> None:
+    modes = []
+    graph = capture(lambda: modes.append(torch.is_inference_mode_enabled()))
+    assert modes == [True]
+    graph.replay(next(iter(gpu.streams)))
+    assert given_back == []
+
+
+def test_a_capture_that_cant_be_ended_leaves_torch_as_it_was(
+    capture: Callable[..., Any], given_back: list[Any]
+) -> None:
+    Graph.breaks = True
+    with pytest.raises(JobFailed, match="can't be captured"):
+        capture()
+    assert given_back == [("_cuda_endAllocateToPool", 0, POOL), ("_cuda_releasePool", 0, POOL)]
+    given_back.clear()
+
+    def body() -> None:
+        raise JobFailed("operator 3 (aten.nonzero.default)")
+
+    with pytest.raises(JobFailed, match="operator 3"):
+        capture(body)
+    assert len(given_back) == 2
+
+
+def test_a_body_that_fails_in_a_whole_capture_gives_nothing_back_twice(
+    capture: Callable[..., Any], given_back: list[Any]
+) -> None:
+    def body() -> None:
+        raise JobFailed("operator 3 (aten.nonzero.default)")
+
+    with pytest.raises(JobFailed, match="operator 3"):
+        capture(body)
+    assert given_back == []
+
+
+def test_a_launch_that_torch_refuses_is_the_jobs_failure_or_the_devices_end(
+    capture: Callable[..., Any], gpu: FakeDriver
+) -> None:
+    graph, stream = capture(), next(iter(gpu.streams))
+    Graph.fails = "CUDA error: invalid argument\nmore of it"
+    with pytest.raises(JobFailed, match="can't be launched: CUDA error: invalid argument —"):
+        graph.replay(stream)
+    gpu.break_with("CUDA_ERROR_ASSERT")
+    with pytest.raises(DeviceLost):
+        graph.replay(stream)
+
+
+def test_what_cant_be_given_back_ends_the_device_where_its_context_is_lost(
+    gpu: FakeDriver, given_back: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    compute = CudaCompute(gpu, 0)
+    with pytest.raises(JobFailed, match="given back"):
+        compute.trim()
+    gpu.break_with("CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(DeviceLost):
+        compute.trim()
