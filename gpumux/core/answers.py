@@ -54,7 +54,7 @@ class Answer:
         assert track is not None
         assert hold is not None
         seen = self.low_seen
-        return now < hold.until and track.version == self.seen and (seen == ANY or seen == low_version)  # noqa: PLR1714
+        return now < hold.until and track.version == self.seen and seen in (ANY, low_version)
 
 
 class Rest:

@@ -10,6 +10,7 @@ answer, which `launched` and `settled` take up.
 from __future__ import annotations
 
 from math import inf
+
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Ban
 from gpumux.core.board import Board
