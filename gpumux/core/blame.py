@@ -32,16 +32,18 @@ class Recent:
 
     def settle(self, until: float, step: int) -> None:
         """High pieces that began before `until` are done: what launches that ended by then cost is known."""
-        still: list[Launch] = []
+        still: list[Launch] | None = None
         for launch in self.open:
             if launch.ended > until:
+                if still is None:
+                    still = []
                 still.append(launch)
                 continue
-            peak = max(launch.peak, launch.here)
+            peak = launch.peak if launch.peak > launch.here else launch.here
             for pair, spot in launch.spots:
                 if spot[0] != GAP or launch.caught:
                     pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step, launch.exposed)
-        self.open = still
+        self.open = still if still is not None else []
 
     def end_step(self, out: Iterable[Launch]) -> bool:
         """A high step ended: what follows is another one's loss. True if it may still be one of a launch that was made to find out
@@ -64,9 +66,11 @@ def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> l
             found.append((launch, seconds))
     if recent.last_end > start:
         for launch in recent.launches:
-            seconds = (launch.ended if launch.ended < end else end) - (start if start > launch.began else launch.began)
-            if seconds > 0.0:
-                found.append((launch, seconds))
+            ended = launch.ended
+            if ended > start:
+                seconds = (ended if ended < end else end) - (start if start > launch.began else launch.began)
+                if seconds > 0.0:
+                    found.append((launch, seconds))
     return found
 
 
@@ -96,10 +100,10 @@ def _charge(pair: Pair, launch: Launch, piece: int, seconds: float, least: float
     if pair.rate > 0.0:
         rate /= pair.harm(launch.step.spans[launch.piece])
     weight = seconds / (4 * least) + 0.25
-    pair.add(piece, rate, weight if weight < 1.0 else 1.0)
-    cell = pair.cells[piece]
+    cell = pair.add(piece, rate, weight if weight < 1.0 else 1.0)
     if launch.ended:
-        went(cell, launch.speed)
+        speed = cell.speed
+        cell.speed = speed + 0.2 * (launch.speed - speed) if speed else launch.speed  # as `went` does
     elif launch.touched:
         launch.touched.append(cell)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import TypeAlias
 
 from gpumux.core.bans import Ban
@@ -85,14 +84,21 @@ class Launched:
         self.seen = 0  # the high job's step when it was last seen
 
     def add(self, cost: float, peak: float, rate: float, seconds: float, step: int) -> None:
-        self.cell.add(cost)
-        part = max(1.0 / self.cell.count, 0.2)
-        bound = inf if self.cell.count <= CREDIBLE else 2.0 * max(self.peak, self.last) + FLOOR_S
+        cell = self.cell
+        cell.add(cost)
+        count, known, last = cell.count, self.peak, self.last
+        part = 1.0 / count if count < 5 else 0.2
+        felt = peak if peak > 0.0 else 0.0
+        if count > CREDIBLE:
+            # One that was delayed from outside is no reason to give a place up: it takes two in a row.
+            bound = 2.0 * (known if known > last else last) + FLOOR_S
+            if felt > bound:
+                felt = bound
         self.last = peak
-        # One that was delayed from outside is no reason to give a place up: it takes two in a row.
-        self.peak += part * (min(max(0.0, peak), bound) - self.peak)
-        self.worst = max(peak, FORGET * self.worst)
+        self.peak = known = known + part * (felt - known)
+        faded = FORGET * self.worst
+        self.worst = peak if peak > faded else faded
         self.rate += part * (rate - self.rate)
         self.seconds += part * (seconds - self.seconds)
         self.seen = step
-        self.upper = self.peak + (2 * self.cell.deviation if self.cell.count > 1 else self.first * self.peak)
+        self.upper = known + (2 * cell.deviation if count > 1 else self.first * known)

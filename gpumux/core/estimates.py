@@ -20,6 +20,7 @@ from gpumux.core.places import MOMENTS, Places
 from gpumux.core.queue import PairKey
 
 LEAST_HARM = 0.25
+MOST_HARM = 1.0 / LEAST_HARM
 MOVED = 0.05  # of what a launch may cost: a change that plans are made anew for
 MOST_PAIRS = 768  # low programs and shares remembered of a high program (256 on three shares): the oldest go first
 MOST_PLACES = 4096  # kinds of launches remembered of one of them
@@ -68,7 +69,8 @@ class Pair:
         self.speed = key.share  # solo seconds of low work done in a second beside this program
         self.known = 0  # cells that have a sample
 
-    def add(self, piece: int, rate: float, weight: float) -> None:
+    def add(self, piece: int, rate: float, weight: float) -> Cell:
+        """A second of the range beside low work cost `rate`. The cell that learned it."""
         cell = self.cells[piece]
         if not cell.count:
             self.known += 1
@@ -76,6 +78,7 @@ class Pair:
         mean = cell.mean  # as `restate` does, but for bans
         upper = mean + 2 * cell.deviation
         self.rates[piece], self.uppers[piece] = mean if mean > 0.0 else 0.0, upper if upper > 0.0 else 0.0
+        return cell
 
     def restate(self, piece: int) -> None:
         """Put the cell's figures where the look-ahead reads them."""
@@ -89,11 +92,12 @@ class Pair:
         known = self.lows.get(low)
         if known is None or self.rate <= 0.0:
             return 1.0
-        return min(max(known.rate / self.rate, LEAST_HARM), 1.0 / LEAST_HARM)
+        harm = known.rate / self.rate
+        return LEAST_HARM if harm < LEAST_HARM else MOST_HARM if harm > MOST_HARM else harm
 
     def learn(self, spot: Spot, cost: float, peak: float, seconds: float, step: int, exposed: float) -> None:
         """A launch of `seconds`, `exposed` of them beside the high job, was blamed for `cost`, `peak` in one step."""
-        rate = max(0.0, cost) / seconds if seconds > 0.0 else 0.0
+        rate = cost / seconds if seconds > 0.0 and cost > 0.0 else 0.0
         piece, moment, low = spot
         launched = self.launches.get(spot)
         if launched is None:
@@ -105,18 +109,19 @@ class Pair:
             self.launches[spot] = launched
             if piece != GAP:
                 self.spots.setdefault(low, []).append(launched)
-        mean, upper = launched.cell.mean, launched.upper
+        cell, upper = launched.cell, launched.upper
+        mean = cell.mean
         launched.add(cost, peak, rate, seconds, step)
-        moved = abs(launched.cell.mean - mean) + abs(launched.upper - upper) > MOVED * upper + FLOOR_S
         if piece != GAP:
-            whole = max(exposed, LEAST_EXPOSED)
+            moved = abs(cell.mean - mean) + abs(launched.upper - upper) > MOVED * upper + FLOOR_S
+            whole = exposed if exposed > LEAST_EXPOSED else LEAST_EXPOSED
             anywhere = self.lows.get(low)
             if anywhere is None:
                 anywhere = self.lows[low] = Launched()
             anywhere.add(cost / whole, peak / whole, rate, seconds, step)
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
             self.typical.add(rate)
-            self.places.learn(spot, self.key.share, cost, launched.cell.count, moved)
+            self.places.learn(spot, self.key.share, cost, cell.count, moved)
 
     def best(self, low: int, since: int) -> float:
         """The least that launches of span `low` were found to cost since step `since`; inf: nothing known."""

@@ -118,18 +118,21 @@ class Places:
     def learn(self, spot: Spot, share: float, cost: float, count: int, moved: bool) -> None:
         """A launch at `spot`, the `count`-th there, cost so many seconds. Where launches are often is where they cost little: so that
         this does not pass for what they cost anywhere, each place counts about once. `moved`: what is known of it is no longer what it was."""
-        cost, fresh = max(0.0, cost), 1.0 / count
+        fresh = 1.0 / count
+        if cost < 0.0:
+            cost = 0.0
         piece, moment, low = spot
         base = self.base.get(low)
         if base is None:
             self.base[low] = cost
         else:
             if base > LEAST_BASE_S and moment in MOMENTS:
-                key, effect = (piece, moment, share), min(cost / base, MOST_EFFECT)
+                key, effect = (piece, moment, share), cost / base
                 known = self.effects.get(key, 1.0)
-                self.effects[key] = known + 0.4 * fresh * (effect - known)
+                self.effects[key] = known + 0.4 * fresh * ((effect if effect < MOST_EFFECT else MOST_EFFECT) - known)
             self.base[low] = base + 0.15 * fresh * (cost - base)
-        self.worst[low] = max(cost, FORGET**fresh * self.worst.get(low, 0.0))
+        faded = FORGET**fresh * self.worst.get(low, 0.0)
+        self.worst[low] = cost if cost > faded else faded
         if moved or count <= CREDIBLE:
             self.versions[low] = self.versions.get(low, 0) + 1
 

@@ -184,24 +184,28 @@ class Record:
         if track is None:
             return  # the job is closing
         start = track.ended if track.ended > launch.at else launch.at
-        track.ended = ended = max(ended, start)
+        track.ended = ended = ended if ended > start else start
         track.pieces += 1
         if piece == 0:
             track.began = start
             track.from_idle = step.submitted == track.arrived
         model = step.model
         assert model is not None
-        beside = self._high_beside(job, start, ended, board)
-        low = board.windows[_LOW].launches
-        found = []
-        if low or self.recent.last_end > start:
-            found = blame.beside(low.values(), self.recent, start, ended)
+        lows, highs = board.windows
+        if self._last_high is job and self._other_high <= start and len(highs.launches) == job.outstanding:
+            beside, self._last_end = False, ended  # as `_high_beside` says
+        else:
+            beside = self._high_beside(job, start, ended, board)
+        low, recent = lows.launches, self.recent
+        found: list[tuple[Launch, float]] | None = None
+        if low or recent.last_end > start:
+            found = blame.beside(low.values(), recent, start, ended)
             if found and not track.watching:
                 for out, _ in found:
                     out.spots = ()
         span = ended - start
-        if self.recent.open:
-            self.recent.settle(start, track.steps)
+        if recent.open:
+            recent.settle(start, track.steps)
         if found and not track.watching:
             self._unwatched(track, model, piece, span, beside)
         elif found:
