@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from time import monotonic, sleep
 
@@ -70,3 +72,37 @@ def test_work_may_be_confined_to_a_share(opened: tuple[CudaDriver, Facts]) -> No
     driver.destroy_event(event)
     driver.destroy_stream(stream)
     driver.destroy_partition(partition)
+
+
+def test_a_context_that_a_kernel_ended_is_noticed_though_nothing_more_is_launched() -> None:
+    """In a process of its own, whose context it ends: an index out of bounds, which torch's kernel asserts."""
+    script = """
+from time import monotonic, sleep
+import torch
+from gpumux.device.cuda.driver import CudaDriver
+from gpumux.device.cuda.flights import Flights
+from gpumux.errors import DeviceLost
+driver = CudaDriver()
+facts = driver.open(0)
+torch.cuda.set_device(0)
+table, index = torch.zeros(4, device="cuda"), torch.tensor([1 << 20], device="cuda")
+table[index[:0]]
+torch.cuda.synchronize()
+flights = Flights(driver, monotonic, facts.priorities[1])
+stream = driver.stream(facts.priorities[0])
+
+def work():
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+        torch.index_select(table, 0, index)
+
+flights.launch("one", stream, 1e-3, work)
+end = monotonic() + 60
+try:
+    while monotonic() < end:
+        assert flights.landed() == []
+        sleep(1e-3)
+except DeviceLost as lost:
+    print("noticed:", lost)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    assert "noticed:" in done.stdout, done.stderr[-2000:]

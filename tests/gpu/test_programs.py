@@ -60,6 +60,26 @@ def test_captured_pieces_do_what_operators_one_by_one_did_bit_for_bit(driver: Dr
         assert step() == first
 
 
+def test_captured_dropout_draws_anew_each_step_and_the_same_again_in_another_run(driver: Driver) -> None:
+    def masks() -> list[bytes]:
+        job = driver.open()
+        program = job.load(samples.dropout())
+        drawn = []
+        for _ in range(12):  # operator by operator, then as graphs
+            job.put(program, 0, floats(*[1.0] * 64))
+            job.step(program)
+            first, again, other = (job.get(program, position, 256) for position in range(3))
+            assert first == again
+            assert first != other
+            drawn.append(first)
+        driver.until(Recut, job.job)
+        return drawn
+
+    drawn = masks()
+    assert len(set(drawn)) == len(drawn)
+    assert masks() == drawn
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(12, 64), nn.GELU(), nn.Linear(64, 10)),
     "convolution": lambda: nn.Sequential(

@@ -7,6 +7,7 @@ has done with it, and only then is the job said to be gone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gpumux.device.cuda.loaded import LoadedProgram
 
 ANY_NUMBER = 1 << 20
+log = logging.getLogger(__name__)
 Flown = tuple[CudaJob, Launch, bool]  # the last: it ends its step
 
 
@@ -328,5 +330,7 @@ def _nothing() -> None:
 
 
 def _trimmed(value: None, error: BaseException | None) -> None:
-    if error is not None:
+    if isinstance(error, JobFailed):  # nobody asked for it, and it is tried again after the next job
+        log.warning("%s", error)
+    elif error is not None:
         raise error

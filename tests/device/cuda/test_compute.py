@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpumux.device.cuda.compute import CudaCompute
+from gpumux.device.cuda.dispatch import _trimmed
 from gpumux.errors import DeviceLost, JobFailed
 from tests.device.cuda.fake import FakeDriver
 
@@ -153,3 +154,10 @@ def test_what_cant_be_given_back_ends_the_device_where_its_context_is_lost(
     gpu.break_with("CUDA_ERROR_ILLEGAL_ADDRESS")
     with pytest.raises(DeviceLost):
         compute.trim()
+
+
+def test_memory_that_cant_be_given_back_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    _trimmed(None, JobFailed("memory can't be given back: no"))
+    assert "given back" in caplog.text
+    with pytest.raises(DeviceLost):
+        _trimmed(None, DeviceLost("gone"))

@@ -19,6 +19,7 @@ from gpumux.errors import DeviceLost
 from gpumux.model import Priority
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
 from tests.device.cuda.fake import fake_device, poll_wait
+from tests.device.cuda.forms import calls, number_of
 from tests.device.cuda.running import captured, chain, compute_of, gpu_of
 from tests.device.harness import Case, Driver
 from tests.device.test_contract import floats, numbers
@@ -268,54 +269,15 @@ ON_THE_HOST = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_forms_compute_what_the_operators_do(dtype: torch.dtype) -> None:
-    """Each form beside torch's own operator, with the same number as a plain argument."""
-    from gpumux.device.cuda.feeding import Number
-
-    value = 0.3
-    number = Number(torch.tensor(value, dtype=torch.float64), torch.tensor(value), torch.tensor(0), True)
+def test_forms_compute_what_the_operators_do_and_ask_no_tensor_for_its_value(dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}[dtype]
-    generator = torch.Generator().manual_seed(1)
     checked = 0
-    for target, form in FORMS.items():
-        packet = getattr(torch.ops.aten, target.split(".")[1], None)  # not every formula has both forms
-        overload = getattr(packet, target.split(".")[2], None)
-        if overload is None or any(str(a.real_type) == "List[number]" for a in overload._schema.arguments):
-            continue  # ScalarList: the same functions as Scalar
-        plain, fed, called = [], [], Called()
-        for argument in overload._schema.arguments:
-            kind = str(argument.real_type)
-            if kind == "Tensor":
-                made = torch.rand(5, generator=generator).to(dtype) + 0.5
-                made = made > 1 if argument.name == "mask" else made
-                plain.append(made)
-                fed.append(made.clone())
-            elif kind == "List[Tensor]":
-                tensors = [(torch.rand(5, generator=generator) + 0.5).to(dtype) for _ in range(3)]
-                plain.append(tensors)
-                fed.append([t.clone() for t in tensors])
-            elif kind in ("number", "Optional[number]") and not any(f is number for f in fed):
-                if argument.name == "alpha" and "Scalar" in target:
-                    continue
-                if argument.kwarg_only:
-                    want = overload(*plain, **{argument.name: value})
-                    with called:
-                        got = form(*fed, **{argument.name: number})
-                    break
-                plain.append(value)
-                fed.append(number)
-            elif kind == "List[int]":
-                plain.append([2, 3])
-                fed.append([2, 3])
-        else:
-            options = {"dtype": dtype} if target in ("aten.full.default", "aten.scalar_tensor.default") else {}
-            with called:
-                got = form(*fed, **options)
-            want = overload(*plain, **options)
-        assert not called.names & ON_THE_HOST, target
-        if want is None:  # _foreach_ in place
-            want, got = plain[0], fed[0]
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, t=target: f"{t}: {m}")
+    for call in calls(dtype, number_of(0.3)):
+        with Called() as called:
+            got = call.form(*call.fed, **call.options)
+        assert not called.names & ON_THE_HOST, call.target
+        got, want = call.fed[0] if got is None else got, call.plain(0.3)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, t=call.target: f"{t}: {m}")
         checked += 1
     assert checked > 40
 

@@ -1,0 +1,78 @@
+"""Calls of every form that reads its number from device memory, beside torch's own operator with the number itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from gpumux.device.cuda.feeding import FORMS, Number
+
+
+class Call(NamedTuple):
+    """`fed` and `options` are what the form takes; `plain(value)` is the operator on equal tensors, and what it wrote to."""
+
+    target: str
+    form: Callable[..., Any]
+    fed: list[Any]
+    options: dict[str, Any]
+    plain: Callable[[float], Any]
+
+
+def number_of(value: float, device: str = "cpu") -> Number:
+    return Number(
+        torch.tensor(value, dtype=torch.float64, device=device), torch.tensor(value, device=device),
+        torch.tensor(0, device=device), True,
+    )  # fmt: skip
+
+
+def calls(dtype: torch.dtype, number: Number) -> Iterator[Call]:
+    """All that torch has an operator for. Tensors lie where the number does."""
+    generator = torch.Generator().manual_seed(1)
+    device = number.f64.device
+
+    def made() -> torch.Tensor:
+        return ((torch.rand(5, generator=generator) + 0.5).to(dtype)).to(device)
+
+    for target, form in FORMS.items():
+        packet = getattr(torch.ops.aten, target.split(".")[1], None)  # not every formula has both forms
+        overload = getattr(packet, target.split(".")[2], None)
+        if overload is None or any(str(a.real_type) == "List[number]" for a in overload._schema.arguments):
+            continue  # ScalarList: the same functions as Scalar
+        fed: list[Any] = []
+        options: dict[str, Any] = {}
+        for argument in overload._schema.arguments:
+            kind = str(argument.real_type)
+            if kind == "Tensor":
+                fed.append(made() > 1 if argument.name == "mask" else made())
+            elif kind == "List[Tensor]":
+                fed.append([made() for _ in range(3)])
+            elif kind in ("number", "Optional[number]") and not any(f is number for f in fed):
+                if argument.name == "alpha" and "Scalar" in target:
+                    continue
+                if argument.kwarg_only:
+                    options[argument.name] = number
+                    break
+                fed.append(number)
+            elif kind == "List[int]":
+                fed.append([2, 3])
+        if target in ("aten.full.default", "aten.scalar_tensor.default"):
+            options |= {"dtype": dtype, "device": device}
+        yield Call(target, form, fed, options, _plain(overload, _copies(fed), options, number))
+
+
+def _copies(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copies(item) for item in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _plain(overload: Any, arguments: list[Any], options: dict[str, Any], number: Number) -> Callable[[float], Any]:
+    def call(value: float) -> Any:
+        given = [value if item is number else item for item in _copies(arguments)]
+        named = {name: value if item is number else item for name, item in options.items()}
+        returned = overload(*given, **named)
+        return given[0] if returned is None else returned  # _foreach_ in place
+
+    return call
