@@ -204,7 +204,8 @@ class CudaCompute:
     def _upload(self, graph: Any, stream: int) -> None:
         executable = getattr(graph, "raw_cuda_graph_exec", None)
         if executable is not None:  # else the first replay uploads it
-            self._driver.upload(int(executable()), stream)
+            with self._driver.within(stream):
+                self._driver.upload(int(executable()), stream)
 
 
 def _is_captured(graph: Any) -> bool:
