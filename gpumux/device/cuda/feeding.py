@@ -214,7 +214,7 @@ def _power_of(value: Number, x: Tensor) -> Tensor:
 
 # ---- lists of tensors
 
-# By overload: Python's torch._foreach_* take a 0-dimensional tensor for a number, and bring it to the host.
+# By overload: Python's torch._foreach_add_ takes a 0-dimensional tensor for a number, and brings it to the host.
 _add_to_all = torch.ops.aten._foreach_add_.Tensor
 _multiply_all = torch.ops.aten._foreach_mul_.Tensor
 _divide_all = torch.ops.aten._foreach_div_.Tensor
