@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     add(
         "--oracle", type=Path, metavar="FILE.json", help="take the oracle's findings from an earlier --out (same pairs)"
     )
-    add("--out", type=Path, metavar="FILE.json")
+    add("--out", type=Path, metavar="FILE.json", help="written after each pair")
     add("--png", type=Path, metavar="FILE.png")
     args = arguments.parse_args(argv)
     if args.device != "sim":
@@ -59,11 +59,15 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     settings = (args.seed, args.gpu_model, args.policy, args.max_slowdown, args.steps, args.learning)
     known = read_oracle(args.oracle) if args.oracle else {}
-    found = measure(range(args.first, args.first + args.pairs), settings, args.processes, known)
+    found: list[dict[str, Any]] = []
+    for each in measure(range(args.first, args.first + args.pairs), settings, args.processes, known):
+        found.append(each)
+        if args.out:
+            keep(args.out, found)
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{len(found)} of {args.pairs} pairs" + "\n" * (len(found) == args.pairs))
     print(summary(found, args.max_slowdown))
     print(f"{len(found)} pairs in {time.monotonic() - began:.0f} s")
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
     if args.png:
         draw(args.png, found, args.max_slowdown)
     return 0
@@ -91,24 +95,23 @@ def read_oracle(path: Path) -> dict[int, dict[str, Any]]:
     return read
 
 
+def keep(path: Path, found: Sequence[dict[str, Any]]) -> None:
+    """Write what is known so far: a sweep takes long, and what was searched for an interrupted one can be given to the next (`--oracle`)."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(found, indent=1) + "\n")
+    new.replace(path)
+
+
 def measure(
     pairs: Sequence[int], settings: Settings, processes: int, known: Mapping[int, dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Every pair, in order. Whoever waits is told how far it is. `known`: of `read_oracle`."""
-    found: list[dict[str, Any]] = []
+) -> Iterator[dict[str, Any]]:
+    """Every pair, in order, as soon as it is done. `known`: of `read_oracle`."""
     entries = [known.get(pair) for pair in pairs]
     if processes <= 1:
-        for pair, entry in zip(pairs, entries, strict=True):
-            found.append(measure_pair(pair, settings, entry))
-        return found
+        yield from map(measure_pair, pairs, [settings] * len(pairs), entries)
+        return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for each in pool.map(measure_pair, pairs, [settings] * len(pairs), entries):
-            found.append(each)
-            if sys.stderr.isatty():
-                sys.stderr.write(f"\r{len(found)} of {len(pairs)} pairs")
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
-    return found
+        yield from pool.map(measure_pair, pairs, [settings] * len(pairs), entries)
 
 
 def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -129,9 +132,7 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
         1
     ].target_s  # how long the low pieces were to be in the end: the oracle has them so, too
     if known is not None and known.get("low_target_s") != target_s:
-        raise ConfigError(
-            f"in --oracle the low pieces of pair {pair} are others", "have the oracle look for plans again"
-        )
+        known = None  # it was of other pieces: it has to look for plans again
     reached: dict[str, Any]
     if known is None:
         best = oracle.Search(high, replace(low, target_s=target_s), spec).run()
