@@ -13,6 +13,7 @@ FLOOR_S = 5e-6  # what launches of one kind may cost more or less, and it means 
 FIRST_SPREAD = 0.15  # of what a first launch cost: how far the next may be off
 TIMED_SPREAD = 0.02  # the same of one that began together with a high piece, as the next will
 FORGET = 0.98
+SURE = 0.94  # of what it costs: what a launch that repeats counts against a limit whose margin is for what is not known
 
 
 # A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was out), whether together
@@ -101,4 +102,9 @@ class Launched:
         self.rate += part * (rate - self.rate)
         self.seconds += part * (seconds - self.seconds)
         self.seen = step
-        self.upper = known + (2 * cell.deviation if count > 1 else self.first * known)
+        upper = known + (2 * cell.deviation if count > 1 else self.first * known)
+        self.upper = SURE * upper if count >= CREDIBLE and self.index >= 0 else upper
+
+    def promises(self, limit: float) -> bool:
+        """Whether it would be within the limit if it were sure that it costs what it did."""
+        return self.index >= 0 and self.cell.count < CREDIBLE and SURE * self.peak <= limit

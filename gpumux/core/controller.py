@@ -4,7 +4,7 @@
 collects credits and pays what low work was measured to cost; a launch whose expected cost it can't pay
 has to wait. So the mean is held whatever the estimates are worth. A *tail limit* holds single steps: a
 step loses at most twice the credit, scaled by a factor that falls when a step that should not have
-exceeded it did, and recovers slowly: balanced at about one step in 120.
+exceeded it did, and recovers slowly: balanced at about one step in 180.
 
 The *price* says how many low seconds one high second is worth waiting for. A low piece costs least
 beside certain ranges; anywhere else it may run as long as what that costs more, at the price, is less
@@ -20,12 +20,12 @@ DEBT = 8.0  # credits it can owe: after a disaster low work is held for so many 
 TAIL = 2.0  # credits one step may lose
 TAIL_START = 0.86
 TAIL_FALL = 0.9  # for a step over the limit
-TAIL_RISE = 1.0009  # for one that is not
+TAIL_RISE = 1.0006  # for one that is not
 TAIL_LEAST = 0.3
 TAIL_MOST = 0.92
 TAIL_RECOVER = 1.01  # for each step without low work beyond so many
 PATIENCE = 16
-NEAR = 0.94  # of the limit: a step that loses so much counts as over it
+NEAR = 0.985  # of what it may lose: a step that loses more counts as over it
 TOKENS = 3.0  # steps over the limit that may be risked to find something out
 MOST_OWED = 100.0
 UNPAID = 8.0  # credits lost beyond what an account can owe that cost a token: a token in 200 steps makes that 4 % of the credit

@@ -112,7 +112,7 @@ class Pair:
         cell, upper = launched.cell, launched.upper
         mean = cell.mean
         launched.add(cost, peak, rate, seconds, step)
-        if piece != GAP:
+        if piece != GAP and (exposed >= LEAST_EXPOSED or piece < len(self.cells)):
             moved = abs(cell.mean - mean) + abs(launched.upper - upper) > MOVED * upper + FLOOR_S
             whole = exposed if exposed > LEAST_EXPOSED else LEAST_EXPOSED
             anywhere = self.lows.get(low)

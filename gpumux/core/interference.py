@@ -102,8 +102,9 @@ class Guard(Record):
         track = high.track
         daring, idle = track.daring(places.fed), track.from_idle
         plan = places.plan(
-            piece.span, piece.seconds, account.price, account.limit, track.steps, daring, idle, model.refs
-        )
+            piece.span, piece.seconds, account.price, account.limit, track.steps, daring, idle, model.refs,
+            track.pause(),
+        )  # fmt: skip
         high.asked, high.plan = piece, plan
         return plan
 
@@ -116,7 +117,9 @@ class Guard(Record):
         place = plan.at[index]
         if place is None or (place.tried and not wraps and self._spent(high, place, piece, scene)):
             until = appointment(high, plan, scene, now, self.reach)
-            answer = _held(Answer(1.0, piece.seconds), "tail", high.track, at, None, until)
+            at_end = at == len(high.model.refs)
+            reason, beside = ("gap", -1) if at_end else ("tail", at)
+            answer = _held(Answer(1.0, piece.seconds), reason, high.track, beside, None, until)
         else:
             tried = plan.tried[index]
             answer = self._consider(piece, place.share, scene, now)
@@ -224,14 +227,14 @@ class Guard(Record):
         at, wraps, moment, until = high.where or where(high, scene, now, self.reach)
         spot = (at, moment, span)
         answer.spots.append((pair, spot))
-        answer.exposed = 1.0 if wraps else exposed(high, at, until, start, lasts)
+        answer.exposed = 1.0 if wraps and at < len(refs) else exposed(high, at, until, start, lasts)
         places, expected, upper = pair.places, 0.0, 0.0
         known = pair.launches.get(spot)
         if known is not None:
             expected, upper = max(0.0, known.cell.mean), known.upper
         elif moment in MOMENTS and span in places.base:
             answer.exploring = high.track
-            expected = places.expected(span, at, moment, pair.key.share)
+            expected = places.expected(span, at, moment, pair.key.share) * (answer.exposed if at == len(refs) else 1.0)
             return Cost(expected, places.feared(span, expected), at, -1), wraps
         else:
             known = pair.lows.get(span)

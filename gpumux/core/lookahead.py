@@ -69,16 +69,17 @@ def overlap_cost(
 
 class Gaps:
     """The pauses between a job's steps: the newest ones, in order of time and of length. `usual` is the median one,
-    `short` one that nine of ten exceed; a job away for more than `longest` is idle. All are 0.0 while none is known."""
+    `short` one that nine of ten exceed, `least` one that all but one in a hundred do; a job away for more than `longest` is idle.
+    All are 0.0 while none is known."""
 
-    __slots__ = ("_newest", "_widest", "apart", "longest", "short", "sorted", "usual")
+    __slots__ = ("_newest", "_widest", "apart", "least", "longest", "short", "sorted", "usual")
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
         self._widest = (-1, 0.0)  # see `widest`
         self.sorted: list[float] = []
         self.apart: list[float] = []  # how much longer the next one is than each of `sorted`; one fewer
-        self.usual = self.short = self.longest = 0.0
+        self.usual = self.short = self.least = self.longest = 0.0
 
     def add(self, seconds: float) -> None:
         known, apart = self.sorted, self.apart
@@ -97,7 +98,7 @@ class Gaps:
         elif at:
             apart.append(seconds - known[at - 1])
         self._widest = (-1, 0.0)
-        self.usual, self.short = known[len(known) // 2], known[len(known) // 10]
+        self.usual, self.short, self.least = known[len(known) // 2], known[len(known) // 10], known[len(known) // 128]
         self.longest = min(known[-1], IDLE_FACTOR * self.usual) * 1.01
 
     def soonest(self, waited: float) -> float:

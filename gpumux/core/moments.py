@@ -17,8 +17,8 @@ HEARD_S = 100e-6  # one that begins no later is launched as soon as the host has
 
 
 def where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, bool, int, float]:
-    """Where in the high step a launch made now would begin: the piece, whether of the step after the one that runs, START
-    or the half of it, and the piece's end. Worked out once a look."""
+    """Where in the high step a launch made now would begin: the piece (one more than there are: at its end, before a pause),
+    whether the step after the one that runs loses by it, START or the half of it, and the piece's end. Worked out once a look."""
     found = high.where
     if found is None:
         found = high.where = _where(high, scene, now, reach)
@@ -36,6 +36,8 @@ def _where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, 
             at += 1
         elif high.more and not wraps:
             at, wraps = 0, True
+        elif start - until <= TIMED_S and not (high.late or high.more):
+            return len(refs), True, START, until
         else:
             break
         began, until = until, until + refs[at]
@@ -51,22 +53,29 @@ def _where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, 
 def appointment(high: Running, plan: Plan, scene: Scene, now: float, reach: float) -> float:
     """When to ask again, so that the launch begins together with the next high piece where it may; inf: an event will come."""
     account, refs = high.track.account, high.model.refs
-    if not plan.timed or (not high.more and account.used + scene.pending + plan.lightest > account.limit):
+    if not plan.timed:
+        return inf
+    if not high.more and len(refs) not in plan.timed and account.used + scene.pending + plan.lightest > account.limit:
         return inf
     at, begins, wraps = high.at, high.until + scene.pending - refs[high.at], False
     used, limit = account.used + scene.pending, account.limit
-    timed, purse, soon = plan.timed, account.balance + account.credit, now + TIMED_S
+    timed, soon = plan.timed, now + TIMED_S
+    purse = inf if account.full and used <= 0.0 else account.balance + account.credit
     for _ in range(len(refs) + 1):
         for moment, upper, cost in timed.get(at, ()):
             when = (begins + 0.5 * refs[at] if moment == MID else begins) - reach
             if when > soon and used + upper <= limit and (wraps or upper == -inf or used + cost <= purse):
                 return when
+        if at == len(refs):
+            break
         begins += refs[at]
         at += 1
         if at == len(refs):
-            if not high.more or wraps:
+            if wraps:
                 break
-            at, used, wraps = 0, 0.0, True
+            used, wraps = 0.0, True
+            if high.more:
+                at = 0
     return inf
 
 

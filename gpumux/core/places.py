@@ -3,7 +3,8 @@
 A launch that can't be called back costs what it takes from the operators it happens to meet, so the same low piece may
 cost next to nothing or more than a step may lose, by when it begins. High steps repeat: a launch that begins together with
 a high piece (`START`) meets the same operators every time, and costs the same again. So each high piece, with each share, is a
-*place* for each low piece. What launches cost there is measured; where there was none yet it is expected to be in the
+*place* for each low piece. Where the high job pauses between its steps, so is the end of the step, as if one more piece
+began there. What launches cost there is measured; where there was none yet it is expected to be in the
 proportion in which other low pieces' costs there differ from what they cost elsewhere, and taken to be better than that, as
 otherwise nobody would find out.
 """
@@ -51,9 +52,10 @@ class Place(NamedTuple):
 
 
 class Plan:
-    """Of one low piece: the best share at each moment of each high piece (`at[3 * piece + moment]`), if any will do, the best of those
-    that were tried (`tried`), and the least score and cost of all. `timed`: by high piece, those that a timer has to mark and that are
-    worth waiting for, with what each takes of what a step may lose (-inf: it was never tried) and costs; `lightest` is the least of that."""
+    """Of one low piece: the best share at each moment of each high piece (`at[3 * piece + moment]`) and at the end of the step (the last
+    of `at`), if any will do, the best of those that were tried (`tried`), and the least score and cost of all. `timed`: by high piece, those that a timer has to mark and that are
+    worth waiting for, with what each takes of what a step may lose (-inf: it was never tried) and costs; `lightest` is the least of that,
+    the end of the step aside: what is launched there the next step loses."""
 
     __slots__ = (
         "_limit", "_price", "_rest", "at", "cost", "lightest", "made", "score", "timed", "tried", "version",
@@ -75,7 +77,8 @@ class Plan:
             if place.moment != HEARD and place.score - self.score <= seconds:
                 upper = place.upper if place.tried else -inf
                 self.timed.setdefault(place.piece, []).append((place.moment, upper, place.cost))
-                self.lightest = min(self.lightest, upper)
+                if 3 * place.piece + 1 < len(at):
+                    self.lightest = min(self.lightest, upper)
 
     def outdated(self, step: int, price: float, limit: float) -> bool:
         """Whether it is to be made anew for another reason than what was learned of the low piece."""
@@ -91,7 +94,7 @@ class Plan:
         if least is None:
             least, lightest = [inf], inf
             for place in reversed(self.at):
-                if place is not None:
+                if place is not None and len(least) > 1:  # not the end of the step, which comes with a timer
                     lightest = min(lightest, place.upper if place.tried else -inf)
                 least.append(lightest)
             least.reverse()
@@ -146,11 +149,12 @@ class Places:
 
     def plan(
         self, low: int, seconds: float, price: float, limit: float, step: int, daring: int, from_idle: bool,
-        refs: Sequence[float],
+        refs: Sequence[float], pause: float,
     ) -> Plan:  # fmt: skip
         """Where the low piece of so many seconds may begin at the price (low seconds for a high second), no step losing more than
         `limit`, as of the high job's step `step`. `daring`: places may be tried where a step might: CAREFUL, IF_STUCK, ALWAYS.
-        `from_idle`: nothing runs before the high step begins that could mark that moment. `refs`: seconds of its pieces, alone."""
+        `from_idle`: nothing runs before the high step begins that could mark that moment. `refs`: seconds of its pieces, alone; `pause`:
+        those for which it is idle after each step, 0.0 if it is not."""
         key, version = (low, daring, from_idle), self.versions.get(low, 0)
         plan = self.plans.get(key)
         if (
@@ -159,8 +163,9 @@ class Places:
             and (step - plan.made < REPLAN or not plan.outdated(step, price, limit))
         ):
             return plan
-        count, fear, tried = 3 * len(self.pairs[0].rates), WORSE * self.worst.get(low, 0.0), self._tried(low, limit)
-        found: list[Place | None] = [None] * count
+        count, fear = 3 * len(self.pairs[0].rates), WORSE * self.worst.get(low, 0.0)
+        tried = [place for place in self._tried(low, limit) if 3 * place.piece < count or pause > 0.0]
+        found: list[Place | None] = [None] * (count + 1)
         for place in tried:
             score = price * place.cost + WORTH_S * seconds / place.share
             index, other = 3 * place.piece + place.moment, found[3 * place.piece + place.moment]
@@ -168,11 +173,16 @@ class Places:
                 found[index] = place._replace(score=score)
         stuck = not tried and fear > limit
         dare = daring == ALWAYS or (daring == IF_STUCK and stuck)
-        at = found
+        at: list[Place | None] = found
+        hoped: list[Place] = []
         if dare or fear <= limit:
-            at = list(found)
             left = [*accumulate(reversed(refs))][::-1] if stuck else ()
-            for place in self._hoped(low, price, inf if dare else limit, limit, step, seconds, left, from_idle):
+            hoped += self._hoped(low, price, inf if dare else limit, limit, step, seconds, left, from_idle)
+        if pause > 0.0:
+            hoped += self._at_end(low, price, inf if dare else limit, limit, step, seconds, pause)
+        if hoped:
+            at = list(found)
+            for place in hoped:
                 index = 3 * place.piece + place.moment
                 other = at[index]
                 if other is None or place.score < other.score:
@@ -205,7 +215,12 @@ class Places:
                 known = launches.get((piece, moment, low))
                 cost, hope = self.expected(low, piece, moment, share), HOPE
                 if known is not None:
-                    if known.upper <= limit or step - known.seen < PROBE_EVERY:
+                    if known.upper <= limit:
+                        continue
+                    if known.promises(limit):
+                        yield Place(piece, moment, share, known.cell.mean, known.peak, 0.0, False)
+                        continue
+                    if step - known.seen < PROBE_EVERY:
                         continue
                     cost, hope = max(cost, known.cell.mean), 1.0
                 if feared < inf and self.feared(low, cost) > feared:
@@ -217,6 +232,22 @@ class Places:
                     here = min(1.0, ends * share / seconds)
                     rank *= max(here, 1.0 - here)
                 yield Place(piece, moment, share, hope * cost, cost, rank, False)
+
+    def _at_end(
+        self, low: int, price: float, feared: float, limit: float, step: int, seconds: float, pause: float
+    ) -> Iterator[Place]:
+        """The same of the end of the step: the next one loses by what lasts longer than the pause."""
+        for pair in self.pairs:
+            share, end = pair.key.share, len(pair.rates)
+            known = pair.launches.get((end, START, low))
+            felt = max(0.0, 1.0 - pause * share / seconds) if seconds > 0.0 else 0.0
+            cost, hope = felt * self.expected(low, end, START, share), HOPE
+            if known is not None:
+                if known.upper <= limit or (step - known.seen < PROBE_EVERY and not known.promises(limit)):
+                    continue
+                cost, hope = max(cost, known.cell.mean), 1.0
+            if max(UNTRIED * cost, WORSE * felt * self.worst.get(low, 0.0)) <= feared:
+                yield Place(end, START, share, hope * cost, cost, price * hope * cost, False)
 
 
 def _better(one: Place | None, two: Place | None) -> Place | None:

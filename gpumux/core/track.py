@@ -6,6 +6,7 @@ from collections import deque
 from math import inf
 
 from gpumux.core.baseline import WANTED, Baseline
+from gpumux.core.blame import OVERLAPPING
 from gpumux.core.controller import TOKENS, UNSEEN_S, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
@@ -22,6 +23,7 @@ LEARNING_STEPS = 200  # in which what is not known is tried as long as there is 
 KNOWN_STEPS = 300  # after which what low work costs is learned from only
 WATCH_AGAIN = 32
 WATCH_EVERY = 4  # one step in so many: it is known by then, and learning is what the guard spends its time on
+UNSTEADY = 0.3  # of what a step may lose: what pauses may differ by
 RECENT = 256  # steps whose slowdown is reported
 
 
@@ -122,6 +124,13 @@ class Track:
         if model is None:
             return 0.0
         return model.total if self.beside else model.step_seconds(self.from_idle)
+
+    def pause(self) -> float:
+        """Seconds between its steps, where each leaves about as many: what begins with the pause then costs the next step what it did
+        before. 0.0: there are none, or they differ by more than a step may lose."""
+        gaps = self.gaps
+        steady = OVERLAPPING * (gaps.usual - gaps.least) <= UNSTEADY * self.account.limit
+        return gaps.short if self.from_idle and steady else 0.0
 
     def daring(self, fed: int) -> int:
         """Whether places may be tried where a step may lose more than it should, by low work that was launched last in step `fed`."""

@@ -14,6 +14,7 @@ import pytest
 
 from gpumux.core import cutting
 from gpumux.core import events as ev
+from gpumux.core.track import Track
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import A100, GpuSpec
 from gpumux.model import JobId, Priority
@@ -249,7 +250,7 @@ def test_the_mean_is_spent_where_everything_costs_the_same() -> None:
     held = held_seconds(simulation, "low")
     assert held["tail"] > 0.0
     assert held["budget"] > 0.0, "no place is cheaper than another: what is left of the credit decides"
-    assert held["tail"] + held["budget"] > 0.5 * held.total()
+    assert held["tail"] + held["budget"] > 0.4 * held.total()
 
 
 def test_a_change_of_the_solo_time_is_noticed() -> None:
@@ -276,6 +277,34 @@ def test_pieces_that_fit_into_the_gaps_run_there() -> None:
     assert result.job("high").p99_slowdown <= 1.10
     assert result.harvest > 0.5, "two thirds of the time the device is free"
     assert "held (gap): the next step of job 'high' is expected before it could end" in story(simulation, "low")
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_piece_as_long_as_the_pause_begins_with_it(timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time the host has heard that the step is over, the pause is too short for it."""
+    if not timed:
+        monkeypatch.setattr(Track, "pause", lambda _: 0.0)
+    full = Kernel("full", 108, 50e-6, 1, 0)
+    long = Kernel("long", 108, 490e-6, 1, 0)  # nowhere beside the step: it may lose 40 us
+    simulation = world(high((full,) * 10, think_s=0.4e-3), low((long,) + (full._replace(block_s=30e-6),) * 3))
+    result = simulation.run(steps=500, warmup_steps=200)
+    assert result.job("high").mean_slowdown <= 1.05
+    assert result.job("high").p99_slowdown <= 1.10
+    assert (result.harvest > 0.2) is timed
+    told = story(simulation, "low")
+    assert (
+        "held (gap): the next step of job 'high' is expected before it could end, and would be delayed too long" in told
+    )
+    held = held_seconds(simulation, "low")
+    assert held["tail"] + held["gap"] > 0.9 * held.total(), "beside a step it never fits"
+
+
+def test_a_piece_does_not_begin_with_a_pause_that_is_sometimes_short() -> None:
+    """Nine pauses in ten are long enough for it; a tenth of the steps would lose half of it."""
+    full = Kernel("full", 108, 50e-6, 1, 0)
+    simulation = world(high((full,) * 10, rate=900.0), low((Kernel("long", 108, 490e-6, 1, 0),)))
+    result = simulation.run(steps=600, warmup_steps=200)
+    assert result.job("high").p99_slowdown <= 1.10
 
 
 def test_an_idle_high_job_holds_nobody_back() -> None:

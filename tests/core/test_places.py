@@ -7,23 +7,24 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.core.places import HEARD, MOMENTS, Place, Plan
+from gpumux.core.places import HEARD, START, Place, Plan
 
 SECONDS = 1e-3
 
 PLACE = st.none() | st.tuples(st.floats(0.0, 1e-3), st.floats(0.0, 2e-3), st.booleans())
 
 
-@given(st.lists(st.tuples(PLACE, PLACE, PLACE), min_size=1, max_size=6))
-def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces) -> None:
+@given(st.lists(st.tuples(PLACE, PLACE, PLACE), min_size=1, max_size=6), PLACE)
+def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces, end) -> None:
+    moments = [(piece, moment, found) for piece, all_of in enumerate(pieces) for moment, found in enumerate(all_of)]
     at = [
         None if found is None else Place(piece, moment, 1.0, found[0], found[0], found[1], found[2])
-        for piece, moments in enumerate(pieces)
-        for moment, found in zip(MOMENTS, moments, strict=True)
+        for piece, moment, found in (*moments, (len(pieces), START, end))
     ]
     plan = Plan(at, at, SECONDS, 0, 0, 1.0, 1.0)
     takes = [inf if place is None else place.upper if place.tried else -inf for place in at]
-    for index in range(len(at)):
+    takes[-1] = inf  # what is launched at the end of a step the next one loses
+    for index in range(len(at) - 1):
         assert plan.rest(index) == min(takes[index + 1 :], default=inf)
     timed = {
         (place.piece, place.moment)
@@ -31,11 +32,13 @@ def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces) -> N
         if place is not None and place.moment != HEARD and place.score - plan.score <= SECONDS
     }
     assert {(piece, moment) for piece, found in plan.timed.items() for moment, _, _ in found} == timed
-    assert plan.lightest == min([takes[3 * piece + moment] for piece, moment in timed], default=inf)
+    assert plan.lightest == min(
+        [takes[3 * piece + moment] for piece, moment in timed if piece < len(pieces)], default=inf
+    )
 
 
 def test_a_plan_lasts_until_the_price_or_the_limit_is_another_one() -> None:
-    plan = Plan([None] * 3, [None] * 3, SECONDS, 0, 100, 2.0, 1e-4)
+    plan = Plan([None] * 4, [None] * 4, SECONDS, 0, 100, 2.0, 1e-4)
     assert not plan.outdated(110, 4.0, 1e-4), "for a while it does in any case"
     assert not plan.outdated(130, 2.0, 1e-4)
     assert plan.outdated(130, 2.5, 1e-4)
