@@ -108,7 +108,10 @@ class Objects(abc.ABC):
 
     def _object(self, label: str, value: Any) -> None:
         cls = type(value)
-        space = getattr(value, "__dict__", None)
+        try:
+            space = object.__getattribute__(value, "__dict__")  # past a `__getattr__` that raises what it likes
+        except AttributeError:
+            space = None
         space = space if isinstance(space, dict) else None
         if of_class(cls) is Origin.LIBRARY:
             self._foreign(label, value, space)

@@ -576,3 +576,69 @@ def test_a_profiler_of_the_users_goes_on_after_a_capture(endpoint: str) -> None:
     finally:
         sys.setprofile(None)
     assert calls
+
+
+# ---- What others put in the way of imports ------------------------------------------------------------
+
+
+class Hostile:
+    """As some libraries' placeholders: whatever is asked of it raises what no caller expects."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is not to be asked")
+
+
+class Finder:
+    """As observability tools put into sys.meta_path: it runs with whatever is imported meanwhile."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        self.asked.append(name)
+
+
+OBSERVING = """
+from gpumux.client.executed import Observer
+observer = Observer()
+def step():
+    import imported_lately
+    return helper(imported_lately.factor)
+def helper(x):
+    return x
+with observer:
+    step()
+"""
+
+
+def test_what_an_import_runs_is_not_the_step_even_where_the_program_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_lately.py").write_text("def make():\n    return 3\nfactor = make()\n")
+    (tmp_path / "program_of_mine.py").write_text(OBSERVING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finder = Finder()
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    try:
+        found = importlib.import_module("program_of_mine").observer.found
+    finally:
+        for name in ("program_of_mine", "imported_lately"):
+            sys.modules.pop(name, None)
+    names = {code.co_name for code, _ in found.values()}
+    assert "imported_lately" in finder.asked
+    assert names >= {"step", "helper"}
+    assert not names & {"find_spec", "make", "<module>"}
+
+
+def test_an_object_that_answers_nothing_is_no_error(endpoint: str) -> None:
+    def make() -> Work:
+        model, held_back = net(), Hostile()
+
+        def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(model(x), y) * (1.0 if held_back is not None else 2.0)
+
+        return work(model, loss, lambda: None)
+
+    check(make, endpoint)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +82,22 @@ def test_the_results_and_the_logs_are_the_same(
     assert len(losses) >= 10
     assert len(set(losses)) > 5, "something was trained"
     assert daemon.status()["jobs"] == [], "no job is left open"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("wandb") is None, reason="pip install wandb: it weighs 100 MB, so no extra brings it")
+def test_what_is_logged_for_weights_and_biases_is_the_same(daemon: RunningDaemon, tmp_path: Path):
+    """Without an account and without a network."""
+    losses = {}
+    for kind, endpoint in (("plain", []), ("gpumux", [daemon.endpoint])):
+        (tmp_path / kind).mkdir()
+        command = [sys.executable, "-m", "tests.clients.wandb_loop", str(tmp_path / kind), *endpoint]
+        environment = os.environ | {"WANDB_SILENT": "true"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+        losses[kind] = json.loads(done.stdout)
+        (log,) = (tmp_path / kind).glob("wandb/offline-run-*/run-*.wandb")
+        written = log.read_bytes()
+        assert all(json.dumps(loss).encode() in written for loss in losses[kind])
+    assert losses["gpumux"] == losses["plain"]
+    assert len(set(losses["plain"])) == 5, "something was trained"
