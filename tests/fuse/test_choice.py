@@ -149,6 +149,45 @@ def test_a_wrong_rule_is_found_before_a_step_runs(monkeypatch: pytest.MonkeyPatc
         fuse.Array(training(mlp), configs(), batches(6, 5)[0])
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def test_what_is_only_rounding_is_no_wrong_rule(monkeypatch: pytest.MonkeyPatch):
+    """The gradient of a bias before a batch norm is truly zero: in each order of summation something else is left of it."""
+    with_times(monkeypatch, by_operator())
+    array = check(training(normed), batches(6, 5), choose="measured", noise=["1.bias"])
+    assert ways(array)["aten.native_batch_norm.default"] == {"rule"}
+
+
+@pytest.mark.parametrize("target", ["native_batch_norm_backward", "addmm", "mm"])
+def test_a_rule_that_is_wrong_by_little_is_found(target: str, monkeypatch: pytest.MonkeyPatch):
+    """Less than what rounding makes of float32: Programs are compared in float64."""
+    with_times(monkeypatch, by_operator())
+    right = rules.RULES[f"aten.{target}.default"]
+
+    def wrong(call: Any) -> Any:
+        made = right(call)
+        return (made[0] * 1.00001, *made[1:]) if isinstance(made, tuple) else made * 1.00001
+
+    def single(config: Any) -> Any:
+        _, model, _ = training(normed)(config)
+        optimizer = torch.optim.Adam(model.float().parameters(), lr=config.lr)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, model, optimizer
+
+    monkeypatch.setitem(rules.RULES, f"aten.{target}.default", wrong)
+    with pytest.raises(NotFusible, match="fused wrongly"):
+        fuse.Array(single, configs(), torch.ones(6, 5))
+
+
 def test_draws_are_alike_in_what_is_compared(monkeypatch: pytest.MonkeyPatch):
     with_times(monkeypatch, by_operator())
     module = lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 4))  # noqa: E731
