@@ -67,18 +67,19 @@ class Plan:
     ) -> None:  # fmt: skip
         found = [place for place in at if place is not None]
         self.at, self.tried = at, tried
-        self.score = min([place.score for place in found], default=inf)
-        self.cost = min([place.cost for place in found], default=inf)
+        self.score = min([place.score for place in found]) if found else inf
+        self.cost = min([place.cost for place in found]) if found else inf
         self.version, self.made, self._price, self._limit = version, made, price, limit
         self._rest: list[float] | None = None
         self.timed: dict[int, list[tuple[int, float, float]]] = {}
         self.lightest = inf
-        for place in found:
-            if place.moment != HEARD and place.score - self.score <= seconds:
-                upper = place.upper if place.tried else -inf
-                self.timed.setdefault(place.piece, []).append((place.moment, upper, place.cost))
-                if 3 * place.piece + 1 < len(at):
-                    self.lightest = min(self.lightest, upper)
+        end = len(at) // 3
+        for piece, moment, _, cost, upper, score, known in found:
+            if moment != HEARD and score - self.score <= seconds:
+                takes = upper if known else -inf
+                self.timed.setdefault(piece, []).append((moment, takes, cost))
+                if takes < self.lightest and piece < end:
+                    self.lightest = takes
 
     def outdated(self, step: int, price: float, limit: float) -> bool:
         """Whether it is to be made anew for another reason than what was learned of the low piece."""
@@ -163,75 +164,81 @@ class Places:
             and (step - plan.made < REPLAN or not plan.outdated(step, price, limit))
         ):
             return plan
-        count, fear = 3 * len(self.pairs[0].rates), WORSE * self.worst.get(low, 0.0)
-        tried = [place for place in self._tried(low, limit) if 3 * place.piece < count or pause > 0.0]
-        found: list[Place | None] = [None] * (count + 1)
-        for place in tried:
-            score = price * place.cost + WORTH_S * seconds / place.share
-            index, other = 3 * place.piece + place.moment, found[3 * place.piece + place.moment]
-            if other is None or score < other.score:
-                found[index] = place._replace(score=score)
-        stuck = not tried and fear > limit
+        fear, found = WORSE * self.worst.get(low, 0.0), self._tried(low, limit, price, seconds, pause > 0.0)
+        stuck = fear > limit and found.count(None) == len(found)
         dare = daring == ALWAYS or (daring == IF_STUCK and stuck)
         at: list[Place | None] = found
-        hoped: list[Place] = []
         if dare or fear <= limit:
-            left = [*accumulate(reversed(refs))][::-1] if stuck else ()
-            hoped += self._hoped(low, price, inf if dare else limit, limit, step, seconds, left, from_idle)
-        if pause > 0.0:
-            hoped += self._at_end(low, price, inf if dare else limit, limit, step, seconds, pause)
-        if hoped:
             at = list(found)
-            for place in hoped:
-                index = 3 * place.piece + place.moment
-                other = at[index]
+            left = [*accumulate(reversed(refs))][::-1] if stuck else ()
+            self._hope(at, low, price, inf if dare else limit, limit, step, seconds, left, from_idle)
+        if pause > 0.0:
+            at = list(at)
+            for place in self._at_end(low, price, inf if dare else limit, limit, step, seconds, pause):
+                other = at[-1]
                 if other is None or place.score < other.score:
-                    at[index] = place
+                    at[-1] = place
         plan = self.plans[key] = Plan(at, found, seconds, version, step, price, limit)
         return plan
 
-    def _tried(self, low: int, limit: float) -> list[Place]:
-        """Where launches of the low piece were seen to cost no step more than `limit`, without a score."""
-        return [
-            Place(*divmod(known.index, 3), pair.key.share, max(0.0, known.cell.mean), known.upper, 0.0, True)
-            for pair in self.pairs
-            for known in pair.spots.get(low, ())
-            if known.index >= 0 and known.upper <= limit
-        ]
+    def _tried(self, low: int, limit: float, price: float, seconds: float, pauses: bool) -> list[Place | None]:
+        """By place, the best share of those with which launches of the low piece were seen to cost no step more than `limit`.
+        `pauses`: the end of the step is one of the places."""
+        count = 3 * len(self.pairs[0].rates)
+        found: list[Place | None] = [None] * (count + 1)
+        for pair in self.pairs:
+            share = pair.key.share
+            time = WORTH_S * seconds / share
+            for known in pair.spots.get(low, ()):
+                index, upper = known.index, known.upper
+                if upper <= limit and (0 <= index < count or (pauses and index == count)):
+                    mean = known.cell.mean
+                    cost = mean if mean > 0.0 else 0.0
+                    score, other = price * cost + time, found[index]
+                    if other is None or score < other.score:
+                        found[index] = Place(index // 3, index % 3, share, cost, upper, score, True)
+        return found
 
-    def _hoped(
-        self, low: int, price: float, feared: float, limit: float, step: int, seconds: float, left: Sequence[float],
-        from_idle: bool,
-    ) -> Iterator[Place]:  # fmt: skip
-        """Where there were none yet, or long ago, and one may be made: a step is not expected to lose more than `feared`.
-        `left`: where none of those that were tried will do, seconds from each high piece to the end of the step."""
+    def _hope(
+        self, at: list[Place | None], low: int, price: float, feared: float, limit: float, step: int, seconds: float,
+        left: Sequence[float], from_idle: bool,
+    ) -> None:  # fmt: skip
+        """Put what may be better into `at`: where there was none yet, or long ago, and one may be made as a step is not expected
+        to lose more than `feared`. `left`: where none of those that were tried will do, seconds from each high piece to the end
+        of the step."""
+        base, fear, effects = self.base.get(low, 0.0), WORSE * self.worst.get(low, 0.0), self.effects
+        moments = MOMENTS if left else (START, HEARD)  # what only a timer marks is looked at where the others won't do
         for pair in self.pairs:
             share, launches = pair.key.share, pair.launches
-            for index in range(from_idle, 3 * len(pair.rates)):
-                piece, moment = divmod(index, 3)
-                # Moments that nothing but a timer marks are looked at where the others won't do.
-                if moment == MID and not left:
-                    continue
-                known = launches.get((piece, moment, low))
-                cost, hope = self.expected(low, piece, moment, share), HOPE
-                if known is not None:
-                    if known.upper <= limit:
+            for piece in range(len(pair.rates)):
+                for moment in moments:
+                    if from_idle and not piece and moment == START:
                         continue
-                    if known.promises(limit):
-                        yield Place(piece, moment, share, known.cell.mean, known.peak, 0.0, False)
+                    known = launches.get((piece, moment, low))
+                    cost, hope = base * effects.get((piece, moment, share), 1.0), HOPE  # as `expected` says
+                    other = at[3 * piece + moment]
+                    if known is not None:
+                        if known.upper <= limit:
+                            continue
+                        if known.promises(limit):
+                            if other is None or other.score > 0.0:
+                                at[3 * piece + moment] = Place(
+                                    piece, moment, share, known.cell.mean, known.peak, 0.0, False
+                                )
+                            continue
+                        if step - known.seen < PROBE_EVERY:
+                            continue
+                        cost, hope = max(cost, known.cell.mean), 1.0
+                    if fear > feared or UNTRIED * cost > feared:  # as `feared` says
                         continue
-                    if step - known.seen < PROBE_EVERY:
-                        continue
-                    cost, hope = max(cost, known.cell.mean), 1.0
-                if feared < inf and self.feared(low, cost) > feared:
-                    continue
-                rank = price * hope * cost
-                if left:  # what counts is what one step loses: one that goes on in the next takes less of each
-                    beyond = left[piece + 1] if piece + 1 < len(left) else 0.0
-                    ends = 0.5 * (left[piece] + beyond) if moment == MID else left[piece]
-                    here = min(1.0, ends * share / seconds)
-                    rank *= max(here, 1.0 - here)
-                yield Place(piece, moment, share, hope * cost, cost, rank, False)
+                    rank = price * hope * cost
+                    if left:  # what counts is what one step loses: one that goes on in the next takes less of each
+                        beyond = left[piece + 1] if piece + 1 < len(left) else 0.0
+                        ends = 0.5 * (left[piece] + beyond) if moment == MID else left[piece]
+                        here = min(1.0, ends * share / seconds)
+                        rank *= max(here, 1.0 - here)
+                    if other is None or rank < other.score:
+                        at[3 * piece + moment] = Place(piece, moment, share, hope * cost, cost, rank, False)
 
     def _at_end(
         self, low: int, price: float, feared: float, limit: float, step: int, seconds: float, pause: float
@@ -248,9 +255,3 @@ class Places:
                 cost, hope = max(cost, known.cell.mean), 1.0
             if max(UNTRIED * cost, WORSE * felt * self.worst.get(low, 0.0)) <= feared:
                 yield Place(end, START, share, hope * cost, cost, price * hope * cost, False)
-
-
-def _better(one: Place | None, two: Place | None) -> Place | None:
-    if one is None or two is None:
-        return one or two
-    return two if two.score < one.score else one

@@ -184,20 +184,16 @@ class Record:
         if track is None:
             return  # the job is closing
         start = track.ended if track.ended > launch.at else launch.at
-        track.ended = ended = ended if ended > start else start
+        track.ended = ended = max(ended, start)
         track.pieces += 1
         if piece == 0:
             track.began = start
             track.from_idle = step.submitted == track.arrived
         model = step.model
         assert model is not None
-        lows, highs = board.windows
-        if self._last_high is job and self._other_high <= start and len(highs.launches) == job.outstanding:
-            beside, self._last_end = False, ended  # as `_high_beside` says
-        else:
-            beside = self._high_beside(job, start, ended, board)
-        low, recent = lows.launches, self.recent
-        found: list[tuple[Launch, float]] | None = None
+        beside = self._high_beside(job, start, ended, board)
+        low, recent = board.windows[_LOW].launches, self.recent
+        found = []
         if low or recent.last_end > start:
             found = blame.beside(low.values(), recent, start, ended)
             if found and not track.watching:
