@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumux.core import lookahead
 from gpumux.core.lookahead import Gaps
 from gpumux.core.lull import AHEAD, bearable, outlasted, wait
 
@@ -53,3 +56,15 @@ def test_nobody_waits_longer_than_needed_nor_is_asked_again_at_once(
     assert waited < until or until == gaps.longest
     if until < min(moments):  # it is time to look again
         assert sum(waited < gap <= until for gap in gaps.sorted) > AHEAD
+
+
+@given(st.lists(st.floats(0.0, 1.0) | st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=3 * 8))
+def test_distances_between_gaps_are_kept_as_gaps_come_and_go(known: list[float]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookahead, "GAPS", 8)
+        gaps = Gaps()
+        for count, gap in enumerate(known, 1):
+            gaps.add(gap)
+            assert gaps.sorted == sorted(known[max(0, count - 8) : count])
+            assert gaps.apart == [longer - shorter for shorter, longer in pairwise(gaps.sorted)]
+            assert gaps.widest(1) == max(gaps.apart[1 : 1 + lookahead.NEXT], default=0.0)

@@ -25,7 +25,23 @@ def test_it_reports_every_number_of_jobs(tmp_path: Path, capsys: pytest.CaptureF
     assert written["machine"]["versions"]["python"]
     assert "rate with 100 jobs" in written["targets"]
     assert "guarded over paced, an event with 100 jobs" in written["targets"]
+    for cost in (written["cost"], written["cost_of_a_launch"]):
+        assert {jobs: figure["repeats"] for jobs, figure in cost.items()} == {"3": 2, "100": 2}
+    rates = [written["samples"][policy]["3"] for policy in core_rate.POLICIES]
+    assert max(paced / guarded for paced, guarded in zip(*rates, strict=True)) == written["cost"]["3"]["high"]
     assert "events/s" in capsys.readouterr().out
+
+
+def test_steps_that_are_not_timed_are_part_of_what_sets_up() -> None:
+    setup, timed, commands = core_rate.record(10, 100, "guarded", after=5)
+    core = core_rate.new_core(10, "guarded")
+    assert core_rate.replay(10, "guarded", setup, timed, commands) > 0
+    for event, now in setup:
+        core.handle(event, now)
+    high = [job for job in core.snapshot()["jobs"] if job["priority"] == "high"]
+    assert high
+    assert all(job["steps_done"] >= 5 for job in high)
+    assert len(timed) == 100
 
 
 @pytest.mark.parametrize("policy", core_rate.POLICIES)
