@@ -63,7 +63,8 @@ def _tests() -> list[Job]:
         Job(
             path.stem.removeprefix("test_"),
             f"tests/gpu/{path.name}",
-            ("-m", "pytest", "-q", "-o", "junit_family=xunit2", "--junitxml", RESULT, str(path.relative_to(ROOT))),
+            # xunit1 is the family that has properties by test.
+            ("-m", "pytest", "-q", "-o", "junit_family=xunit1", "--junitxml", RESULT, str(path.relative_to(ROOT))),
             kind=TEST,
         )
         for path in found
@@ -111,12 +112,14 @@ def read(path: Path) -> Any:
 
 
 def read_tests(text: str) -> dict[str, Any]:
-    """{counts, tests}: each test's name, outcome, seconds and, where it did not pass, the message."""
+    """{counts, tests}: each test's name, outcome, seconds, what it noted and, where it did not pass, the message."""
     tests = []
     for case in ElementTree.fromstring(text).iter("testcase"):
         bad = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         outcome = "passed" if bad is None else {"failure": "failed", "error": "error", "skipped": "skipped"}[bad.tag]
-        row = {"name": case.get("name", ""), "outcome": outcome, "seconds": float(case.get("time", 0))}
+        row: dict[str, Any] = {"name": case.get("name", ""), "outcome": outcome, "seconds": float(case.get("time", 0))}
+        if noted := {each.get("name", ""): each.get("value", "") for each in case.iter("property")}:
+            row["noted"] = noted
         if bad is not None:
             row["message"] = (bad.get("message") or "").splitlines()[0] if bad.get("message") else ""
         tests.append(row)
@@ -131,4 +134,5 @@ def tests_text(result: Mapping[str, Any]) -> str:
     for test in result["tests"]:
         if test["outcome"] != "passed":
             lines.append(f"{test['outcome']}: {test['name']}: {test.get('message', '')}")
+        lines += [f"{test['name']}: {what}: {value}" for what, value in test.get("noted", {}).items()]
     return "\n".join(lines)

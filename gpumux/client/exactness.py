@@ -12,20 +12,23 @@ BIT_EQUAL, EQUIVALENT = "bit-equal", "equivalent"
 
 
 def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool = False) -> dict[str, Any]:
-    """For Job.stats(): `exactness`, and where results are not bit-equal `because`, a sentence for each reason.
+    """For Job.stats(): `exactness`, and where results are not bit-equal `because`, a sentence for each reason, and
+    `tolerance`, how far a step's results may be from the reference run's of the same state, relative to the largest element
+    of the tensor, by the type they are in.
     `microbatches`: by function, into how many parts its batch is cut; `compiled`: whether one is."""
-    because, more = [], {}
+    because: list[str] = []
+    more: dict[str, Any] = {}
     if table.runs_on == "cuda":
         because.append(
             "the step was traced on the CPU and is carried out on the daemon's GPU, with attention, optimizers and the "
-            "numbers that change from step to step in forms of their own"
+            "numbers that change from step to step in forms of their own; dropout draws other masks than a plain run's on a GPU"
         )
     elif table.gpu:
         because.append(f"the local model lies on {table.home}, and the daemon computes on the {table.runs_on}")
     counts = {name: count for name, count in microbatches.items() if count > 1}
     if counts:
         because.append("batches are run in parts")
-        more = {"tolerance": dict(TOLERANCE), "microbatches": counts}
+        more = {"microbatches": counts}
     if compiled:
         because.append(
             "the daemon compiles the step, which fuses operators: results are bit-equal to those of any other compiled run of "
@@ -33,4 +36,4 @@ def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool
         )
     if not because:
         return {"exactness": BIT_EQUAL}
-    return {"exactness": EQUIVALENT, "because": because, **more}
+    return {"exactness": EQUIVALENT, "because": because, "tolerance": dict(TOLERANCE), **more}

@@ -254,8 +254,8 @@ class Job(Capturing, Slotted):
     def stats(self) -> dict[str, Any]:
         """What the daemon knows of the job: steps, queue and device seconds, memory, outstanding
         launches. `exactness` is "bit-equal" (README, "Equal results"), or "equivalent": `because` then says why, and
-        where a function of the job runs in microbatches `tolerance` says how far results may be from the whole
-        batch's (README, "Microbatches")."""
+        `tolerance` how far a step's results may be from the reference run's, relative to the largest element of the
+        tensor (README, "Microbatches")."""
         reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
         functions = [f for f, _, _ in self._functions]
         compiled = any(f.compiled for f in functions)

@@ -108,8 +108,10 @@ def _detached(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def through(make: Callable[[], Work], endpoint: str) -> tuple[list[Any], list[Any]]:
-    """The same through the daemon."""
+def through(
+    make: Callable[[], Work], endpoint: str, stats: dict[str, Any] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """The same through the daemon. What the job says of itself goes to `stats`."""
     torch.manual_seed(0)
     work = make()
     (step, example), *others = work.functions
@@ -126,6 +128,8 @@ def through(make: Callable[[], Work], endpoint: str) -> tuple[list[Any], list[An
     ) as job:
         added = [job.add(fn, example=e) for fn, e in others]
         results = values(work.loop(job.step, *added))
+        if stats is not None:
+            stats.update(job.stats())
         job.sync()
     return results, states(work)
 

@@ -12,6 +12,7 @@ from gpumux import client
 from gpumux.client.exactness import exactness
 from gpumux.client.state import StateTable
 from gpumux.errors import ConfigError
+from tests.client.workload_jobs import nearness
 
 
 def test_each_reason_is_told_and_none_means_bit_equal() -> None:
@@ -19,6 +20,7 @@ def test_each_reason_is_told_and_none_means_bit_equal() -> None:
     assert exactness(table, {"step": 1}) == {"exactness": "bit-equal"}
     told = exactness(table, {"step": 1, "evaluate": 4}, compiled=True)
     assert told["exactness"] == "equivalent"
+    assert told["tolerance"]["float64"] < told["tolerance"]["float32"]
     assert told["microbatches"] == {"evaluate": 4}
     assert [reason for reason in told["because"] if "compiles" in reason]
     assert len(told["because"]) == 2
@@ -32,3 +34,19 @@ def test_each_reason_is_told_and_none_means_bit_equal() -> None:
 def test_compile_is_true_or_false(value: Any) -> None:
     with pytest.raises(ConfigError, match="compile"):
         client.submit(lambda x: x, example=(torch.ones(1),), compile=value, endpoint="ipc:///nowhere")
+
+
+def test_what_differs_is_found() -> None:
+    want = ([torch.tensor([1.0, 2.0])], [{"state": {0: {"step": 3, "m": torch.zeros(2)}}, "param_groups": [{"lr": 1}]}])
+    same = (
+        [torch.tensor([1.0, 2.0])],
+        [{"state": {0: {"step": torch.tensor(3.0), "m": torch.zeros(2)}}, "param_groups": []}],
+    )
+    assert nearness(want, same).equal
+    off = nearness(want, ([torch.tensor([1.0, 2.5])], same[1]))
+    assert (off.equal, off.off) == (False, 0.25)
+    assert "results" in str(off)
+    with pytest.raises(AssertionError, match="finite"):
+        nearness(want, ([torch.tensor([1.0, float("nan")])], same[1]))
+    with pytest.raises(AssertionError, match="differs"):
+        nearness(([torch.tensor(1)], []), ([torch.tensor(2)], []))

@@ -4,31 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clients.models.workloads import scheduler, workload
-from tests.client.parity import Work, check
-
-STEPS = 6
-
-
-def work(name: str) -> Work:
-    made = workload(name)
-    config = {"seed": 3, "gamma": 0.5, "step_size": 2, "feature_transform": name == "pointnet_seg"}
-    step, models, optimizers = made.factory(config)
-    several = isinstance(models, tuple)
-    chosen = list(models) if several else [models]
-    kept = list(optimizers) if several else [optimizers]
-    data = [made.batch(seed) for seed in range(3)]
-    schedules = [scheduler(each, config) for each in kept]
-
-    def loop(call):
-        results = []
-        for i in range(STEPS):
-            results.append(call(*data[i % 3]))
-            for schedule in schedules:
-                schedule.step()
-        return results
-
-    return Work(chosen, kept, [(step, data[0])], loop)
+from tests.client.parity import check
+from tests.client.workload_jobs import work
 
 
 # The others hold nothing that these or the tests beside this one do not; tests/fuse captures all of them.

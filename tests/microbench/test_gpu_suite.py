@@ -157,7 +157,8 @@ def test_a_program_that_takes_too_long_is_ended_with_what_it_started(tmp_path: P
 def test_results_of_tests_are_read(tmp_path: Path):
     path = tmp_path / "result"
     path.write_text(
-        '<?xml version="1.0"?><testsuites><testsuite><testcase name="a" time="0.5"/>'
+        '<?xml version="1.0"?><testsuites><testsuite><testcase name="a" time="0.5"><properties>'
+        '<property name="beside" value="bit-equal"/></properties></testcase>'
         '<testcase name="b" time="1"><failure message="assert 1 == 2&#10;more">long</failure></testcase>'
         '<testcase name="c"><skipped message="no green contexts"/></testcase></testsuite></testsuites>'
     )
@@ -165,7 +166,7 @@ def test_results_of_tests_are_read(tmp_path: Path):
     assert result["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
     text = suite_parts.tests_text(result)
     assert text.splitlines() == [
-        "1 passed, 1 failed, 1 skipped", "failed: b: assert 1 == 2", "skipped: c: no green contexts",
+        "1 passed, 1 failed, 1 skipped", "a: beside: bit-equal", "failed: b: assert 1 == 2", "skipped: c: no green contexts",
     ]  # fmt: skip
     path.write_text("{half a fi")
     assert suite_parts.read(path) is None

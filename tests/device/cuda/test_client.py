@@ -22,6 +22,7 @@ from gpumux import client
 from gpumux.client import state
 from gpumux.errors import CaptureError, GpumuxError, JobFailed
 from tests.client.parity import Work, batches, plain, simple_loop, through
+from tests.client.workload_jobs import near_the_reference
 from tests.conftest import PREFIX
 
 START_S = 60.0
@@ -139,6 +140,11 @@ def test_convolutions_norms_attention_and_pooling_move(endpoint: str) -> None:
     got, got_state = through(make, endpoint)
     close(want, got, 1e-9)
     close(want_state, got_state, 1e-9)
+
+
+def test_a_workload_is_as_near_its_reference_run_as_the_job_says(endpoint: str) -> None:
+    """What tests/gpu asks of all workloads, of a real GPU."""
+    near_the_reference("digits_transformer", endpoint, dtype=torch.float64)
 
 
 def test_many_tensors_at_once_is_the_default_as_it_is_on_a_gpu(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
