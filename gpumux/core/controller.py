@@ -4,7 +4,8 @@
 collects credits and pays what low work was measured to cost; a launch whose expected cost it can't pay
 has to wait. So the mean is held whatever the estimates are worth. A *tail limit* holds single steps: a
 step loses at most twice the credit, scaled by a factor that falls when a step that should not have
-exceeded it did, and recovers slowly: balanced at about one step in 180.
+exceeded it did, and recovers slowly: balanced at about one step in 180. Whatever the cause, steps over the limit are paid from
+*tokens*, of which there is one in 170 steps: with some, what is not known may be tried; owing some, steps may lose less.
 
 The *price* says how many low seconds one high second is worth waiting for. A low piece costs least
 beside certain ranges; anywhere else it may run as long as what that costs more, at the price, is less
@@ -28,6 +29,9 @@ PATIENCE = 16
 NEAR = 0.985  # of what it may lose: a step that loses more counts as over it
 TOKENS = 3.0  # steps over the limit that may be risked to find something out
 MOST_OWED = 100.0
+LENT = 0.5  # tokens that may be owed; beyond that no step may lose as much as it could
+OWED = 0.85  # of the limit, for each token owed beyond those
+LEAST_OWED = 0.5  # of the limit, however many they are
 UNPAID = 8.0  # credits lost beyond what an account can owe that cost a token: a token in 200 steps makes that 4 % of the credit
 TOKEN_RATE = 0.006  # for each step
 PRICE_START = 1.0
@@ -45,7 +49,7 @@ class Account:
     """One high job's. Seconds, but for `price` (low seconds for a high second) and factors."""
 
     __slots__ = (
-        "balance", "credit", "full", "limit", "price", "short", "slack", "tail", "tokens", "unseen", "unshared", "used",
+        "balance", "credit", "full", "learned", "limit", "price", "short", "slack", "tail", "tokens", "unseen", "unshared", "used",
     )  # fmt: skip
 
     def __init__(self, max_slowdown: float) -> None:
@@ -57,6 +61,7 @@ class Account:
         self.price = PRICE_START
         self.tail = TAIL_START
         self.tokens = TOKENS  # steps over the tail limit that may still be risked
+        self.learned = False  # what is not known was tried for long enough: steps over the limit count from now on
         self.unseen = 0.0  # seconds that a step may have waited for the core, which does not know of it
         self.unshared = 0  # steps since low work last ran beside one
         self.short = False  # in this step low work waited for credit
@@ -68,10 +73,16 @@ class Account:
         self.used = 0.0
         self._limit()
 
+    def learn_no_more(self) -> None:
+        """From now on steps over the limit count."""
+        self.learned, self.tokens = True, TOKENS
+
     def _limit(self) -> None:
         """Kept, as it is asked for more often than it changes."""
-        most = TAIL * self.credit / MARGIN
-        self.limit = max(0.0, min(self.tail * most, most - self.unseen))
+        most, tail, owed = TAIL * self.credit / MARGIN, self.tail, -self.tokens - LENT
+        if owed > 0.0 and self.learned:
+            tail *= max(OWED**owed, LEAST_OWED)
+        self.limit = max(0.0, min(tail * most, most - self.unseen))
 
     def refuses(
         self, cost: float, upper: float, avoidable: float, pending: float, gain: float, ahead: bool = False

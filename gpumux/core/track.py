@@ -7,7 +7,7 @@ from math import inf
 
 from gpumux.core.baseline import WANTED, Baseline
 from gpumux.core.blame import OVERLAPPING
-from gpumux.core.controller import TOKENS, UNSEEN_S, Account
+from gpumux.core.controller import UNSEEN_S, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
 from gpumux.core.places import ALWAYS, CAREFUL, IF_STUCK
@@ -157,7 +157,7 @@ class Track:
             self.watched_until = max(self.watched_until, self.steps + WATCH_AGAIN)
         self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
         if self.steps == LEARNING_STEPS:
-            self.account.tokens = TOKENS
+            self.account.learn_no_more()
         self._calibrated(clean, baseline)
         if solo > 0.0 and (model.step_known() or self.beside):
             ratio = 1.0 + excess / solo

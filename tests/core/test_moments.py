@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpumux.core.cells import CREDIBLE, SURE, TIMED_SPREAD, Launched
+from gpumux.core.controller import LEAST_OWED, LENT, OWED, TOKEN_RATE, TOKENS
 from gpumux.core.estimates import HighModel
 from gpumux.core.moments import TIMED_S, appointment, exposed, where
 from gpumux.core.places import HEARD, START, Place, Plan
@@ -82,6 +83,31 @@ def test_a_launch_dearer_than_an_account_can_hold_is_waited_for_when_it_is_full(
     assert appointment(running(full, 0, False), dear, scene(), 0.0, REACH_S) == pytest.approx(REFS[0] - REACH_S)
     assert appointment(running(half, 0, False), dear, scene(), 0.0, REACH_S) == inf
     assert appointment(running(full, 0, False), dear, scene(pending=1e-6), 0.0, REACH_S) == inf, "one at a time"
+
+
+def test_once_a_job_is_known_what_steps_lost_too_much_is_paid_back_by_those_that_follow() -> None:
+    """So that no more than one in a hundred does, whatever they lost it for."""
+    account = track().account
+    over = 2.5 * account.credit
+    before = account.limit
+    for _ in range(8):
+        account.end(over, shared=True, foreseen=False, unseen=0.0)
+    assert account.tokens < -LENT
+    assert account.limit == before, "a new job's steps are for learning"
+    account.learn_no_more()
+    steps, lost = 2000, 0
+    tight = before
+    for _ in range(steps):  # every step that could loses too much, and nobody foresaw it
+        could = account.limit >= OWED * before
+        lost += could
+        account.end(over if could else 0.0, shared=could, foreseen=False, unseen=0.0)
+        tight = min(tight, account.limit)
+    assert lost <= TOKENS + LENT + 2 + TOKEN_RATE * steps <= 0.01 * steps
+    assert lost > 0.5 * TOKEN_RATE * steps, "nor are they held for good"
+    assert tight >= LEAST_OWED * before * 0.9
+    for _ in range(steps):
+        account.end(0.0, shared=False, foreseen=True, unseen=0.0)
+    assert account.limit >= before
 
 
 def test_what_repeats_is_counted_without_the_margin_for_what_is_not_known() -> None:
