@@ -12,7 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,17 @@ def _owners(pairs: list[list[Any]]) -> frozenset[Owner]:
     return frozenset(Owner(uid, job) for uid, job in pairs)
 
 
-def _mapped(fd: int, write: bool = False) -> mmap.mmap:
+@contextmanager
+def _mapped(fd: int, write: bool = False) -> Iterator[mmap.mmap]:
     prot = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
-    return mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, prot)
+    mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, prot)
+    try:
+        yield mapping
+    finally:
+        try:
+            mapping.close()
+        except BufferError:
+            pass  # an error on its way out keeps the arrays of where it arose, and with them the mapping: they go together
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 from collections.abc import Iterator
@@ -113,6 +114,23 @@ def test_failures_are_answers(asker: Asker):
     for wrong in ({"uid": 7, "job": "../../etc", "numbers": [1]}, {"uid": 7, "job": "", "numbers": [1]}):
         assert isinstance(asker.ask("read", **wrong), GpumuxError)
     assert save(asker, 1) > 0
+
+
+def test_a_disk_that_is_full_is_said_and_costs_no_process(asker: Asker):
+    """The fault is the kernel's: a limit on the size of files, which the writer got and which nothing but its disk knows of."""
+    assert save(asker, 1) > 0
+    process = asker.link._process
+    usual, most = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (64, most))
+    for _ in range(3):
+        failed = save(asker, 2)
+        assert isinstance(failed, SnapshotFailed)
+        assert "could not be written" in failed.message
+        assert "make room" in failed.remedy
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (usual, most))
+    assert save(asker, 2) > 0
+    assert asker.link._process is process
+    assert process.poll() is None
 
 
 def test_a_writer_that_dies_fails_what_it_was_at_and_is_replaced(asker: Asker):
