@@ -25,10 +25,11 @@ from gpumux.errors import GpumuxError
 from microbench.handfused.train import hand_fused, vmapped
 
 # The plain loop, one model after another; gpumux's captured steps, likewise; a process a model, all at once; HFTA's way; vmap over
-# gradients, and that through torch.compile; an array of gpumux.
+# gradients, and that through torch.compile; an array of gpumux, and that compiled.
 SERIAL, CAPTURED, PROCESSES = "serial", "captured", "processes"
-HAND, VMAP, COMPILED, OURS = "hand", "vmap", "compiled", "fused"
-WAYS = (SERIAL, CAPTURED, PROCESSES, HAND, VMAP, COMPILED, OURS)
+HAND, VMAP, COMPILED, OURS, OURS_COMPILED = "hand", "vmap", "compiled", "fused", "fused-compiled"
+WAYS = (SERIAL, CAPTURED, PROCESSES, HAND, VMAP, COMPILED, OURS, OURS_COMPILED)
+SLOW_TO_MAKE = (COMPILED, OURS_COMPILED)
 BATCHES = 4
 WARM_UP = 14  # steps: a captured program is checked, timed, cut, and cut once more after eight
 READY_S = 600.0  # capturing 16 large models, or compiling
@@ -70,8 +71,9 @@ def opened(way: str, workload: Workload, configs: Sequence[Config], stack: ExitS
         return of(hand_fused(workload, configs)[0])
     if way in (VMAP, COMPILED):
         return of(vmapped(workload, configs, compiled=way == COMPILED)[0])
-    if way == OURS:
-        return of(stack.enter_context(fuse.Array(workload.factory, configs, batches[0], times_file=None)).step)
+    if way in (OURS, OURS_COMPILED):
+        array = fuse.Array(workload.factory, configs, batches[0], times_file=None, compile=way == OURS_COMPILED)
+        return of(stack.enter_context(array).step)
     if way == CAPTURED:
         arrays = [stack.enter_context(fuse.Array(workload.factory, [c], batches[0], choose="fused")) for c in configs]
         alone: list[Callable[..., Any]] = [array.step for array in arrays]

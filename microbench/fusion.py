@@ -55,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--seconds", type=float, default=0.4, help="of a turn (default: 0.4)")
     arguments.add_argument("--repeats", type=positive, default=5, help="turns of each way (default: 5)")
     arguments.add_argument("--dropout", type=float, metavar="P", help="instead of the models' own")
-    usual = [way for way in fusing.WAYS if way != fusing.COMPILED]
+    usual = [way for way in fusing.WAYS if way not in fusing.SLOW_TO_MAKE]
     arguments.add_argument("--ways", nargs="+", choices=fusing.WAYS, default=usual, metavar="WAY",
-                           help=f"of {', '.join(fusing.WAYS)} (default: all but compiled, which takes minutes)")  # fmt: skip
+                           help=f"of {', '.join(fusing.WAYS)} (default: all but the compiled ones, which take minutes)")  # fmt: skip
     arguments.add_argument("--no-memory", action="store_true", help="leave memory out")
     args = arguments.parse_args(argv)
     problem = unusable(args.device, args.ways)
@@ -102,7 +102,12 @@ def positive(text: str) -> int:
 
 def unusable(device: str, ways: Sequence[str]) -> str:
     """Why this can't be measured here; empty if it can."""
-    if "compiled" in ways and device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+    if (
+        any("compiled" in way for way in ways)
+        and device == "cpu"
+        and shutil.which("g++") is None
+        and shutil.which("clang++") is None
+    ):
         return "to compile for the CPU takes a C++ compiler: install g++, or leave that way out"
     if device == "cuda" and not DRIVER.exists():
         return "--device cuda takes an NVIDIA GPU, and there is none here"

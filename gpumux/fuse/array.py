@@ -30,17 +30,20 @@ class Array(Models):
     per_model_operators: such as "aten.mm.default", to run once a model in any case.
     partial: let models differ in some blocks and share the rest; without it, that is NotFusible.
     max_variants: combinations of batch shapes and Python flags captured for each model.
+    compile: what was chosen is compiled with torch's inductor, in units of some operators, which takes seconds each; draws stay
+    as they are. Kernels that are fused round otherwise. The times by which was chosen are those of operators as they are.
 
     Raises NotFusible for configurations that are not of one kind, and what submit raises for a step that can't be
-    captured. Not for several threads at once.
+    captured; with `compile`, ProgramError where there is no C++ compiler. Not for several threads at once.
     """
 
     def __init__(
         self, factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
         choose: Literal["measured", "fused", "per-model"] = "measured", per_model_operators: Sequence[str] = (),
         partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
+        compile: bool = False,  # noqa: A002
     ) -> None:  # fmt: skip
-        options = Options(choose, per_model_operators, times_file, partial)
+        options = Options(choose, per_model_operators, times_file, partial, compile)
         super().__init__(factory, configs, example, seeds, max_variants, name)
         self._variants = Variants(options, self._attach, self._names)
         try:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from gpumux.client.arguments import check_compile
 from gpumux.client.remote import lay
 from gpumux.client.variants import Choice, Made
 from gpumux.errors import ConfigError
@@ -30,11 +31,13 @@ class Options:
     per_model: Sequence[str]
     times_file: InitVar[str | Path | None]
     partial: bool = False
+    compile: bool = False
     times: Times = field(init=False)
 
     def __post_init__(self, times_file: str | Path | None) -> None:
         if self.choose not in ("measured", "fused", "per-model"):
             raise ConfigError(f"choose is {self.choose!r}", 'use "measured", "fused" or "per-model"')
+        check_compile(self.compile)
         self.times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
 
 
@@ -116,6 +119,8 @@ class Variants:
         programs = [c.made.lowered.program for c in choices]
         template = align_partly(programs, self._names(choices, first)) if partly else align(programs, differs)
         fused, whole = self._fuse(template, values, per_model)
+        if self._options.compile:
+            fused = replace(fused, program=replace(fused.program, kind="compiled"))
         runner = self._attach(fused, choices, first)
         alike = tuple(i for i in range(count) if i not in differs)
         made = self._made[key] = Variant(fused, runner, alike, len(choices[0].tensors), whole)
