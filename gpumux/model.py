@@ -43,7 +43,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What a client asks for when it opens a job. `memory_limit` None means no limit of its own."""
+    """What a client asks for when it opens a job. `memory_limit` None means no limit of its own. `models`: how many a step
+    trains; it changes nothing but what is shown of the job."""
 
     name: str
     priority: Priority = Priority.LOW
@@ -52,6 +53,7 @@ class JobSpec:
     memory_limit: int | None = None
     max_inflight: int = 2
     seed: int = 0
+    models: int = 1
 
 
 @dataclass(frozen=True, slots=True)

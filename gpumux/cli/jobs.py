@@ -117,13 +117,17 @@ def _promise(job: dict[str, Any]) -> str:
     return f"{told}{beyond} BROKEN"
 
 
+def _name(job: dict[str, Any]) -> str:
+    return printable(job["name"])[:32] + (f" ({job['models']} models)" if job["models"] > 1 else "")
+
+
 def job_table(jobs: list[dict[str, Any]]) -> str:
     """The table both `jobs` and `status` print."""
     header = ("JOB", "NAME", "UID", "PRIORITY", "STATE", "STEPS", "FAILED", "QUEUED", "DEVICE", "MEMORY", "SLOWDOWN")
     rows = [
         (
             job["short"],
-            printable(job["name"])[:32],
+            _name(job),
             str(job["uid"]),
             job["priority"],
             _state(job),

@@ -299,7 +299,7 @@ def open_message(job: str, spec: JobSpec) -> m.OpenJob:
     """The request to open a job."""
     return m.OpenJob(
         0, job, spec.name, int(spec.priority), spec.weight, spec.max_slowdown, spec.memory_limit, spec.max_inflight,
-        spec.seed,
+        spec.seed, spec.models,
     )  # fmt: skip
 
 

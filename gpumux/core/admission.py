@@ -20,6 +20,7 @@ from gpumux.model import Fault, Footprint, JobId, JobSpec, Peer, Priority
 
 WEIGHTS = (1e-3, 1e3)  # beyond these, shares are no longer anything a device can keep
 MAX_NAME = 200  # characters
+MAX_MODELS = 1 << 16  # that a step trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,8 @@ def refuse_spec(spec: JobSpec, config: CoreConfig) -> Fault | None:
         return fault
     if not 1 <= spec.max_inflight <= config.max_inflight:
         return faults.refused(f"max_inflight is {spec.max_inflight}", f"choose it between 1 and {config.max_inflight}")
+    if not 1 <= spec.models <= MAX_MODELS:
+        return faults.refused(f"a step trains {spec.models} models", f"say 1 to {MAX_MODELS}")
     if not 1.0 <= spec.max_slowdown < inf:
         return faults.refused(f"max_slowdown is {spec.max_slowdown}", "choose a ratio of 1 or more, such as 1.10")
     if spec.memory_limit is not None and spec.memory_limit <= 0:

@@ -62,6 +62,7 @@ def _job(core: CoreState, job: Job) -> dict[str, Any]:
         "weight": job.weight,
         "max_slowdown": job.spec.max_slowdown,
         "max_inflight": job.spec.max_inflight,
+        "models": job.spec.models,
         "state": job.state.value,
         "paused": job.paused,
         "opened": job.opened,

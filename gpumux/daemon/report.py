@@ -10,7 +10,7 @@ sessions  how many clients are connected
 windows   by priority, as core/snapshot.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
           memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
-          max_slowdown, promise, mine (whether the asker may change it; where not, job and name are "" and pid is
+          max_slowdown, models (that a step trains), promise, mine (whether the asker may change it; where not, job and name are "" and pid is
           0: daemon/sight.py)}]; promise is None where nothing is known, and otherwise
           {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
           high job, {held (why: docs/metrics.md; "": it is not), held_by (short id of the high job, or ""),
@@ -153,6 +153,7 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[st
         "transfers": job["transfers"],
         "opened_s_ago": max(0.0, snapshot["now"] - job["opened"]),
         "max_slowdown": job["max_slowdown"],
+        "models": job["models"],
         "promise": _promise_status(job, books, snapshot),
     }
 
@@ -255,4 +256,5 @@ def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float,
         held=_held(job),
         saved=saved[0],
         saved_bytes=saved[1],
+        models=job["models"],
     )

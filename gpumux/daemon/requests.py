@@ -315,7 +315,9 @@ def _spec(m: msg.OpenJob) -> JobSpec:
     """The core checks ranges; this makes the types it counts on."""
     if m.priority not in (Priority.LOW, Priority.HIGH):
         raise ProtocolError(f"priority {m.priority}", "use 0 (low) or 1 (high)")
-    return JobSpec(m.name, Priority(m.priority), m.weight, m.max_slowdown, m.memory_limit, m.max_inflight, m.seed)
+    return JobSpec(
+        m.name, Priority(m.priority), m.weight, m.max_slowdown, m.memory_limit, m.max_inflight, m.seed, m.models
+    )  # fmt: skip
 
 
 def _check_sizes(sizes: Sequence[int], job: JobRecord) -> None:

@@ -69,10 +69,10 @@ class _Terms:
     replay_bytes: int
     reconnect_s: float
 
-    def open(self, session: Session, table: StateTable) -> Job:
-        job_id = uuid.uuid4().hex
-        open_job(session, open_message(job_id, self.spec), False)
-        return Job(session, job_id, self.spec, table, self.max_variants, self.replay_bytes, self.reconnect_s)
+    def open(self, session: Session, table: StateTable, models: int) -> Job:
+        job_id, spec = uuid.uuid4().hex, replace(self.spec, models=models)
+        open_job(session, open_message(job_id, spec), False)
+        return Job(session, job_id, spec, table, self.max_variants, self.replay_bytes, self.reconnect_s)
 
 
 class ArrayJob(Models):
@@ -98,7 +98,7 @@ class ArrayJob(Models):
         self._slots: dict[Any, int] = {}
         self._dirty = False  # whether the daemon's state is newer than `_memory`
         self._last = []
-        self.job = job = self._terms.open(session, self.table)
+        self.job = job = self._terms.open(session, self.table, len(self))
         self._begun = True
         self._capture()
         self._kind_known = True

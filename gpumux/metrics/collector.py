@@ -42,6 +42,7 @@ class JobFigures:
     held: str = ""  # why a low job waits now; "": it is not held
     saved: float = 0.0  # Unix time of its newest state snapshot, 0 if there is none
     saved_bytes: int = 0
+    models: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ def _families() -> dict[str, Any]:
         "memory": gauge("gpumux_job_memory_bytes", "Device memory charged to a job.", labels=per_job),
         "busy": CounterMetricFamily("gpumux_job_device_busy_seconds", "Device time of a job's pieces.", labels=per_job),
         "steps": CounterMetricFamily("gpumux_job_steps", "Steps of a job answered with results.", labels=per_job),
+        "models": gauge("gpumux_job_models", "Models that a step of the job trains.", labels=per_job),
         "saved": gauge(
             "gpumux_job_state_snapshot_timestamp_seconds", "When a job's state was last saved.", labels=per_job
         ),
@@ -180,6 +182,7 @@ def _fill(families: dict[str, Any], figures: Figures) -> None:
         families["memory"].add_metric([job.short], job.memory_bytes)
         families["busy"].add_metric([job.short], job.device_busy_s)
         families["steps"].add_metric([job.short], job.steps_done)
+        families["models"].add_metric([job.short], job.models)
         if job.saved:
             families["saved"].add_metric([job.short], job.saved)
             families["saved_bytes"].add_metric([job.short], job.saved_bytes)

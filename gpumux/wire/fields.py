@@ -28,7 +28,7 @@ NATURAL = frozenset(
     {
         "protocol", "pid", "max_message_bytes", "ref", "priority", "memory_limit", "max_inflight", "program",
         "new_buffers", "binding", "segment", "slots", "slot_bytes", "step", "slot", "frames", "transfer", "buffers",
-        "nbytes", "snapshot", "snapshots", "steps", "replays", "notes", "bad",
+        "nbytes", "models", "snapshot", "snapshots", "steps", "replays", "notes", "bad",
     }
 )  # fmt: skip
 _HEX = "0123456789abcdef"

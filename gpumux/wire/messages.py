@@ -82,6 +82,7 @@ class OpenJob:
     memory_limit: int | None
     max_inflight: int
     seed: int
+    models: int = 1
 
 
 @dataclass(frozen=True, slots=True)

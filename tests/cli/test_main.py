@@ -189,7 +189,7 @@ def job(**changes):
         "job": "ab" * 16, "short": "j1", "name": "sweep", "uid": 1000, "priority": "low", "state": "open",
         "paused": False,
         "steps_done": 3, "steps_failed": 0, "queued": 1, "device_busy_s": 61.0, "memory_bytes": 2048,
-        "max_slowdown": 1.1, "promise": None,
+        "max_slowdown": 1.1, "models": 1, "promise": None,
     }  # fmt: skip
     return base | changes
 
@@ -211,7 +211,8 @@ def test_an_unknown_or_ambiguous_job_is_refused():
 
 
 def test_the_table_lines_up_and_hides_control_characters():
-    lines = jobs.job_table([job(), job(short="j10", name="evil\x1b[2J")]).splitlines()
+    lines = jobs.job_table([job(), job(short="j10", name="evil\x1b[2J"), job(name="array", models=8)]).splitlines()
+    assert "array (8 models)" in lines[3]
     assert len({line.index("1000") for line in lines[1:]}) == 1
     assert "\x1b" not in "".join(lines)
     assert "1m01s" in lines[1]

@@ -43,6 +43,7 @@ def test_a_job_of_several_models_trains_each_as_if_alone(endpoint: str, per_mode
             futures.append(array.step(*batch, per_model=per_model))
         losses = [f.result() for f in futures]
         assert array.stats()["exactness"] == "equivalent"
+        assert array.stats()["models"] == 3
         for b, config in enumerate(configs()):
             step, model, optimizer = factory(config)
             for i in range(len(DATA)):
@@ -115,6 +116,7 @@ def test_models_join_and_leave_a_job_and_change_nothing_for_the_others(endpoint:
             if i in (10, 20):
                 assert len(losses.result()) == len(array) == 4 - (i == 20)
                 assert array.runs == (len(array),)
+                assert array.stats()["models"] == len(array)
         assert len(array) == 3
         found = [array.state_dict(0), left, array.state_dict(1), array.state_dict(2), joined]
     for config, rows, state in zip(

@@ -30,6 +30,7 @@ FROZEN = {
     "gpumux_job_info": ("gauge", ("job", "name", "priority", "uid")),
     "gpumux_job_memory_bytes": ("gauge", ("job",)),
     "gpumux_job_steps_total": ("counter", ("job",)),
+    "gpumux_job_models": ("gauge", ("job",)),
     "gpumux_jobs": ("gauge", ("priority", "state")),
     "gpumux_jobs_opened_total": ("counter", ("priority",)),
     "gpumux_launches_total": ("counter", ("priority",)),
