@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from gpumux.device.cpu.frame import Liveness
@@ -106,7 +107,7 @@ def compile_unit(
     live_out = [s for s, born in live.born.items() if unit.start <= born < unit.stop and live.last[s] >= unit.stop]
     numbers = any(map(takes_numbers, ops))
     body = _body(program, unit, bases, persistent, live_in, live_out, numbers, device, supports)
-    with torch.inference_mode(False):  # the compiler writes to them
+    with torch.inference_mode(False), FakeTensorMode():  # they take no memory, which nobody has been charged with
         examples = [_empty(view, device) for view in persistent]
         if numbers:
             count = len(program.scalars)

@@ -8,6 +8,7 @@ while its operators run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -191,7 +192,9 @@ class CudaCompute:
     def _end(self, graph: Any, pool: Any) -> None:
         """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool."""
         try:
-            graph.capture_end()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a piece may be views alone
+                graph.capture_end()
         except RuntimeError:
             if not _is_captured(graph):
                 for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):

@@ -245,6 +245,8 @@ class CudaDevice(Dispatch):
         if held is not None:
             held.spec = replace(held.spec, priority=priority)
             held.stale = {number for number, loaded in held.programs.items() if loaded.cuts.newest}
+            for loaded in held.programs.values():
+                loaded.operands.copies = self._engine.copies(priority)
 
     def memory(self) -> dev.MemoryFigures:
         by_job = {job: held.memory for job, held in self._jobs.items()}

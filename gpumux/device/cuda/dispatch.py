@@ -208,6 +208,7 @@ class Dispatch:
             self._events.append(dev.ProgramRefused(job.id, load.program, fault))
         else:
             job.programs[load.program] = value
+            value.operands.copies = self._engine.copies(job.spec.priority)  # it may have changed while this was loaded
             job.charged += sum(load.new_buffers) + value.operands.held_bytes - load.charge
             bounds = value.cuts.bounds(0)
             self._events.append(dev.ProgramLoaded(job.id, load.program, value.cuts.seconds(0), bounds))

@@ -65,6 +65,10 @@ class Engine:
         with torch.inference_mode():
             yield
 
+    def copies(self, priority: Priority) -> int:
+        """The stream on which batches of that class's jobs come in."""
+        return self._copy_streams[int(priority)]
+
     def loading(self, job: CudaJob, load: Load) -> Callable[[], Any]:
         """Work for the thread: `load`, and for a program that is to be compiled one unit after the other."""
         loaded: LoadedProgram | None = None
@@ -90,7 +94,7 @@ class Engine:
         kept = len(job.buffers)
         data: SharedSegment | None = None
         operands: Operands | None = None
-        copies = self._copy_streams[int(job.spec.priority)]
+        copies = self.copies(job.spec.priority)
         try:
             self._equip(job)
             program = decode(load.encoded)

@@ -10,7 +10,7 @@ import torch
 
 from gpumux.device.cpu.frame import Liveness
 from gpumux.device.cpu.interp import failed, outputs
-from gpumux.device.cuda import retarget
+from gpumux.device.cuda import asking, retarget
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.operands import Operands
 from gpumux.errors import JobFailed, ProgramError
@@ -34,6 +34,8 @@ class Runner:
     def __init__(self, program: Program, operands: Operands, compute: Compute) -> None:
         self.program = program
         self._operands, self._compute = operands, compute
+        for index, op in enumerate(program.ops):
+            asking.refuse(index, op)
         self._calls = [retarget.call(index, op, compute.supports) for index, op in enumerate(program.ops)]
         self._placed = [retarget.placed(op) for op in program.ops]
         self._kept = retarget.kept_draws(program)

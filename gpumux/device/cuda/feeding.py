@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 
+from gpumux.device.cuda import asking
 from gpumux.errors import ProgramError
 from gpumux.program.ir import Op, Program, ScalarRef
 from gpumux.program.schemas import schema
@@ -198,14 +199,12 @@ def _scalar_tensor(value: Number, *, dtype: torch.dtype | None = None, **where: 
     return _full((), value, dtype=dtype or torch.get_default_dtype(), **where)
 
 
-def masked_fill(x: Tensor, mask: Tensor, value: Number | Tensor) -> Tensor:
-    """With torch.where: CUDA's masked_fill brings a value that is a tensor to the host, which no capture allows."""
-    filling = value.value(x.dtype) if isinstance(value, Number) else value.to(x.dtype)
-    return torch.where(mask, filling, x)
+def _masked_fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    return asking.masked_fill(x, mask, value.value(x.dtype))
 
 
-def masked_fill_(x: Tensor, mask: Tensor, value: Number | Tensor) -> Tensor:
-    return x.copy_(masked_fill(x, mask, value))
+def _masked_fill_(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    return asking.masked_fill_(x, mask, value.value(x.dtype))
 
 
 def _power_of(value: Number, x: Tensor) -> Tensor:
@@ -282,7 +281,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
     table: dict[str, Callable[..., Any]] = {
         "fill_.Scalar": _fill_, "fill.Scalar": lambda x, value: _fill_(torch.empty_like(x), value),
         "full.default": _full, "full_like.default": _full_like, "scalar_tensor.default": _scalar_tensor,
-        "masked_fill.Scalar": masked_fill, "masked_fill_.Scalar": masked_fill_, "pow.Scalar": _power_of,
+        "masked_fill.Scalar": _masked_fill, "masked_fill_.Scalar": _masked_fill_, "pow.Scalar": _power_of,
         "_foreach_pow.ScalarAndTensor": lambda value, xs: [_power_of(value, x) for x in xs],
     }  # fmt: skip
     for name, formula in _FORMULAS.items():

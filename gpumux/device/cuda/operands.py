@@ -64,14 +64,14 @@ class SharedSegment:
 
 class Operands:
     """All operands of one loaded program. `buffers` are the job's, by the program's state slot; `copy_stream` is the
-    device's."""
+    device's; `copies` may be set to another at any time, as a copy waits for what last took its stage."""
 
     def __init__(
         self, program: Program, buffers: Sequence[torch.Tensor], data: SharedSegment, slots: int,
         driver: Driver, compute: Compute, copy_stream: int,
     ) -> None:  # fmt: skip
         self.program, self.slots = program, slots
-        self._driver, self._compute, self._copies, self._data = driver, compute, copy_stream, data
+        self._driver, self._compute, self.copies, self._data = driver, compute, copy_stream, data
         self._layout = slot_layout(program)
         self._in_bytes = sum(aligned(program.storages[program.views[v].storage].nbytes) for v in program.inputs)
         self._number_bytes = aligned(NumberTable.BYTES * len(program.scalars))
@@ -108,13 +108,13 @@ class Operands:
             return
         driver, stage = self._driver, self._stages[self._next]
         private = self._private(slot, values)
-        driver.wait(self._copies, stage.taken)
+        driver.wait(self.copies, stage.taken)
         base = self._data.address + slot * self._layout.nbytes
         if self._in_bytes:
-            driver.copy_in(stage.block.data_ptr(), base, self._in_bytes, self._copies)
+            driver.copy_in(stage.block.data_ptr(), base, self._in_bytes, self.copies)
         for part in self._private_parts:
-            driver.copy_in(stage.block.data_ptr() + part.offset, private + part.at, part.nbytes, self._copies)
-        driver.record(stage.filled, self._copies)
+            driver.copy_in(stage.block.data_ptr() + part.offset, private + part.at, part.nbytes, self.copies)
+        driver.record(stage.filled, self.copies)
         driver.wait(stream, stage.filled)
         driver.copy_within(self._block.data_ptr(), stage.block.data_ptr(), self._block.numel(), stream)
         driver.record(stage.taken, stream)

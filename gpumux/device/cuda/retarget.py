@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from gpumux.device.cpu.schema import DTYPES, constant
-from gpumux.device.cuda.feeding import form, masked_fill, masked_fill_, takes_numbers
+from gpumux.device.cuda import asking
+from gpumux.device.cuda.feeding import form, takes_numbers
 from gpumux.errors import ProgramError
 from gpumux.program.allowlist import RANDOM
 from gpumux.program.ir import Arg, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
@@ -68,8 +69,7 @@ def attention_backward(
 _FORMS: dict[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
-    "aten.masked_fill.Tensor": masked_fill,
-    "aten.masked_fill_.Tensor": masked_fill_,
+    **asking.FORMS,
 }
 
 # Recomputation draws an operator's numbers again. On a GPU the first draw is kept instead; that is the same only

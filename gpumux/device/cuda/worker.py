@@ -10,9 +10,11 @@ import heapq
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+
+from gpumux.errors import DeviceLost, GpumuxError
 
 PENDING = object()  # what a part of work returns that wants to be called again
 
@@ -36,6 +38,7 @@ class Worker:
         self._change = threading.Condition()
         self._number = 0
         self._stop = False
+        self._broken: DeviceLost | None = None
         self._thread = threading.Thread(target=self._run, name="gpumux-cuda", daemon=True)
         self._thread.start()
 
@@ -47,7 +50,10 @@ class Worker:
             self._change.notify()
 
     def finished(self) -> bool:
-        """Call `done` of everything that is; whether there was anything. On the thread that submits."""
+        """Call `done` of everything that is; whether there was anything. On the thread that submits. Raises DeviceLost where
+        the thread could not begin."""
+        if self._broken is not None:
+            raise self._broken
         found = False
         while self._results:
             task, value, error = self._results.popleft()
@@ -65,22 +71,40 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with self._inside():
-            while True:
-                with self._change:
-                    while not self._tasks and not self._stop:
-                        self._change.wait()
-                    if self._stop:
-                        return
-                    task = heapq.heappop(self._tasks)
-                value, error = None, None
-                try:
-                    value = task.work()
-                except BaseException as raised:  # noqa: BLE001  it is told where the job is known
-                    error = raised
-                if value is PENDING:
-                    with self._change:
-                        heapq.heappush(self._tasks, task)
-                    continue
-                self._results.append((task, value, error))
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._inside())
+            except BaseException as error:  # noqa: BLE001  nobody else would hear of it
+                self._broken = error if isinstance(error, DeviceLost) else _no_entry(error)
                 self._ring()
+                return
+            self._serve()
+
+    def _serve(self) -> None:
+        while True:
+            with self._change:
+                while not self._tasks and not self._stop:
+                    self._change.wait()
+                if self._stop:
+                    return
+                task = heapq.heappop(self._tasks)
+            value, error = None, None
+            try:
+                value = task.work()
+            except BaseException as raised:  # noqa: BLE001  it is told where the job is known
+                error = raised
+            if value is PENDING:
+                with self._change:
+                    heapq.heappush(self._tasks, task)
+                continue
+            self._results.append((task, value, error))
+            self._ring()
+
+
+def _no_entry(error: BaseException) -> DeviceLost:
+    if isinstance(error, GpumuxError):
+        return DeviceLost(f"the GPU's worker can't begin: {error.message}", error.remedy)
+    return DeviceLost(
+        f"the GPU's worker can't begin: {type(error).__name__}: {error}"[:500],
+        "see what nvidia-smi says, and start the daemon again",
+    )

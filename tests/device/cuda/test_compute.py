@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ class Graph:
     """Its position in the random stream lies in memory made when a capture begins, as in torch; a capture that
     `breaks` can't be ended, and is then nobody's."""
 
-    breaks = False
+    breaks = empty = False
     fails = ""
 
     def __init__(self) -> None:
@@ -34,6 +35,8 @@ class Graph:
     def capture_end(self) -> None:
         if self.breaks:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        if self.empty:
+            warnings.warn("The CUDA Graph is empty. This usually means that ...", UserWarning, stacklevel=1)
         self._captured = True
 
     def pool(self) -> Any:
@@ -88,7 +91,7 @@ def capture(gpu: FakeDriver, given_back: list[Any]) -> Callable[..., Any]:
 @pytest.fixture(autouse=True)
 def whole() -> Iterator[None]:
     yield
-    Graph.breaks, Graph.fails = False, ""
+    Graph.breaks, Graph.empty, Graph.fails = False, False, ""
 
 
 def test_a_graph_is_replayed_by_a_thread_that_is_not_in_inference_mode(
@@ -116,6 +119,13 @@ def test_a_capture_that_cant_be_ended_leaves_torch_as_it_was(
     with pytest.raises(JobFailed, match="operator 3"):
         capture(body)
     assert len(given_back) == 2
+
+
+def test_a_piece_of_views_alone_is_captured_where_warnings_are_errors(capture: Callable[..., Any]) -> None:
+    Graph.empty = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture()
 
 
 def test_a_body_that_fails_in_a_whole_capture_gives_nothing_back_twice(

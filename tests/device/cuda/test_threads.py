@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -63,6 +63,29 @@ def test_what_work_raises_is_told_and_the_thread_goes_on() -> None:
     finish(worker, bell, done, 2)
     assert isinstance(done[0], ValueError)
     assert done[1] == 5
+    assert worker.close(60)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("no such thing"), "ValueError: no such thing"),
+        (DeviceLost("the context is lost"), "^the context is lost$"),
+        (JobFailed("no stream", "free some"), "no stream"),
+    ],
+)
+def test_a_thread_that_cant_begin_is_the_end_of_the_device(error: Exception, text: str) -> None:
+    bell = threading.Event()
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        raise error
+        yield
+
+    worker = Worker(inside, bell.set)
+    assert bell.wait(60)
+    with pytest.raises(DeviceLost, match=text):
+        worker.finished()
     assert worker.close(60)
 
 

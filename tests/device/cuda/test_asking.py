@@ -1,0 +1,102 @@
+"""Operators that would ask the GPU for a value: told otherwise, to the same results, or refused at load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpumux.device.cuda import asking, retarget
+from gpumux.errors import ProgramError
+from gpumux.program.ir import Op, TensorRef
+from tests.device.cuda.forms import calls, number_of
+
+
+class Called(TorchDispatchMode):
+    """The names of the operators that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+# Their CUDA kernels ask a tensor for its value, which waits for the GPU: no capture allows it.
+ON_THE_HOST = {
+    "_local_scalar_dense", "masked_fill.Tensor", "masked_fill_.Tensor", "index_fill.int_Tensor", "index_fill_.int_Tensor",
+    "is_nonzero", "equal", "nonzero", "multinomial", "normal.float_Tensor", "normal.Tensor_Tensor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_forms_compute_what_the_operators_do_and_ask_no_tensor_for_its_value(dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}[dtype]
+    checked = 0
+    for call in calls(dtype, number_of(0.3)):
+        with Called() as called:
+            got = call.form(*call.fed, **call.options)
+        assert not called.names & ON_THE_HOST, call.target
+        got, want = call.fed[0] if got is None else got, call.plain(0.3)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, t=call.target: f"{t}: {m}")
+        checked += 1
+    assert checked > 40
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_filling_by_a_mask_with_a_tensors_value_stays_on_the_device(in_place: bool) -> None:
+    tensors = (TensorRef(0), TensorRef(1), TensorRef(2))
+    call = retarget.call(0, Op(f"aten.masked_fill{'_' * in_place}.Tensor", tensors, (), (3,)), lambda target: True)
+    x, mask, value = torch.arange(6.0).view(2, 3), torch.tensor([True, False, True]), torch.tensor(9.0)
+    with Called() as called:
+        made = call(x.clone(), mask, value)
+    assert not called.names & ON_THE_HOST
+    assert torch.equal(made, x.masked_fill(mask, value))
+
+
+X, INDEX, VALUE = torch.arange(12.0).view(3, 4), torch.tensor([2, 0]), torch.tensor(9, dtype=torch.int64)
+WEIGHTS = torch.tensor([[0.1, 0.4, 0.0, 0.5], [3.0, 1.0, 2.0, 0.5]])
+ASKING = [
+    ("index_fill.int_Tensor", (X, 1, INDEX, VALUE)),
+    ("index_fill.int_Tensor", (X, -2, INDEX, VALUE)),
+    ("index_fill.int_Tensor", (torch.tensor(1.0), 0, torch.tensor([0]), VALUE)),
+    ("index_fill_.int_Tensor", (X, 0, torch.tensor(1), VALUE)),
+    ("index_fill_.int_Tensor", (X, 0, INDEX[:0], VALUE)),
+    ("normal.float_Tensor", (2.0, torch.tensor([0.5, 3.0]))),
+    ("normal.Tensor_Tensor", (torch.zeros(2, 1), torch.tensor([0.5, 3.0]))),
+    ("multinomial.default", (WEIGHTS, 1, True)),
+    ("multinomial.default", (WEIGHTS, 3)),
+    ("multinomial.default", (WEIGHTS[0], 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), ASKING)
+def test_they_compute_and_draw_what_the_operator_does(name: str, arguments: Any) -> None:
+    operator = getattr(getattr(torch.ops.aten, name.split(".")[0]), name.split(".")[1])
+    call = retarget.call(0, Op(f"aten.{name}", (TensorRef(0),), (), (1,)), lambda target: True)
+    runs = []
+    for each in (operator, call):
+        given = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+        torch.manual_seed(3)
+        with Called() as called:
+            made = each(*given)
+        runs.append((made, given[0], torch.get_rng_state()))
+    assert not called.names & ON_THE_HOST
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    assert runs[0][0].dtype == runs[1][0].dtype
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [("aten.linalg_eig.default", ()), ("aten.histc.default", ()), ("aten.histc.default", (10, 1.0, 1.0))],
+)
+def test_what_nothing_else_tells_is_refused_by_name(target: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ProgramError, match=f"operator 4 .{target}") as raised:
+        asking.refuse(4, Op(target, (TensorRef(0), *arguments), (), (1,)))
+    assert "outside the step" in raised.value.remedy
+    asking.refuse(4, Op("aten.histc.default", (TensorRef(0), 10, 0.0, 1.0), (), (1,)))
