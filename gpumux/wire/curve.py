@@ -51,13 +51,14 @@ def client_curve(environ: Mapping[str, str] | None = None) -> ClientCurve:
 
 
 def make_keys(directory: Path, name: str) -> tuple[Path, Path]:
-    """Make NAME.key (public) and NAME.key_secret (mode 0600) in `directory`; their paths."""
+    """Make NAME.key (public, mode 0644) and NAME.key_secret (mode 0600) in `directory`; their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     old = os.umask(0o077)
     try:
         public, secret = zmq.auth.create_certificates(directory, name)
     finally:
         os.umask(old)
+    Path(public).chmod(0o644)  # the daemon that is to let it in runs as another user
     return Path(public), Path(secret)
 
 
@@ -79,15 +80,22 @@ def secure_client(socket: zmq.Socket[bytes], curve: ClientCurve) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
 
-def allowed_keys(clients: Path) -> dict[str, str]:
-    """The public keys (Z85) in a directory of NAME.key files, with their NAMEs; a file that is none is left out.
-    Of two names for one key the first counts."""
+def allowed_keys(clients: Path, unusable: list[ConfigError]) -> dict[str, str]:
+    """The public keys (Z85) in a directory of NAME.key files, with their NAMEs. Of two names for one key the first counts. A
+    file that holds none or can't be read is left out and added to `unusable`."""
     found: dict[str, str] = {}
-    for path in sorted(clients.glob("*.key")):
+    try:
+        names = sorted(os.listdir(clients))
+    except OSError as error:
+        unusable.append(
+            ConfigError(f"can't look for client keys in {clients}: {error.strerror}", "make it readable for the daemon")
+        )
+        return found
+    for path in (clients / name for name in names if name.endswith(".key")):
         try:
             found.setdefault(_load(path)[0].decode("ascii", "replace"), path.stem)
-        except ConfigError:
-            continue  # one bad file must not lock the other clients out
+        except ConfigError as error:
+            unusable.append(error)  # one bad file must not lock the other clients out
     return found
 
 
@@ -112,5 +120,6 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"can't read the key file {path}: {error}", "make one with zmq.auth.create_certificates"
+            f"can't read the key file {path}: {error}",
+            "make it readable for the daemon, or a new one (docs/security.md says how)",
         ) from error

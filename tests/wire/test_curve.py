@@ -142,7 +142,30 @@ def test_keys_that_can_not_be_used(keys, tmp_path: Path):
 
 
 def test_a_broken_file_locks_nobody_out(keys, tmp_path: Path):
-    assert len(allowed_keys(tmp_path / "clients")) == 2
+    unusable: list[ConfigError] = []
+    assert len(allowed_keys(tmp_path / "clients", unusable)) == 2
+    assert [error for error in unusable if "broken.key" in error.message] == unusable != []
+
+
+def test_a_directory_that_can_not_be_looked_into_is_said(tmp_path: Path):
+    unusable: list[ConfigError] = []
+    assert allowed_keys(tmp_path / "absent", unusable) == {}
+    assert "can't look for client keys" in unusable[0].message
+
+
+def test_what_keeps_a_known_client_out_is_logged_once(world, make_client, keys, tmp_path: Path, caplog):
+    """Its holder is only told that the key is unknown, whatever is wrong with the file."""
+    for _ in range(2):
+        client = make_client(world, configure=as_client(keys, "alice"))
+        client.send(INLINE)
+        world.next(Opened)
+    assert [text for text in caplog.messages if "lets nobody in" in text and "broken.key" in text] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_who_may_read_keys_that_were_made(tmp_path: Path):
+    public, secret = make_keys(tmp_path, "laptop")
+    assert (public.stat().st_mode & 0o777, secret.stat().st_mode & 0o777) == (0o644, 0o600)
 
 
 def test_the_client_finds_its_keys_in_the_environment():
