@@ -28,10 +28,32 @@ def _no_fallback() -> Iterator[None]:
 
 
 def batched(call: Call) -> Any:
-    """The operator's result, model dimension first. Raises Declined."""
+    """The operator's result, model dimension first. One that writes in place and can't be batched so is done apart, and what
+    comes out is copied to where it writes. Raises Declined."""
     call.same_numbers()
     if any(isinstance(v, ScalarRef) for v in flat(call.args)):
         raise Declined("it takes a number that is another at every step")
+    try:
+        return _batched(call, call.func)
+    except Declined:
+        apart = _out_of_place(call)
+        if apart is None:
+            raise
+    place = call.written[0].all()
+    return place.copy_(_batched(call, apart))
+
+
+def _out_of_place(call: Call) -> Any:
+    """The operator that makes a new tensor where this one writes to its first argument, and to nothing else."""
+    if not call.name.endswith("_") or len(call.written) != 1:
+        return None
+    packet = getattr(torch.ops.aten, call.name.removesuffix("_"), None)
+    found = None if packet is None else getattr(packet, call.target.split(".")[2], None)
+    names = [a.name for a in call.func._schema.arguments]
+    return found if found is not None and [a.name for a in found._schema.arguments] == names else None
+
+
+def _batched(call: Call, func: Any) -> Any:
     stacked: list[torch.Tensor] = []
 
     def put(operand: Operand) -> Any:
@@ -45,10 +67,10 @@ def batched(call: Call) -> Any:
 
     def one(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args = _fill(holes, given)
-        schema = call.func._schema
+        schema = func._schema
         positional = [args[a.name] for a in schema.arguments if not a.kwarg_only]
         named = {a.name: args[a.name] for a in schema.arguments if a.kwarg_only and args[a.name] != a.default_value}
-        out = call.func(*positional, **named)
+        out = func(*positional, **named)
         made: list[torch.Tensor] = []
         spread[:] = [_number(out, made)]
         return tuple(made)
@@ -56,8 +78,6 @@ def batched(call: Call) -> Any:
     try:
         with _no_fallback():
             made = torch.func.vmap(one, in_dims=0, out_dims=0, randomness="error")(*stacked)
-    except Declined:
-        raise
     except (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
         raise Declined(f"torch can't batch it: {str(error).splitlines()[0] if str(error) else error!r}") from error
     return _fill(spread[0], made)

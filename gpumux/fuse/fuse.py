@@ -172,6 +172,8 @@ class Fuser:
             return "fused", way
         if call.target in rules.PER_MODEL:
             reason = rules.PER_MODEL[call.target]
+            for operand in call.operands():  # kernels of few uses: some ask for dense tensors
+                self.homes.exact(operand.view)
         elif not call.varies:
             raise NotFusible(
                 f"{call.target}, {layer_name(self.emitter.label)}, can't run for all models at once: {reason}",

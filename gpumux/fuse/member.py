@@ -49,14 +49,15 @@ class Member:
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], at: State | None = None) -> Choice:
         """What a step on this batch runs, now or from the state `at`. Raises CaptureError and its kin, and LocalWrite;
-        nothing changes then."""
-        state = at or self.state
+        nothing changes then. With `at`, KeepMore when more gradients must be kept, as they are from then on."""
         self.guard.check_writes()
         try:
-            return self._function.choose(args, kwargs, state)
+            return self._function.choose(args, kwargs, at or self.state)
         except KeepMore as more:
-            self.state.keep = state.keep = more.keep
-            return self._function.choose(args, kwargs, state)
+            self.state.keep = more.keep
+            if at is not None:
+                raise
+            return self._function.choose(args, kwargs, self.state)
 
     def advance(self, choice: Choice) -> None:
         """The step has run: what its Python would have changed is changed."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpumux.client.variants import Choice
+from gpumux.client.variants import Choice, KeepMore
 from gpumux.errors import ConfigError
 from gpumux.fuse import checkpoint
 from gpumux.fuse.fused import Decision, Fused, stream_bytes
@@ -53,9 +53,24 @@ class Models:
 
     def _capture(self) -> None:
         """The Programs of the next step, and of those that the optimizers' next phases need. Raises NotFusible."""
+        while True:
+            try:
+                self._walk()
+                return
+            except KeepMore:  # a later step reads gradients of an earlier one
+                self._variants.clear()
+
+    def _walk(self) -> None:
         states = [m.state for m in self._members]
         for _ in range(_WARM_PHASES):
-            choices = [m.choose(*self._example, s) for m, s in zip(self._members, states, strict=True)]
+            choices, wanting = [], None
+            for member, state in zip(self._members, states, strict=True):
+                try:
+                    choices.append(member.choose(*self._example, state))
+                except KeepMore as more:  # all are asked, so that all keep the same
+                    wanting = more
+            if wanting is not None:
+                raise wanting
             self._variant(choices, False)  # one run, whatever the kinds: says what differs
             after = [c.after(m.state.keep) for c, m in zip(choices, self._members, strict=True)]
             if all(a.structure is s.structure for a, s in zip(after, states, strict=True)):

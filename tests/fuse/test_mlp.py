@@ -34,6 +34,10 @@ OPTIMIZERS = {
     "adagrad": lambda p, c: torch.optim.Adagrad(p, lr=c.lr, lr_decay=c.lr),
     "adadelta": lambda p, c: torch.optim.Adadelta(p, lr=c.lr, rho=0.9 + c.lr),
     "adamax": lambda p, c: torch.optim.Adamax(p, lr=c.lr, betas=(0.8 + c.lr, 0.9)),
+    "foreach adamax": lambda p, c: torch.optim.Adamax(p, lr=c.lr, foreach=True),
+    "dampened": lambda p, c: torch.optim.SGD(p, lr=c.lr, momentum=0.9, dampening=0.3, maximize=True),
+    "rate of a tensor": lambda p, c: torch.optim.Adam(p, lr=torch.tensor(c.lr, dtype=torch.float64), foreach=False),
+    "muon": lambda p, c: torch.optim.Muon([q for q in p if q.dim() == 2], lr=c.lr),
     "nadam": lambda p, c: torch.optim.NAdam(p, lr=c.lr),
     "radam": lambda p, c: torch.optim.RAdam(p, lr=c.lr),
 }  # fmt: skip

@@ -15,12 +15,12 @@ from gpumux.program.allowlist import ALLOWED
 from gpumux.program.ir import Op
 
 _FOREACH = sorted(t.removeprefix("aten.") for t in ALLOWED if t.startswith("aten._foreach_"))
-_REDUCING = ("_foreach_norm", "_foreach_max", "_foreach_mm")
+_REDUCING = ("_foreach_norm", "_foreach_max", "_foreach_mm")  # without overload
 _ALONE = {"List": ("Tensor", "default", "Tensor_Tensor"), "Tensor": ("Tensor",), "default": ("default",),
           "Scalar": ("Scalar", "default", "Tensor_Scalar"), "ScalarList": ("Scalar", "default", "Tensor_Scalar")}  # fmt: skip
 
 
-@rule(*[t for t in _FOREACH if not t.startswith(_REDUCING)])
+@rule(*[t for t in _FOREACH if t.split(".")[0] not in _REDUCING])
 def elementwise(call: Call) -> Any:
     if not call.varies and _lists_match(call):
         return call.invoke(call.filled(Operand.all))

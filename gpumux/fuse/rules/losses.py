@@ -120,3 +120,51 @@ def nll_backward(call: Call) -> Any:
         "weight": None, "reduction": NONE, "total_weight": total.all().select(0, 0),
     }  # fmt: skip
     return samples.unpack(call.invoke(changes))
+
+
+# ---- margins ---------------------------------------------------------------------------------------
+
+
+def _labels(call: Call) -> torch.Tensor:
+    """[B, N], or [B, N, C] where a sample has several; [B] of a single sample, which may have its label in a list of one."""
+    labels: torch.Tensor = call["target"].all()
+    return labels.reshape(call.models) if call["self"].dim == 1 and "weight" in call.args else labels
+
+
+def _scale(call: Call) -> torch.Tensor | None:
+    """What the weight of a label's class multiplies its loss with, [B, N]."""
+    weight = call.args.get("weight")
+    if weight is None:
+        return None
+    labels = _labels(call)
+    found: torch.Tensor = weight.all().gather(1, labels.reshape(call.models, -1)).view(labels.shape)
+    return found
+
+
+def _margins(call: Call, samples: Samples) -> dict[str, Any]:
+    given = {"self": samples.x, "target": samples.pack(_labels(call)), "reduction": NONE}
+    return given | ({"weight": None} if "weight" in call.args else {})
+
+
+@rule("multi_margin_loss", "multilabel_margin_loss_forward")
+def margins(call: Call) -> Any:
+    samples = Samples(call["self"])
+    made = call.invoke(_margins(call, samples))
+    loss, scale = samples.unpack(made if isinstance(made, torch.Tensor) else made[0]), _scale(call)
+    loss = _reduced(loss if scale is None else loss * scale, call["reduction"])
+    return loss if isinstance(made, torch.Tensor) else (loss, samples.unpack(made[1]))
+
+
+@rule("multi_margin_loss_backward", "multilabel_margin_loss_backward")
+def margins_backward(call: Call) -> Any:
+    x = call["self"]
+    samples, scale = Samples(x), _scale(call)
+    grad = call["grad_output"].all(x.dim - 1)
+    if call["reduction"] == MEAN and not samples.single:
+        grad = grad / x.size[0]
+    if scale is not None:
+        grad = grad * scale
+    changes = _margins(call, samples) | {"grad_output": samples.pack(grad.expand(call.models, *x.size[:-1]))}
+    if "is_target" in call.args:
+        changes["is_target"] = samples.pack(call["is_target"].all())
+    return samples.unpack(call.invoke(changes))

@@ -29,12 +29,10 @@ def mm(call: Call) -> Any:
 @rule("addmm")
 def addmm(call: Call) -> Any:
     bias, a, b = call["self"], call["mat1"], call["mat2"]
-    beta, alpha = call["beta"], call["alpha"]
-    call.same_numbers()
     if not bias.alike and bias.dim == 1 and bias.mergeable(0) and a.alike and b.mergeable(1):
-        wide = torch.addmm(bias.merged(0), a.one(), b.merged(1), beta=beta, alpha=alpha)
+        wide = call.invoke({"self": bias.merged(0), "mat1": a.one(), "mat2": b.merged(1)})
         return apart(wide, 1, call.models)
-    return torch.baddbmm(bias.all(2), a.all(), b.all(), beta=beta, alpha=alpha)
+    return call.invoke({"self": bias.all(2), "batch1": a.all(), "batch2": b.all()}, torch.ops.aten.baddbmm.default)
 
 
 @rule("bmm")
@@ -54,10 +52,9 @@ def _batched(a: Operand, b: Operand, models: int) -> Any:
 @rule("baddbmm")
 def baddbmm(call: Call) -> Any:
     bias, a, b = call["self"], call["batch1"], call["batch2"]
-    call.same_numbers()
     size = (call.models * a.size[0], a.size[1], b.size[2])
     wide = bias.all(3).expand(call.models, a.size[0], a.size[1], b.size[2]).reshape(size)
-    made = torch.baddbmm(wide, a.all().flatten(0, 1), b.all().flatten(0, 1), beta=call["beta"], alpha=call["alpha"])
+    made = call.invoke({"self": wide, "batch1": a.all().flatten(0, 1), "batch2": b.all().flatten(0, 1)})
     return apart(made, 0, call.models)
 
 
@@ -72,3 +69,11 @@ def mv(call: Call) -> Any:
 @rule("dot")
 def dot(call: Call) -> Any:
     return torch.bmm(call["self"].all().unsqueeze(1), call["tensor"].all().unsqueeze(2)).flatten()
+
+
+@rule("_trilinear")
+def trilinear(call: Call) -> Any:
+    """Products of three tensors, as of a bilinear layer: the models are one more dimension that all three have."""
+    changes: dict[str, Any] = {name: call[name].all() for name in ("i1", "i2", "i3")}
+    changes |= {name: [d + 1 for d in call[name]] for name in ("expand1", "expand2", "expand3", "sumdim")}
+    return call.invoke(changes | {"unroll_dim": call["unroll_dim"] + 1})

@@ -110,5 +110,26 @@ def layer_norm_backward(call: Call) -> Any:
     return dx, dweight, dbias
 
 
+@rule("_weight_norm_interface")
+def weight_norm(call: Call) -> Any:
+    """[B, *size] and the norms [B, *size of g]: a direction and a length for each row (or column) of a weight."""
+    v, g = call["v"].all(), call["g"].all()
+    norms = torch.linalg.vector_norm(v, dim=_all_but(call), keepdim=True)
+    return v * (g / norms), norms
+
+
+@rule("_weight_norm_interface_backward")
+def weight_norm_backward(call: Call) -> Any:
+    grad, v, g, norms = (call[n].all() for n in ("grad_w", "saved_v", "saved_g", "saved_norms"))
+    along = (grad * v).sum(_all_but(call), keepdim=True) / norms
+    return (grad - v * (along / norms)) * (g / norms), along
+
+
+def _all_but(call: Call) -> list[int]:
+    """The dimensions of all models' weights that are no rows of them: not the models', nor `dim`."""
+    weight: Operand = next(call.operands())
+    return [d for d in range(1, 1 + weight.dim) if d != 1 + call["dim"]]
+
+
 def _sum(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return tensor.sum(dims) if dims else tensor.clone()  # sum over no dimensions is over all

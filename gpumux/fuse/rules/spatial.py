@@ -44,3 +44,22 @@ def by_channel(call: Call) -> Any:
     if isinstance(made, torch.Tensor):
         return parts([(made, dim)], call.models)[0]
     return parts([(t, dim) for t in made], call.models)
+
+
+_BY_SAMPLE = ("fractional_max_pool2d", "fractional_max_pool3d", "affine_grid_generator")
+
+
+@rule(*_BY_SAMPLE, *(f"{name}_backward" for name in _BY_SAMPLE))
+def by_sample(call: Call) -> Any:
+    """Models are so many more samples."""
+    operands = {name: v for name, v in call.args.items() if isinstance(v, Operand)}
+    found = re.search(r"([23])d", call.name)
+    if found is not None and call["self"].dim != int(found[1]) + 2:
+        raise Declined("an operand without samples")
+    changes: dict[str, Any] = {name: o.merged(0) for name, o in operands.items()}
+    if "size" in call.args:
+        changes["size"] = [call.models * call["size"][0], *call["size"][1:]]
+    made = call.invoke(changes)
+    if isinstance(made, torch.Tensor):
+        return parts([(made, 0)], call.models)[0]
+    return parts([(t, 0) for t in made], call.models)

@@ -60,6 +60,46 @@ def test_a_mask_of_the_batch_is_shared():
     assert by(array, "per-model") == set()
 
 
+class Heads(nn.Module):
+    """Self-attention whose weights are wanted or not, its keys padded or not. Without a bias of the keys, which has no true
+    gradient."""
+
+    def __init__(self, padded: bool, weights: bool, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, bias=False, **options)
+        self.padded, self.weights = padded, weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padding = (x[:, :, 0] > 1) if self.padded else None
+        out, weights = self.attention(x, x, x, key_padding_mask=padding, need_weights=self.weights)
+        return out if weights is None else torch.cat([out, weights], 2)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_dropout_inside_attention(padded: bool, weights: bool):
+    array = check(training(lambda: Heads(padded, weights, dropout=0.3)), batches(3, 4, 6))
+    assert by(array, "per-model") == {"bernoulli_.float"}
+
+
+def test_heads_of_other_sizes_and_more_keys():
+    options = {"kdim": 6, "vdim": 6, "add_bias_kv": True, "add_zero_attn": True}
+    array = check(training(lambda: Heads(False, True, **options)), batches(3, 4, 6))
+    assert by(array, "per-model") == set()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoders_with_dropout_wherever_they_have_it(norm_first: bool):
+    def module() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(
+            6, 2, 8, dropout=0.3, activation="gelu", batch_first=True, norm_first=norm_first, bias=False
+        )
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    array = check(training(module), batches(3, 4, 6))
+    assert by(array, "per-model") == {"bernoulli_.float"}
+
+
 def layers(**options: Any) -> nn.Module:
     kind = nn.TransformerDecoderLayer if options.pop("decoder", False) else nn.TransformerEncoderLayer
     return kind(6, 2, 8, dropout=0.0, batch_first=True, **options)

@@ -59,6 +59,31 @@ def test_cross_entropy_of_images(per_model: bool):
     assert by(array, "rule") >= {"nll_loss2d_forward", "nll_loss2d_backward"}
 
 
+MARGINS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "one label": lambda out, w, y: F.multi_margin_loss(out, y) + F.multi_margin_loss(out, y, 2, weight=w, reduction="sum"),
+    "some labels": lambda out, w, y: (
+        F.multilabel_margin_loss(out, some(y)) + F.multilabel_margin_loss(out, some(y), reduction="none").square().mean()
+    ),
+    "one sample": lambda out, w, y: F.multi_margin_loss(out[0], y[:1], weight=w) + F.multilabel_margin_loss(out[0], some(y)[0]),
+}  # fmt: skip
+
+
+def some(y: Tensor) -> Tensor:
+    """[N, 4]: a label or two, and what ends the list."""
+    return torch.stack([y, torch.where(y > 1, 0, -1), torch.full_like(y, -1), y], 1)
+
+
+@pytest.mark.parametrize("per_model", [False, True])
+@pytest.mark.parametrize("case", MARGINS)
+def test_margins(case: str, per_model: bool):
+    array = check(
+        training(Weighted, loss=lambda out, y: MARGINS[case](*out, y)), batches(6, 5, classes=4), per_model=per_model
+    )
+    kinds = {"one label": {"multi_margin_loss"}, "some labels": {"multilabel_margin_loss_forward"}}
+    assert by(array, "rule") >= kinds.get(case, kinds["one label"] | kinds["some labels"])
+    assert by(array, "per-model") == set()
+
+
 def hot(out: Tensor, y: Tensor) -> Tensor:
     return F.one_hot(y, out.shape[1]).to(out.dtype)
 

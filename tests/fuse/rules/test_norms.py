@@ -111,6 +111,18 @@ def test_norms_over_features(kind: str, per_model: bool):
     assert by(array, "batched", "per-model") == expected
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_weights_of_a_direction_and_a_length(dim: int):
+    def module() -> nn.Module:
+        layers = nn.Linear(6, 5), nn.Conv1d(4, 3, 2)
+        first, second = (nn.utils.parametrizations.weight_norm(layer, dim=dim) for layer in layers)
+        return nn.Sequential(first, nn.Tanh(), second)
+
+    array = check(training(module), batches(3, 4, 6))
+    assert by(array, "rule") >= {"_weight_norm_interface", "_weight_norm_interface_backward"}
+    assert by(array, "per-model") == set()
+
+
 def test_layer_norm_between_convolutions_and_of_one_sample():
     class Net(nn.Module):
         def __init__(self) -> None:

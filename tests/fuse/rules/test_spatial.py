@@ -62,6 +62,16 @@ def test_by_channel(dim: int, channels: bool):
     assert by(array, "per-model") == set()
 
 
+def test_random_windows_and_grids():
+    views: list[Callable[[Tensor], Tensor]] = [
+        lambda x: F.fractional_max_pool2d(x, 2, output_size=(3, 4)),
+        lambda x: F.affine_grid(x[:, 0, :2, :3], [2, 1, 3, 3], align_corners=False),
+    ]  # fmt: skip
+    array = check(training(lambda: Sum(2, views, True)), batches(2, 4, *SPACE[2]))
+    assert by(array, "rule") >= {"fractional_max_pool2d", "fractional_max_pool2d_backward", "affine_grid_generator"}
+    assert by(array, "per-model") == {"rand"}
+
+
 def test_unpooling_and_rearrangements():
     def unpooled(x: Tensor) -> Tensor:
         return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)
