@@ -9,7 +9,8 @@ from gpumux.client.trace import HostResult, RawTrace, TensorResult
 def first_difference(a: RawTrace, b: RawTrace) -> str | None:
     """Why two traces of one step aren't the same, or None when they are."""
     for i, (x, y) in enumerate(zip(a.record.ops, b.record.ops, strict=False)):
-        if (x.target, x.args, x.kwargs, x.outs, x.random) != (y.target, y.args, y.kwargs, y.outs, y.random):
+        one, other = ((o.target, o.args, o.kwargs, o.outs, o.random) for o in (x, y))
+        if one != other and repr(one) != repr(other):  # nan, which equals no other, is written alike
             return f"operator {i} at {x.where}: {_brief(x)} the first time, {_brief(y)} the second"
     if len(a.record.ops) != len(b.record.ops):
         longer = a if len(a.record.ops) > len(b.record.ops) else b
