@@ -189,7 +189,7 @@ def _body(
     live_out: list[int], numbers: bool, device: torch.device, supports: Callable[[str], bool],
 ) -> Callable[..., list[Tensor]]:  # fmt: skip
     ops: list[tuple[int, Op]] = list(enumerate(program.ops))[unit.start : unit.stop]
-    calls = {index: retarget.call(index, op, supports) for index, op in ops}
+    calls = {index: retarget.call(index, op, supports, compiled=True) for index, op in ops}
 
     def body(*arguments: Tensor) -> list[Tensor]:
         given = list(arguments)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gpumux.device.cpu.schema import DTYPES, constant
-from gpumux.device.cuda import asking
+from gpumux.device.cuda import asking, fused
 from gpumux.device.cuda.feeding import form, takes_numbers
 from gpumux.errors import ProgramError
 from gpumux.program.allowlist import RANDOM
@@ -24,53 +24,8 @@ from gpumux.program.schemas import schema
 Tensor = torch.Tensor
 
 
-# ---- attention as the CPU has it: always its mathematical form here
-
-
-def _scores(q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
-    scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        rows, columns = scores.shape[-2:]
-        allowed = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(allowed.logical_not(), float("-inf"))
-    return scores if mask is None else scores + mask
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """_scaled_dot_product_flash_attention_for_cpu: the output and the logarithm of the softmax's sums."""
-    scores = _scores(_wide(q), _wide(k), is_causal, attn_mask, scale)
-    sums = torch.logsumexp(scores, dim=-1)
-    # A row that may look at nothing has sums of -inf; the CPU's kernel makes its output 0.
-    weights = torch.exp(scores - sums.unsqueeze(-1)).nan_to_num(0.0)
-    return (weights @ _wide(v)).to(q.dtype), sums
-
-
-def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, dropout_p: float, is_causal: bool, *,
-    attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Its backward: gradients of q, k and v."""
-    g, wq, wk, wv = _wide(grad), _wide(q), _wide(k), _wide(v)
-    weights = torch.exp(_scores(wq, wk, is_causal, attn_mask, scale) - sums.unsqueeze(-1)).nan_to_num(0.0)
-    delta = (g * _wide(out)).sum(dim=-1, keepdim=True)
-    d_scores = weights * (g @ wv.transpose(-2, -1) - delta)
-    d_scores = d_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    dq, dk, dv = d_scores @ wk, d_scores.transpose(-2, -1) @ wq, weights.transpose(-2, -1) @ g
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-_FORMS: dict[str, Callable[..., Any]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
-    **asking.FORMS,
-}
+_FORMS: dict[str, Callable[..., Any]] = {**asking.FORMS, **fused.FORMS}
+_COMPILED: dict[str, Callable[..., Any]] = {**asking.FORMS, **fused.COMPILED}
 
 # Recomputation draws an operator's numbers again. On a GPU the first draw is kept instead; that is the same only
 # where what is drawn depends on nothing but the arguments' shapes.
@@ -83,12 +38,12 @@ _KEPT_DRAWS = frozenset(
 )  # fmt: skip
 
 
-def call(index: int, op: Op, supports: Callable[[str], bool]) -> Callable[..., Any]:
+def call(index: int, op: Op, supports: Callable[[str], bool], *, compiled: bool = False) -> Callable[..., Any]:
     """What carries out an operator on another device than the CPU. Raises ProgramError when nothing can.
-    `supports`: whether the device has a kernel for an operator of torch's."""
+    `supports`: whether the device has a kernel for an operator of torch's; `compiled`: it is to be compiled."""
     if takes_numbers(op):
         return form(index, op)
-    known = _FORMS.get(op.target)
+    known = (_COMPILED if compiled else _FORMS).get(op.target)
     if known is not None:
         return known
     if not supports(op.target):
