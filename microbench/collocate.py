@@ -67,11 +67,15 @@ class Where:
 
 
 class Book:
-    """Measurements by key: for each a list of runs, {"high": …, "low": …} or {"error": …}, oldest first."""
+    """Measurements by key: for each a list of runs, {"high": …, "low": …} or {"error": …}, oldest first. `missing`: ways that
+    could not be measured where it was done, and why."""
 
-    def __init__(self, where: Where, runs: dict[str, list[dict[str, Any]]] | None = None) -> None:
+    def __init__(
+        self, where: Where, runs: dict[str, list[dict[str, Any]]] | None = None, missing: dict[str, str] | None = None
+    ) -> None:
         self.where = where
         self.runs: dict[str, list[dict[str, Any]]] = runs or {}
+        self.missing: dict[str, str] = missing or {}
 
     def good(self, item: Item) -> list[dict[str, Any]]:
         return [run for run in self.runs.get(item.key, []) if "error" not in run]
@@ -92,6 +96,7 @@ class Book:
             raise ConfigError(
                 f"{other.where} and {self.where} do not go into one table", "merge files of one kind of device"
             )
+        self.missing = {**other.missing, **self.missing}
         for key, runs in other.runs.items():
             mine = self.runs.setdefault(key, [])
             mine += [run for run in runs if run not in mine]
@@ -101,17 +106,26 @@ class Book:
 
     def save(self, path: Path) -> None:
         """Replaces the file in one go: who kills us leaves the old one or the new one."""
-        body = {"benchmark": "collocate", "where": asdict(self.where), "machine": common.machine(), "runs": self.runs}
+        body = {
+            "benchmark": "collocate", "where": asdict(self.where), "machine": common.machine(), "runs": self.runs,
+            "missing": self.unmeasured(),
+        }  # fmt: skip
         unready = path.with_suffix(path.suffix + ".new")
         unready.write_text(json.dumps(body, indent=1) + "\n")
         unready.replace(path)
+
+    def unmeasured(self) -> dict[str, str]:
+        """Why, by way, of what was measured nowhere."""
+        there = {key.partition(" | ")[0] for key, runs in self.runs.items() if runs}
+        return {way: why for way, why in self.missing.items() if way not in there}
 
     @classmethod
     def load(cls, path: Path) -> Book:
         """Raises ConfigError for a file that is none of ours."""
         try:
             body = json.loads(path.read_text())
-            return cls(Where(**body["where"]), {key: list(runs) for key, runs in body["runs"].items()})
+            runs = {key: list(runs) for key, runs in body["runs"].items()}
+            return cls(Where(**body["where"]), runs, dict(body.get("missing", {})))
         except OSError as error:
             raise ConfigError(f"{path} can't be read: {error}", "name a file this program wrote") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -274,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         book = Book(where)
         for other in books:
             book.merge(other)
+        if not args.show:
+            book.missing = {way: why for way in args.ways if (why := ways.unavailable(way, args.device))}
     except ConfigError as error:
         print(f"{error.message}: {error.remedy}", file=sys.stderr)
         return 78
@@ -286,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = rows(book, pairs)
     print(f"{book.where.card}, {book.where.size} size; times and rates over solo")
     print(show(found))
+    for way, why in book.unmeasured().items():
+        print(f"{way}: not measured: {why}")
     for name, target in targets(found).items() if book.where.device == "cuda" else ():
         print(f"{name}: {target['value']:.3f} against {target['target']:.2f}: {'met' if target['met'] else 'MISSED'}")
     return status

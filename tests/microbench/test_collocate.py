@@ -179,6 +179,22 @@ def test_showing_measures_nothing_and_writes_the_merged_file(measured: list[Item
     assert all(1 <= len(runs) <= 2 for runs in json.loads(both.read_text())["runs"].values())
 
 
+def test_ways_that_there_are_not_are_named_with_the_reason(
+    measured: list[Item], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    out, later = tmp_path / "c.json", tmp_path / "later.json"
+    monkeypatch.setattr(ways, "unavailable", lambda way, device: "its daemon is not there" if way == ways.MPS else "")
+    run("--out", str(out), "--ways", ways.MPS, "gpumux guarded")
+    assert f"{ways.MPS}: not measured: its daemon is not there" in capsys.readouterr().out
+    assert json.loads(out.read_text())["missing"] == {ways.MPS: "its daemon is not there"}
+    run("--show", "--merge", str(out), "--out", str(later))  # it goes with the figures
+    assert "not measured" in capsys.readouterr().out
+    assert collocate.Book.load(later).unmeasured() == {ways.MPS: "its daemon is not there"}
+    book = collocate.Book.load(later)
+    book.add(Item(ways.MPS, *PAIR), {"high": figures(0.1, 10.0)})
+    assert book.unmeasured() == {}  # another machine had it
+
+
 def test_bad_pairs_are_refused(capsys: pytest.CaptureFixture[str]):
     assert collocate.main(["--list", "--pairs", "resnet50:train"]) == 78
     assert "is no pair" in capsys.readouterr().err
