@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import tomllib
@@ -78,6 +79,28 @@ def test_the_commands_exist():
     targets = set(re.findall(r"make ([a-z-]+)", README)) - {"it", "sure"}
     makefile = (ROOT / "Makefile").read_text()
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_the_kills_and_the_soak_that_are_told_of_are_those_in_the_results():
+    kills, soak = (json.loads((ROOT / f"microbench/results/cpu-{name}.json").read_text()) for name in ("kills", "soak"))
+    (row,) = [line for line in README.splitlines() if "microbench.kills" in line]
+    blows, steps, tensors = (
+        kills["blows"],
+        *(sum(job[key] for job in kills["jobs"]) for key in ("steps", "state_tensors")),
+    )
+    assert kills["bit_equal"]
+    assert f"after {blows['kills']} kills" in row
+    assert f"{blows['executors']} of an executor and {blows['restarts']} restarts" in row
+    assert f"none, in {steps:,} results and {tensors} tensors" in row
+    assert kills["command"].partition(" --out")[0] in row
+    page = (ROOT / "docs/operating.md").read_text()
+    counted = soak["counted"]
+    assert soak["met"]
+    assert (
+        f"{soak['checks']['steps acknowledged']['value']:,} steps right and none wrong in {counted['lives']:,} lives"
+        in page
+    )
+    assert soak["command"].partition(" --out")[0] in page
 
 
 def test_every_dependency_has_its_reason():

@@ -174,7 +174,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     add("--threads", metavar="N", help="intra-op threads a piece on the CPU")
     add("--metrics-host", metavar="ADDRESS", help="address of /metrics and the status page (default 127.0.0.1)")
     add("--metrics-port", metavar="N", help="port of both (default 9402); 0 picks one, off serves none")
-    add("--state-dir", metavar="DIR", help="directory for crash.log, the stacks of a daemon that crashes")
+    add("--state-dir", metavar="DIR", help="for snapshots of jobs, so that a killed daemon loses none, and crash.log")
     add("--log-level", metavar="|".join(config.LOG_LEVELS), help="least important line that is logged (default info)")
     add(
         "--log-format",
