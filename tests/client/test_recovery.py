@@ -141,12 +141,10 @@ def snapshots(daemon: Phoenix, run: Run) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # several daemons start, and machines are busy
 def test_what_else_may_happen_when_a_daemon_goes(victim: Phoenix, caplog: pytest.LogCaptureFixture):
-    """One daemon after the other, as a start takes seconds."""
+    """As little as possible of it: a start takes seconds."""
     restarted_in_order(victim)
     caplog.clear()
-    a_damaged_snapshot(victim, caplog)
-    waiting_and_polling(victim)
-    nothing_saved_and_too_much_to_run_again(victim)
+    one_death_of_three_jobs(victim, caplog)
 
 
 def restarted_in_order(victim: Phoenix) -> None:
@@ -159,34 +157,32 @@ def restarted_in_order(victim: Phoenix) -> None:
         as_undisturbed(run, dropout_adam)
 
 
-def a_damaged_snapshot(victim: Phoenix, caplog: pytest.LogCaptureFixture) -> None:
-    """It is noticed, the user is told, and the one before is used."""
-    run = submit(conv_sgd(SEED), victim.endpoint)
-    with run.job:
-        until_saved(run, 2)
-        turns(run, 3)
-        victim.process.kill()
-        victim.process.wait()
-        older, newest = snapshots(victim, run)
-        data = bytearray(newest.read_bytes())
-        data[len(data) // 2] ^= 4
-        newest.write_bytes(data)
-        victim.kill()  # starts another
-        turns(run, 5)
-        as_undisturbed(run, conv_sgd)
-    damaged, back = [line for line in said(caplog) if "waiting for it" not in line]
-    assert f"snapshot {int(newest.name[:8])} is damaged; {int(older.name[:8])} is used" in damaged
-    assert f"from snapshot {int(older.name[:8])}" in back
-
-
-def waiting_and_polling(victim: Phoenix) -> None:
-    """Futures that wait get their values, and asking whether they have does not wait; a paused job comes back paused."""
+def one_death_of_three_jobs(victim: Phoenix, caplog: pytest.LogCaptureFixture) -> None:
+    damaged = submit(conv_sgd(SEED), victim.endpoint)
+    until_saved(damaged, 2)
+    turns(damaged, 3)
+    lost = submit(accumulate_adamw(SEED), victim.endpoint)
+    turns(lost, 2)
+    lost.job._recovery.told.log.give_up()  # as when no snapshot succeeds
     trial = dropout_adam(SEED)
-    run = submit(trial, victim.endpoint)
+    paused = submit(trial, victim.endpoint)
+    paused.job.pause()
+    futures = [paused.job.step(*trial.turn(i)[0][1]) for i in range(2)]
+    victim.process.kill()
+    victim.process.wait()
+    older, newest = snapshots(victim, damaged)
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 4
+    newest.write_bytes(data)
+    victim.kill()  # starts another
+    waiting_and_polling(paused, futures)
+    a_damaged_snapshot(damaged, older, newest, caplog)
+    nothing_saved_and_too_much_to_run_again(lost)
+
+
+def waiting_and_polling(run: Run, futures: list[Any]) -> None:
+    """Futures that wait get their values, and asking whether they have does not wait; a paused job comes back paused."""
     with run.job:
-        run.job.pause()
-        futures = [run.job.step(*trial.turn(i)[0][1]) for i in range(2)]
-        victim.kill()
         assert not futures[1].done()
         with pytest.raises(TimeoutError):
             futures[1].result(timeout=0.01)
@@ -195,17 +191,23 @@ def waiting_and_polling(victim: Phoenix) -> None:
         assert [f.item() for f in futures] == [r.item() for r in plain(dropout_adam(SEED), 2)]
 
 
-def nothing_saved_and_too_much_to_run_again(victim: Phoenix) -> None:
-    run = submit(dropout_adam(SEED), victim.endpoint)
-    turns(run, 2)
-    run.job._recovery.told.log.give_up()  # as when no snapshot succeeds
-    victim.kill()
+def a_damaged_snapshot(run: Run, older: Path, newest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is noticed, the user is told, and the one before is used."""
+    with run.job:
+        turns(run, 5)
+        as_undisturbed(run, conv_sgd)
+    mine = [line for line in said(caplog) if f"job '{run.trial.name}'" in line and "waiting for it" not in line]
+    damaged, back = mine
+    assert f"snapshot {int(newest.name[:8])} is damaged; {int(older.name[:8])} is used" in damaged
+    assert f"from snapshot {int(older.name[:8])}" in back
+
+
+def nothing_saved_and_too_much_to_run_again(run: Run) -> None:
     with pytest.raises(JobFailed, match="can't come back"):
         turns(run, 9)
     with pytest.raises(JobFailed, match="can't come back"):
         run.job.sync()
     run.job.close()
-    victim.wait_until_ready()
 
 
 def test_a_disk_that_takes_nothing(daemon: Phoenix, caplog: pytest.LogCaptureFixture):
