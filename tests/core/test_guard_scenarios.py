@@ -300,7 +300,7 @@ def test_a_piece_as_long_as_the_pause_begins_with_it(timed: bool, monkeypatch: p
 
 
 def test_a_piece_does_not_begin_with_a_pause_that_is_sometimes_short() -> None:
-    """Nine pauses in ten are long enough for it; a tenth of the steps would lose half of it."""
+    """Steps come at random moments: now and then there is no pause, and the step after it would wait for most of the piece."""
     full = Kernel("full", 108, 50e-6, 1, 0)
     simulation = world(high((full,) * 10, rate=900.0), low((Kernel("long", 108, 490e-6, 1, 0),)))
     result = simulation.run(steps=600, warmup_steps=200)
