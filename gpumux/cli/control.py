@@ -45,6 +45,7 @@ class Control:
         self._found = found
         self._payload: list[bytes] = []  # frames of the newest message
         self._spoke = 0.0  # when something was said last
+        self._heard = 0.0  # when something was heard last, while recording
         if found.path is not None:
             endpoints.check_private(found.path.parent)
         check_listening(found, START_IT)
@@ -118,12 +119,14 @@ class Control:
         return self._payload[0]
 
     def record(self, seconds: float) -> Recorded:
-        """What ran for so many seconds. Ctrl-C ends the recording early and keeps it; a second one gives it up.
+        """What ran for so many seconds. Ctrl-C ends the recording early and keeps it; a second one gives it up. Of a daemon
+        that is killed meanwhile what it had sent is kept.
 
-        Raises AdmissionRefused while somebody else records."""
+        Raises AdmissionRefused while somebody else records, DaemonGone when the daemon goes and has sent nothing."""
         ref = next(self._refs)
         found: list[Record] = []
-        until = time.monotonic() + seconds
+        began = self._heard = time.monotonic()
+        until = began + seconds
         self._send(msg.RecordTrace(ref, seconds))
         early = False
         while True:
@@ -135,6 +138,10 @@ class Control:
                 early, until = True, time.monotonic()
                 self._send(msg.RecordTrace(next(self._refs), 0.0))
                 continue
+            except DaemonGone as gone:
+                if not found:
+                    raise
+                return Recorded(found, self._heard - began, gone.message)
             found += unpack(self._payload[0])
             if part.last:
                 return Recorded(found, part.seconds, part.reason)
@@ -144,8 +151,14 @@ class Control:
             self._show_life()
             if self._socket.poll(int(min(left, self.welcome.heartbeat_s / 2) * 1000) + 1):
                 message = self._take(ref)
+                self._heard = time.monotonic()
                 if isinstance(message, msg.TracePart) and message.ref == ref:
                     return message
+            silent = time.monotonic() - self._heard
+            if silent >= self.welcome.lease_s:
+                break
+            if silent >= 2 * self.welcome.heartbeat_s:  # it would have sent a heartbeat
+                check_listening(self._found, START_IT)
         raise unanswered(self._found, START_IT)
 
     def close(self) -> None:

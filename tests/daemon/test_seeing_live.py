@@ -131,6 +131,26 @@ def test_a_daemon_that_stops_leaves_what_was_recorded(daemon, tmp_path):
     assert any(track.endswith("live (low)") for track in check(content))
 
 
+@pytest.mark.leaves_runtime_files
+def test_a_daemon_that_is_killed_leaves_what_it_had_sent(daemon, tmp_path):
+    """And it is noticed long before the recording's 600 s are over."""
+    path = tmp_path / "t.json"
+    process = recorder(daemon, path)
+    with Session.connect(daemon.endpoint) as session:
+        job = LiveJob(session, samples.add_one())
+        until_logged(daemon, "records what runs", lambda: job.run(floats(0, 1, 2, 3)))
+        for _ in range(500):  # a part is sent every 400 records
+            job.run(floats(0, 1, 2, 3))
+        assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+        _, err = process.communicate(timeout=SOON_S)
+        job.data.release()
+    assert process.returncode == 0, err
+    assert "shorter than asked: no daemon at" in err
+    content = json.loads(path.read_text())
+    assert "one that was killed" in content["otherData"]["cut"]
+    assert any(track.endswith("live (low)") for track in check(content))
+
+
 def test_who_only_watches_is_not_taken_for_gone():
     """Both go on for longer than the lease, and say nothing else meanwhile."""
     path = Path(tempfile.mkdtemp(prefix="gmsee-"))
