@@ -285,6 +285,7 @@ def keep_crashes(config: Config, stack: ExitStack) -> None:
         path = Path(config.state_dir)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (path / "crash.log").touch(mode=0o600)  # the directory may be one that was there, open to others
             crashes = stack.enter_context((path / "crash.log").open("a"))
         except OSError as error:
             raise ConfigError(f"can't use the state directory {path}: {error.strerror}", "choose another") from error

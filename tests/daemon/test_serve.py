@@ -150,7 +150,7 @@ def test_over_tcp_with_keys_for_a_service_manager_and_for_operators(
         assert ready == b"READY=1"
         assert re.fullmatch(rb"STATUS=serves .+ at ipc://.+", status)
         assert manager.get(timeout=SOON_S) == b"WATCHDOG=1"
-        assert (tmp_path / "state" / "crash.log").exists()
+        assert (tmp_path / "state" / "crash.log").stat().st_mode & 0o777 == 0o600
         monkeypatch.delenv("NOTIFY_SOCKET")
         tcp = f"tcp://127.0.0.1:{port}"
         check_inline_steps(tcp, ClientCurve(our_secret, public))
