@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from gpumux.client.arguments import check_compile, job_spec, several, whole
 from gpumux.client.job import Job
 from gpumux.client.microbatch.split import check_microbatches
+from gpumux.client.persevering import through
 from gpumux.client.recovering import open_message
 from gpumux.client.returning import find_kept, open_job
 from gpumux.client.session import Session
@@ -57,10 +58,11 @@ def submit(
         many step() calls are behind it. Raises UnknownJob where nothing of that name was kept.
     replay_bytes: memory this process may use, beside a copy of its state, to bring the job back when the daemon is
         killed and started again (README, "Nothing is lost"); 0: it does not come back.
-    reconnect_s: how long a daemon that is gone is waited for before DaemonGone is raised.
+    reconnect_s: how long a daemon that is gone is waited for before DaemonGone is raised, be it amid this call (one
+        that was never there is not).
 
     Raises CaptureError (and its kin, naming the line or tensor), ConfigError for a bad argument,
-    AdmissionRefused, DaemonGone. Nothing local is changed by a failed submit.
+    AdmissionRefused, DaemonGone. Nothing local is changed by a failed submit, unless what was resumed had been read by then.
     """
     models = several(model, torch.nn.Module, "model")
     if any(isinstance(m, torch.jit.ScriptModule) for m in models):
@@ -74,34 +76,36 @@ def submit(
     max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
     check_microbatches(microbatches)
     check_compile(compile)
-    session = Session.connect(endpoint)
-    job: Job | None = None
-    try:
-        table = StateTable(models, optimizers, *devices_of(session))
-        table.home = table.home or _first_device(example)
-        refuse_stale(table)
-        kept = find_kept(session, resume) if resume is not None else None
-        if kept is not None:
-            kept.keepsake.put_back(table)
-        job_id, last = (kept.job, kept.newest) if kept is not None else (uuid.uuid4().hex, 0)
-        open_job(session, open_message(job_id, spec), kept is not None)
-        keepsake = kept.keepsake if kept is not None else None
-        job = Job(session, job_id, spec, table, max_variants, replay_bytes, reconnect_s, keepsake, last)
-        job._capture(step, example, 4, microbatches, compile)
-        if keepsake is not None:
-            session.call(Replay(0, job_id, 0, 1), [keepsake.generator])
-        job._recovery.ready(job)
-    except BaseException:
-        if job is not None:
-            job.close(drain=False)
-        session.close()
-        raise
-    return job
+
+    def attempt(session: Session) -> Job:
+        job: Job | None = None
+        try:
+            table = StateTable(models, optimizers, *devices_of(session, 5))
+            table.home = table.home or _first_device(example)
+            refuse_stale(table)
+            kept = find_kept(session, resume) if resume is not None else None
+            if kept is not None:
+                kept.keepsake.put_back(table)
+            job_id, last = (kept.job, kept.newest) if kept is not None else (uuid.uuid4().hex, 0)
+            open_job(session, open_message(job_id, spec), kept is not None)
+            keepsake = kept.keepsake if kept is not None else None
+            job = Job(session, job_id, spec, table, max_variants, replay_bytes, reconnect_s, keepsake, last)
+            job._capture(step, example, 4, microbatches, compile)
+            if keepsake is not None:
+                session.call(Replay(0, job_id, 0, 1), [keepsake.generator])
+            job._recovery.ready(job)
+        except BaseException:
+            if job is not None:
+                job.close(drain=False)
+            raise
+        return job
+
+    return through(attempt, endpoint, reconnect_s if replay_bytes and resume is None else 0.0)
 
 
-def devices_of(session: Session) -> tuple[str, str]:
+def devices_of(session: Session, stacklevel: int = 3) -> tuple[str, str]:
     """The device type on which a job's steps are traced, and the one that they run on. Warns of a daemon that computes
-    nothing."""
+    nothing, so many calls further up."""
     device = session.welcome.device
     if device["kind"] == "cuda":
         return "cpu", "cuda"  # the daemon runs on its GPU what was traced on the CPU; this process needs none
@@ -111,7 +115,7 @@ def devices_of(session: Session) -> tuple[str, str]:
         f"the daemon only SIMULATES its device ({device['name']}): steps take time, every result is "
         "zero and nothing is trained. For real results submit to a daemon on a real device (gpumux serve --device cpu)",
         SimulatedDeviceWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
     return "cpu", "cpu"
 

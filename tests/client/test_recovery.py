@@ -81,10 +81,21 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # several daemons start, and machines are busy
-def test_jobs_whose_daemon_is_killed_end_as_undisturbed(victim: Phoenix, caplog: pytest.LogCaptureFixture):
-    """Once before there is a snapshot, twice after, and once while they come back."""
+def test_jobs_whose_daemon_is_killed_end_as_undisturbed(
+    victim: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Once while one is submitted, once before there is a snapshot, twice after, and once while they come back."""
+    capture = client.Job._capture
+
+    def struck(job: client.Job, *given: Any) -> Any:
+        monkeypatch.setattr(client.Job, "_capture", capture)
+        victim.kill()
+        return capture(job, *given)
+
+    monkeypatch.setattr(client.Job, "_capture", struck)
     makes = (conv_sgd, accumulate_adamw)
     runs = [submit(make(SEED), victim.endpoint) for make in makes]
+    assert "to submit again" in said(caplog)[0]
     for run in runs:
         turns(run, 3)
     victim.kill()
