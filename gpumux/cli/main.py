@@ -1,7 +1,7 @@
 """The `gpumux` command. Nothing here imports torch, so that every --help is quick.
 
 Exit codes: 0 done, 1 a check or request failed, 64 wrong usage, 70 an error inside gpumux,
-75 the endpoint or device is taken, 78 the configuration is wrong (sysexits.h has the names).
+75 the endpoint, port or device is taken, 78 the configuration is wrong (sysexits.h has the names).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ examples:
 
 SIGHUP has the file read again: access rules, limits and the log change at once, and the log says what waits for a restart.
 
-exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 74 the device is lost, 75 endpoint or device taken, 78 wrong configuration
+exit codes: 0 stopped cleanly, 64 wrong usage, 70 internal error, 74 the device is lost, 75 endpoint, port or device taken, 78 wrong configuration
 """
 _JOBS = """\
 JOB is a job's id, the beginning of one, its short id (j3) or its name, if only one job has it.

@@ -1,7 +1,7 @@
 """Start-up and shut-down of a daemon: open everything in order, serve, close it in reverse.
 
 Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 74 the device failed beyond repair (every
-client was told), 75 the endpoint is taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the
+client was told), 75 the endpoint or the metrics port is taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the
 configuration read again (daemon/reload.py).
 SIGTERM and SIGINT ask for a clean stop, at any time from the first line of `run` on; more of them change nothing, since stopping is bounded
 (drain_s, and 10 s for the device), and who can't wait has SIGKILL.

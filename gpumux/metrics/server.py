@@ -8,6 +8,7 @@ next one takes the place of the oldest. Rendering gives the interpreter up at ev
 
 from __future__ import annotations
 
+import errno
 import socket
 import socketserver
 import threading
@@ -18,7 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from gpumux import __version__
-from gpumux.errors import ConfigError
+from gpumux.errors import ConfigError, EndpointBusy
 from gpumux.metrics.collector import Figures
 from gpumux.metrics.page import with_page
 
@@ -85,7 +86,8 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
 
 
 class MetricsServer:
-    """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also when 0 was asked for."""
+    """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also when 0 was asked for. Raises
+    EndpointBusy when somebody else has it, ConfigError when it can't be had at all."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self._fetch: Callable[[], Figures | None] = _nothing_yet
@@ -93,7 +95,9 @@ class MetricsServer:
             app = _one_at_a_time(with_page(make_wsgi_app(registry), lambda: self._fetch(), __version__))
             self._server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(
+            # Whoever has the port may leave it (the daemon before this one, say); the rest of it won't pass.
+            kind = EndpointBusy if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else ConfigError
+            raise kind(
                 f"can't serve metrics on {host}:{port}: {error}",
                 "choose another --metrics-port, 0 for a free one, or off",
             ) from error

@@ -96,14 +96,15 @@ def test_after_the_last_run_of_a_process_signals_are_ignored():
             signal.signal(number, handler)
 
 
-def test_an_unusable_metrics_port_is_a_configuration_error(runtime_dir):
+def test_a_metrics_port_that_is_taken_may_be_free_soon(runtime_dir):
+    """So a service manager tries again."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = subprocess.run(
             [sys.executable, "-m", "gpumux.cli.main", "serve", "--device", "cpu", "--endpoint",
              f"ipc://{runtime_dir}/g.sock", "--metrics-port", str(taken.getsockname()[1])],
             capture_output=True, text=True, timeout=SOON_S,
         )  # fmt: skip
-    assert done.returncode == serve.EX_CONFIG
+    assert done.returncode == serve.EX_TEMPFAIL
     assert "--metrics-port" in done.stderr
 
 

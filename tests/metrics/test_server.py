@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client.registry import Collector
 
-from gpumux.errors import ConfigError
+from gpumux.errors import ConfigError, EndpointBusy
 from gpumux.metrics import collector
 from gpumux.metrics import server as metrics_server
 from gpumux.metrics.collector import SnapshotBox
@@ -98,8 +98,13 @@ def test_closing_ends_connections_that_are_open():
 
 
 def test_a_taken_port_is_a_typed_error_that_names_it(server):
-    with pytest.raises(ConfigError, match=f"{server.port}.*--metrics-port"):
+    with pytest.raises(EndpointBusy, match=f"{server.port}.*--metrics-port"):
         MetricsServer(Metrics([int]).registry, "127.0.0.1", server.port)
+
+
+def test_an_address_that_is_not_this_machine_s_is_a_mistake():
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*--metrics-port"):  # reserved for documentation
+        MetricsServer(Metrics([int]).registry, "192.0.2.1", 0)
 
 
 def test_a_scrape_wakes_the_loop_and_gets_its_snapshot():
