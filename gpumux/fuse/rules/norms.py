@@ -97,8 +97,14 @@ def layer_norm_backward(call: Call) -> Any:
     if wants_x:
         dense, back, order = by_memory(x.all(), len(shape))
         scaled = g if weight is None else g * weight.all(x.dim)
-        changes = {"grad_out": scaled.permute(order), "input": dense, "weight": None, "bias": None}
-        changes |= {name: call[name].all().permute(order) for name in ("mean", "rstd")}
+        # The kernel copies what is not dense, and lays its result out so; fake tensors follow whichever operand comes first.
+        changes = {
+            "grad_out": scaled.permute(order).contiguous(),
+            "input": dense.contiguous(),
+            "weight": None,
+            "bias": None,
+        }
+        changes |= {name: call[name].all().permute(order).contiguous() for name in ("mean", "rstd")}
         dx = back(call.invoke(changes | {"output_mask": [True, False, False]})[0])
     if wants_weight:
         normed = call.homes.notes.get((_NORMED, call["mean"].view.storage))

@@ -133,3 +133,15 @@ def test_layer_norm_between_convolutions_and_of_one_sample():
             return self.last(self.norm(self.conv(x)).tanh().sum((0, 2)))
 
     check(training(Net), batches(3, 4, 5))
+
+
+@pytest.mark.parametrize("per_model", [False, True])
+def test_a_layer_norm_of_another_epsilon_for_each_model(per_model: bool):
+    """Forward runs once a model, backward for all: the operands of one kernel then lie in different orders."""
+
+    def factory(config: Config) -> Any:
+        return training(lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, eps=10.0 ** -(config.seed + 2))))(config)
+
+    array = check(factory, batches(4, 5), per_model=per_model)
+    assert "native_layer_norm" in by(array, "per-model")
+    assert "native_layer_norm_backward" in by(array, "rule")
