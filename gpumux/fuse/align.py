@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from gpumux.errors import NotFusible
 from gpumux.program.ir import Op, Program, ScalarRef
 from gpumux.program.layers import Label, labels
+from gpumux.program.schemas import schema
 from gpumux.program.show import describe_op
 
 Source: TypeAlias = "float | int | ScalarRef"
@@ -81,6 +82,8 @@ def _different(first: Program, other: Program, model: int, index: int, found: Se
 
 def _same_ops(first: Program, other: Program, model: int, found: Sequence[Label | None]) -> None:
     for index, (a, b) in enumerate(zip(first.ops, other.ops, strict=False)):
+        if a.target == b.target and _other_arguments(a, b):
+            a, b = written_out(a), written_out(b)
         same = (
             a.target == b.target and a.outs == b.outs and a.random == b.random and _fits(a.args, b.args)
             and [k for k, _ in a.kwargs] == [k for k, _ in b.kwargs]
@@ -125,8 +128,30 @@ def _same_rest(first: Program, other: Program, model: int) -> None:
             )
 
 
+def written_out(op: Op) -> Op:
+    """With the numbers that a Program leaves out, because they are the schema's defaults: a dropout of 0.5, a slope of 0.01."""
+    found = [a for a in schema(op.target).overload._schema.arguments if a.name != "generator"]
+    args, kwargs = list(op.args), dict(op.kwargs)
+    for argument in [a for a in found if not a.kwarg_only][len(args) :]:
+        if argument.name in kwargs or type(argument.default_value) is not float:
+            break
+        args.append(argument.default_value)
+    kwargs |= {
+        a.name: a.default_value
+        for a in found
+        if a.kwarg_only and a.name not in kwargs and type(a.default_value) is float
+    }
+    return replace(op, args=tuple(args), kwargs=tuple(sorted(kwargs.items())))
+
+
+def _other_arguments(a: Op, b: Op) -> bool:
+    return len(a.args) != len(b.args) or [k for k, _ in a.kwargs] != [k for k, _ in b.kwargs]
+
+
 def merge(ops: Sequence[Op], differs: frozenset[int]) -> Op:
     """One operator of several models', with Varying where numbers differ or are scalars of `differs`."""
+    if any(_other_arguments(ops[0], op) for op in ops[1:]):
+        ops = [written_out(op) for op in ops]
     first = ops[0]
     args = _merge([op.args for op in ops], differs)
     kwargs = tuple((key, _merge([op.kwargs[i][1] for op in ops], differs)) for i, (key, _) in enumerate(first.kwargs))
@@ -139,5 +164,5 @@ def _merge(values: Sequence[Any], differs: frozenset[int]) -> Any:
         return tuple(_merge([v[i] for v in values], differs) for i in range(len(first)))
     if isinstance(first, ScalarRef) and first.index in differs:
         return Varying(tuple(values))
-    same = all(type(v) is type(first) and (v == first or v != v) for v in values[1:])
+    same = all(type(v) is type(first) and (v == first or (v != v and first != first)) for v in values[1:])
     return first if same else Varying(tuple(values))

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from gpumux.errors import NotFusible
-from gpumux.fuse.align import Template, merge
+from gpumux.fuse.align import Template, merge, written_out
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
 from gpumux.program.layers import Label, labels
 from gpumux.program.validate import op_args, out_views, tensor_refs
@@ -48,7 +48,8 @@ def _signature(program: Program, op: Op) -> Hashable:
 
     shapes = tuple((v.dtype, v.size, v.stride, v.offset) for v in (program.views[i] for i in _views(op)))
     shape = tuple(len(o) if isinstance(o, tuple) else o is None for o in op.outs)
-    return op.target, bare(op.args), tuple((k, bare(v)) for k, v in op.kwargs), shapes, shape, op.random is None
+    full = written_out(op)
+    return op.target, bare(full.args), tuple((k, bare(v)) for k, v in full.kwargs), shapes, shape, op.random is None
 
 
 def _common(programs: Sequence[Program]) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from gpumux.client.remote import lay
 from gpumux.client.variants import Choice, Made
 from gpumux.errors import ConfigError
 from gpumux.fuse import rules
-from gpumux.fuse.align import Template, align
+from gpumux.fuse.align import Template, align, written_out
 from gpumux.fuse.fuse import fuse_template
 from gpumux.fuse.fused import Fused, numbers
 from gpumux.fuse.measured import fuse_measured
@@ -171,7 +171,10 @@ def _bare(program: Program) -> Program:
             return "number"
         return tuple(bare(a) for a in arg) if isinstance(arg, tuple) else arg
 
-    ops = tuple(replace(op, args=bare(op.args), kwargs=tuple((k, bare(v)) for k, v in op.kwargs)) for op in program.ops)
+    ops = tuple(
+        replace(op, args=bare(op.args), kwargs=tuple((k, bare(v)) for k, v in op.kwargs))
+        for op in map(written_out, program.ops)
+    )
     return replace(program, ops=ops, consts=(), scalars=())
 
 

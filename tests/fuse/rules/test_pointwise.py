@@ -87,3 +87,34 @@ def test_each_model_draws_its_own_masks(case: str):
     drawn = by(array, "per-model")
     assert drawn
     assert all("bernoulli" in name or "rrelu" in name or "uniform" in name for name in drawn)
+
+
+@pytest.mark.parametrize(
+    ("layer", "numbers"), [(nn.Dropout, (0.1, 0.5, 0.3)), (nn.LeakyReLU, (0.01, 0.2, 0.01))], ids=["dropout", "slope"]
+)
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_number_that_is_an_operators_default_in_some_models(layer: Any, numbers: tuple[float, ...], partial: bool):
+    """A Program leaves such a number out: it is one that differs all the same."""
+
+    def factory(config: Any) -> Any:
+        return training(lambda: nn.Sequential(nn.Linear(5, 6), layer(numbers[config.seed])))(config)
+
+    with one_thread(), array_of(factory, configs(), batches(4, 5)[0], partial=partial) as array:
+        losses = [array.step(*batch) for batch in batches(4, 5)]
+        assert array.runs == (3,)
+        assert not [d for d in array.decisions if d.why.startswith("only model")]
+    for b, config in enumerate(configs()):
+        step, _, _ = factory(config)
+        for batch, loss in zip(batches(4, 5), losses, strict=True):
+            assert apart(loss[b], step(*batch).detach()) <= 1e-9
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_number_that_is_not_one_is_of_its_model_alone(bad: int):
+    def factory(config: Any) -> Any:
+        slope = float("nan") if config.seed == bad else 0.2
+        return training(lambda: nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(slope)))(config)
+
+    with one_thread(), array_of(factory, configs(), batches(4, 5)[0]) as array:
+        losses = array.step(*batches(4, 5)[0])
+    assert losses.isnan().tolist() == [b == bad for b in range(3)]
