@@ -72,7 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     flag("--study", metavar="NAME", help="the sweep's name in the storage (default: MODULE:FACTORY)")
     flag("--checkpoints", metavar="DIR", help="where trials' states are kept between rungs (default beside --storage)")
     flag("--max-array", metavar="N", type=whole, help="fused: models of an array at most")
-    flag("--memory", metavar="SIZE", type=size, help="fused: of an array at most (default: most of what is free)")
+    flag("--memory", metavar="SIZE", type=size, help="fused: of an array at most (default: half of what is free)")
     flag("--concurrent", metavar="N", type=whole, default=4, help="concurrent: jobs at a time (default 4)")
     flag(
         "--endpoint",
