@@ -42,13 +42,14 @@ class Template:
     slots: tuple[tuple[int | None, ...], ...]  # of each state slot, each model's own; None: it has none
 
 
-def align(programs: Sequence[Program], differs: frozenset[int] = frozenset()) -> Template:
-    """The template of some Programs. `differs`: scalars that are not equal for all models, by index. Raises
-    NotFusible, naming the first operator that differs and its layer."""
+def align(programs: Sequence[Program], differs: frozenset[int] = frozenset(), last: int | None = None) -> Template:
+    """The template of some Programs. `differs`: scalars that are not equal for all models, by index. `last`: what errors
+    call the last model, if not its place here. Raises NotFusible, naming the first operator that differs and its layer."""
     first = programs[0]
     found = tuple(labels(first))
     ops = list(first.ops)
-    for model, program in enumerate(programs[1:], 1):
+    for place, program in enumerate(programs[1:], 1):
+        model = place if last is None or place < len(programs) - 1 else last
         _same_ops(first, program, model, found)
         _same_rest(first, program, model)
     for index in range(len(ops)):
@@ -76,7 +77,8 @@ def _different(first: Program, other: Program, model: int, index: int, found: Se
     return NotFusible(
         f"models 0 and {model} are not of one kind: operator {index}, {layer_name(label)}, is `{text(first)}` in one "
         f"and `{text(other)}` in the other",
-        "put models of one architecture and batch shape into an array; learning rates, seeds and other numbers may differ",
+        "put models of one architecture and batch shape into an array; learning rates, seeds and other numbers may differ if they "
+        "are written with a point (2.0, not 2), but 0 where others aren't leaves operators out (weight decay, momentum, dropout)",
     )
 
 

@@ -88,6 +88,11 @@ class Models:
         made = self._factory(config)
         if not isinstance(made, tuple) or len(made) != 3:
             raise ConfigError(f"factory({config!r}) is no tuple of three", "return (step, model, optimizer)")
+        if made[2] is not None and any(made[2] is o for member in self._members for o in member.table.optimizers):
+            raise ConfigError(
+                f"factory({config!r}) returned the optimizer of another model",
+                "make a model and an optimizer anew at each call",
+            )
         stream = (
             torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
         )
@@ -111,7 +116,7 @@ class Models:
             self._join(config, seed)
             choices = self._choices([self._example] * len(self._members))
             if not self._variants.partial and len({self._variants.kind(c) for c in choices}) > 1:
-                self._variants.same_from_the_start(choices[-1])
+                self._variants.same_from_the_start(choices[-1], len(choices) - 1)
         except BaseException:
             self._back(before)
             raise

@@ -139,14 +139,14 @@ class Variants:
         )
         return found.fused, found.whole
 
-    def same_from_the_start(self, choice: Choice) -> None:
-        """Raises NotFusible unless a model that takes its first step is of the array's kind."""
+    def same_from_the_start(self, choice: Choice, model: int) -> None:
+        """Raises NotFusible unless a model that takes its first step, number `model`, is of the array's kind."""
         if self._first is not None:
-            self.same(self._first, choice)
+            self.same(self._first, choice, model)
 
-    def same(self, one: Choice, other: Choice) -> None:
-        """Raises NotFusible unless two models run the same."""
-        align([one.made.lowered.program, other.made.lowered.program])
+    def same(self, one: Choice, other: Choice, model: int) -> None:
+        """Raises NotFusible unless two models, the first and number `model`, run the same."""
+        align([one.made.lowered.program, other.made.lowered.program], last=model)
 
     def kind(self, choice: Choice) -> int:
         """Equal for Programs that differ in numbers alone, of models whose state is bound alike."""

@@ -123,7 +123,7 @@ def test_a_model_of_another_kind_can_not_join():
 
     with array_of(factory, configs(), DATA[0]) as array:
         array.step(*DATA[0])
-        with pytest.raises(NotFusible, match="tanh"):
+        with pytest.raises(NotFusible, match=r"models 0 and 3 are .*tanh"):
             array.add(Config(7))
         assert len(array) == 3
         array.step(*DATA[1])
@@ -217,6 +217,9 @@ def test_what_an_array_can_not_be_made_of():
         array_of(training(mlp), [], DATA[0])
     with pytest.raises(ConfigError, match="tuple of three"):
         array_of(lambda config: None, [1], DATA[0])
+    made = training(mlp)(Config(0))
+    with pytest.raises(ConfigError, match="optimizer of another model"):
+        array_of(lambda config: made, [1, 2], DATA[0])
     with array_of(training(mlp), configs(), DATA[0]) as array:
         with pytest.raises(ConfigError, match="list of 3"):
             array.step(DATA[0][0], per_model=True)
