@@ -27,7 +27,7 @@ from gpumux.client.recovering import Recovery, ended_for_now, notes_of
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session
 from gpumux.client.slots import Slotted
-from gpumux.client.stale import StaleGuard
+from gpumux.client.stale import StaleGuard, of_job
 from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
@@ -66,7 +66,9 @@ class Job(Capturing, Slotted):
         self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self._warm_state = self._state
         job = weakref.ref(self)  # the model's hooks hold the guard, which must not hold a job that is dropped
-        self._guard = StaleGuard(spec.name, table, lambda: found._state.keep if (found := job()) else frozenset())
+        self._guard = StaleGuard(
+            of_job(spec.name), table, lambda: found._state.keep if (found := job()) else frozenset()
+        )
         self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
         session.register(job_id, self._pending.on_message)
         self._closed = False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,12 +52,30 @@ def _restore_nothing() -> Any:
     return _nothing
 
 
+class Words(NamedTuple):
+    """How a guard speaks of who holds the state, and of what helps."""
+
+    holder: str
+    where: str
+    sync: str
+    load: str
+
+
+def of_job(name: str) -> Words:
+    return Words(
+        f"job {name!r}",
+        " in the daemon",
+        "call job.sync() first; to evaluate in the daemon use job.add(...)",
+        "call job.load_state() to push the local state, or job.sync() before changing it",
+    )
+
+
 class StaleGuard:
     """`table` says which tensors are the job's; they are compared at every verb. `keep`: the parameters
     whose gradients the job keeps from step to step (any other gradient is the user's own)."""
 
-    def __init__(self, name: str, table: StateTable, keep: Callable[[], frozenset[int]]) -> None:
-        self._name = name
+    def __init__(self, words: Words, table: StateTable, keep: Callable[[], frozenset[int]]) -> None:
+        self._words = words
         self._table = table
         self._keep = keep
         self.stale = False
@@ -87,8 +105,7 @@ class StaleGuard:
     def check(self, what: str) -> None:
         if self.stale:
             raise StaleState(
-                f"{what} while job {self._name!r} holds newer state in the daemon",
-                "call job.sync() first; to evaluate in the daemon use job.add(...)",
+                f"{what} while {self._words.holder} holds newer state{self._words.where}", self._words.sync
             )
 
     @contextmanager
@@ -133,8 +150,8 @@ class StaleGuard:
             return
         if self._now() != self._expected or self._table.replaced() or self._replaced() or self._grads_changed():
             raise LocalWrite(
-                f"the local model or optimizer was changed while job {self._name!r} holds its state in the daemon",
-                "call job.load_state() to push the local state, or job.sync() before changing it",
+                f"the local model or optimizer was changed while {self._words.holder} holds its state{self._words.where}",
+                self._words.load,
             )
 
     def _replaced(self) -> bool:

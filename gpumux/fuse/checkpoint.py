@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gpumux.fuse.models import Models
 
 _FORM = "gpumux array 1"
+_PARTS = {"model", "optimizer", "random"}
 
 
 def save(array: Models, path: str | Path, models: Iterable[int]) -> None:
@@ -30,7 +31,8 @@ def save(array: Models, path: str | Path, models: Iterable[int]) -> None:
 
 
 def restore(array: Models, path: str | Path, model: int | None) -> None:
-    """Raises ConfigError for a file that is no checkpoint, or of another number of models."""
+    """Raises ConfigError for a file that is no checkpoint, of another number of models, or of models that differ in their
+    parameters; nothing is restored then."""
     states = _read(Path(path))
     targets = range(len(array)) if model is None else [model]
     if len(states) != len(targets):
@@ -39,8 +41,27 @@ def restore(array: Models, path: str | Path, model: int | None) -> None:
             "restore into an array of that size, or a checkpoint of one model into one",
         )
     for b, state in zip(targets, states, strict=True):
+        here, there = (_shapes(found["model"]) for found in (array.state_dict(b), state))
+        if here != there:
+            name = next(iter(dict(here.items() ^ there.items())))
+            raise ConfigError(
+                f"{path} does not fit model {b}: {name} is {there.get(name, 'not there')}, and here {here.get(name, 'there is none')}",
+                "restore into an array whose factory makes the models that were saved",
+            )
+    for b, state in zip(targets, states, strict=True):
         array.load(b, {k: v for k, v in state.items() if k != "random"})
         array.set_random_state(b, state["random"])
+
+
+def _shapes(found: Any) -> dict[str, Any]:
+    """Of each tensor of a model's dictionary, or of several models', by name."""
+    several = enumerate(found) if isinstance(found, list) else [(None, found)]
+    return {
+        name if number is None else f"{number}.{name}": tuple(value.shape)
+        for number, part in several
+        for name, value in part.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -54,5 +75,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         ) from error
     if not isinstance(found, dict) or found.get("form") != _FORM:
         raise ConfigError(f"{path} is no checkpoint of an array", "give a file of Array.save")
-    models: list[dict[str, Any]] = found["models"]
+    models = found.get("models")
+    if not isinstance(models, list) or not all(isinstance(m, dict) and m.keys() >= _PARTS for m in models):
+        raise ConfigError(f"{path} is damaged: it lacks a part of a model", "give another checkpoint")
     return models

@@ -10,12 +10,21 @@ import torch
 from gpumux.client.arguments import several
 from gpumux.client.capturing import example_arguments
 from gpumux.client.localstate import Pull, dictionaries, install, load_local
-from gpumux.client.stale import StaleGuard, refuse_stale
+from gpumux.client.stale import StaleGuard, Words, refuse_stale
 from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
 from gpumux.client.variants import Choice, KeepMore, State, StepFunction
 from gpumux.program import allowlist
+
+
+def _words(name: str) -> Words:
+    return Words(
+        name,
+        "",
+        "call the array's sync() first",
+        "call the array's sync() before changing it, and its load() afterwards",
+    )
 
 
 class Member:
@@ -41,7 +50,7 @@ class Member:
         tracer = Tracer(self.table, allowlist.is_allowed)
         structure, host = from_local(self.table)
         self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
-        self.guard = StaleGuard(name, self.table, lambda: self.state.keep)
+        self.guard = StaleGuard(_words(name), self.table, lambda: self.state.keep)
         self._function = StepFunction(step, self.table, tracer, self.guard, self._intern, max_variants, twice=twice)
 
     def _intern(self, structure: Structure) -> Structure:

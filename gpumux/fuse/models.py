@@ -85,7 +85,11 @@ class Models:
         return len(self._members)
 
     def _join(self, config: Any, seed: int | None) -> None:
-        made = self._factory(config)
+        try:
+            made = self._factory(config)
+        except Exception as error:
+            error.add_note(f"raised by factory({config!r}), for model {len(self._members)} of {self.name}")
+            raise
         if not isinstance(made, tuple) or len(made) != 3:
             raise ConfigError(f"factory({config!r}) is no tuple of three", "return (step, model, optimizer)")
         if made[2] is not None and any(made[2] is o for member in self._members for o in member.table.optimizers):

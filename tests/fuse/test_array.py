@@ -191,6 +191,37 @@ def test_a_checkpoint_brings_back_all_or_one(tmp_path: Path):
             fresh.restore(tmp_path / "none.pt")
 
 
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path):
+    factory = training(dropping, adam)
+    with one_thread(), array_of(factory, configs(), DATA[0]) as array:
+        array.step(*DATA[0])
+        array.save(tmp_path / "all.pt")
+        array.step(*DATA[1])
+        before = [array.state_dict(b)["model"] for b in range(3)]
+        found = torch.load(tmp_path / "all.pt", weights_only=True)
+        del found["models"][2]["random"]
+        torch.save(found, tmp_path / "damaged.pt")
+        with pytest.raises(ConfigError, match="is damaged"):
+            array.restore(tmp_path / "damaged.pt")
+        found = torch.load(tmp_path / "all.pt", weights_only=True)
+        name = next(iter(found["models"][2]["model"]))
+        found["models"][2]["model"][name] = torch.zeros(1, 2, 3)
+        torch.save(found, tmp_path / "other.pt")
+        with pytest.raises(ConfigError, match=rf"does not fit model 2: {name} is \(1, 2, 3\)"):
+            array.restore(tmp_path / "other.pt")
+        for b, state in enumerate(before):
+            assert all(torch.equal(array.state_dict(b)["model"][key], value) for key, value in state.items())
+
+
+def test_a_factory_that_fails_is_told_with_the_configuration():
+    def factory(config: Config) -> Any:
+        return config.missing  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError) as caught:
+        array_of(factory, configs(), DATA[0])
+    assert caught.value.__notes__ == [f"raised by factory({configs()[0]!r}), for model 0 of array"]
+
+
 def test_the_local_models_are_stale_until_sync():
     made = []
 
@@ -200,7 +231,7 @@ def test_the_local_models_are_stale_until_sync():
 
     with array_of(factory, configs(), DATA[0]) as array:
         array.step(*DATA[0])
-        with pytest.raises(StaleState, match=r"array\[1\]"):
+        with pytest.raises(StaleState, match=r"array\[1\] holds newer state — call the array's sync"):
             made[1][1](DATA[0][0])
         array.sync()
         made[1][1](DATA[0][0])
