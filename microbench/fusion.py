@@ -67,6 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     size = args.size or ("small" if args.device == "cpu" else "full")
     facts, overhead = common.machine(), fusing.overhead_bytes(args.device)
     measured: dict[str, dict[str, Any]] = {}
+    result: dict[str, Any] = {
+        "machine": facts, "device": args.device, "size": size, "threads": args.threads, "dropout": args.dropout, "overhead_bytes": overhead,
+        "workloads": measured,
+    }  # fmt: skip
     try:
         for name in args.workload:
             chosen = workload(name, size, args.batch, device=args.device)
@@ -78,18 +82,15 @@ def main(argv: list[str] | None = None) -> int:
                 found["models"][str(models)] = summary(rates, peaks, fusing.SERIAL)
                 print(f"{name}, {models} models: {line(found['models'][str(models)])}", file=sys.stderr, flush=True)
             measured[name] = found
+            result["targets"] = targets(measured, size, args.device, fusing.OURS)
+            common.report("fusion", args.out, result)  # what is measured is kept, whatever comes next
     except (ConfigError, fusing.FusionFailed) as error:
         print(f"fusion: {error}", file=sys.stderr)
         return 1
-    result: dict[str, Any] = {
-        "machine": facts, "device": args.device, "size": size, "threads": args.threads, "dropout": args.dropout, "overhead_bytes": overhead,
-        "workloads": measured, "targets": targets(measured, size, args.device, fusing.OURS),
-    }  # fmt: skip
     print(common.describe(facts))
     print(show(measured, ways, max(args.models)))
     for name, target in result["targets"].items():
         print(f"{name}: {target['value']:.2f}, target {target['target']}: {'met' if target['met'] else 'MISSED'}")
-    common.report("fusion", args.out, result)
     return 0
 
 
