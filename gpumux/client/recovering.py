@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpumux.client import keepsake
+from gpumux.client.persevering import CONNECT_S
 from gpumux.client.replay import BEGINNING
 from gpumux.client.session import Session
 from gpumux.client.snapshots import Snapshots
@@ -42,7 +43,6 @@ log = logging.getLogger("gpumux.client")
 MAX_STEPS = 50_000  # that a job keeps for replay
 MAX_CRASHES = 2  # of the process that runs the job, at the same step
 MAX_ODD = 3  # refusals of what was accepted before
-CONNECT_S = 10.0  # one attempt
 LEAVING_S = 30.0  # from a refusal to the end of the session: a daemon may take so long to leave
 SAY_S = 5.0  # how long a wait lasts before it is mentioned
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0

@@ -102,8 +102,7 @@ def _charge(pair: Pair, launch: Launch, piece: int, seconds: float, least: float
     weight = seconds / (4 * least) + 0.25
     cell = pair.add(piece, rate, weight if weight < 1.0 else 1.0)
     if launch.ended:
-        speed = cell.speed
-        cell.speed = speed + 0.2 * (launch.speed - speed) if speed else launch.speed  # as `went` does
+        went(cell, launch.speed)
     elif launch.touched:
         launch.touched.append(cell)
     else:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gpumux import client
 from gpumux.client.recovering import Recovery
@@ -23,13 +22,7 @@ from microbench.kills import Phoenix, Run, _children, differences, submit
 SEED = 11
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the daemons here have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemons here have
 
 
 @contextmanager

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from gpumux.wire.curve import make_keys
 from microbench.killed import dropout_adam, plain
@@ -16,12 +14,7 @@ from microbench.kills import Phoenix, differences, submit
 SEED = 5
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemons here have
 
 
 def a_free_port() -> int:

@@ -3,6 +3,8 @@ cuda-bindings, or has a torch that can't use it, fails them."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.driver import bindings
 from gpumux.errors import ConfigError
+from tests.conftest import PREFIX
+from tests.daemon.live import LiveDaemon
 from tests.device.fixtures import driver, narrow, narrow_device, wide_device  # noqa: F401
 from tests.device.harness import Case, wait_polled
 
@@ -40,3 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def case() -> Case:
     return Case("cuda", wide=CudaDevice, narrow=lambda: CudaDevice(parallel=1), wait=wait_polled)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """A daemon on the GPU, of a file's own: two at a time would share it."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
+        daemon = LiveDaemon(Path(directory), "--device", "cuda")  # the last --device counts
+        yield daemon.endpoint
+        assert daemon.stop() == 0, daemon.log
+        for path in Path(directory).glob("*.lock"):
+            path.unlink()

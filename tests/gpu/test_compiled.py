@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,18 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client
-from tests.conftest import PREFIX
-from tests.daemon.live import LiveDaemon
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        daemon = LiveDaemon(Path(directory), "--device", "cuda")
-        yield daemon.endpoint
-        assert daemon.stop() == 0, daemon.log
-        for path in Path(directory).glob("*.lock"):
-            path.unlink()
 
 
 def make(device: str) -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:

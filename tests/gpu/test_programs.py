@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
@@ -21,23 +20,9 @@ from gpumux.model import Priority
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 from gpumux.program.profile import loads
 from microbench.daemon import running_daemon
-from tests.conftest import PREFIX
-from tests.daemon.live import LiveDaemon
 from tests.device.harness import Driver
 from tests.device.test_contract import floats
 from tests.program import samples
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        daemon = LiveDaemon(Path(directory), "--device", "cuda")  # the last --device counts
-        yield daemon.endpoint
-        assert daemon.stop() == 0, daemon.log
-        for path in Path(directory).glob("*.lock"):
-            path.unlink()
 
 
 def test_captured_pieces_do_what_operators_one_by_one_did_bit_for_bit(driver: Driver) -> None:

@@ -6,27 +6,13 @@ how near it came, and which were equal in every bit all the same, is noted with 
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.client.parity import through
 from tests.client.workload_jobs import NAMES, near_the_reference, nearness, work
-from tests.conftest import PREFIX
-from tests.daemon.live import LiveDaemon
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        daemon = LiveDaemon(Path(directory), "--device", "cuda")
-        yield daemon.endpoint
-        assert daemon.stop() == 0, daemon.log
-        for path in Path(directory).glob("*.lock"):
-            path.unlink()
 
 
 @pytest.fixture
