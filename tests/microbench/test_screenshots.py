@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -33,12 +34,23 @@ def test_half_a_screen_and_codes_that_it_can_not_draw_are_refused(capsys):
         screenshots.drawn(wrote(capsys, ["\x1b[4munderlined"]))
 
 
-def test_without_a_browser_it_says_what_to_install(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(browser, "NAMES", ("no-such-browser",))
-    monkeypatch.setattr("sys.argv", ["screenshots", "--out", str(tmp_path)])
+def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, out: Path) -> str:
+    monkeypatch.setattr("sys.argv", ["screenshots", "--out", str(out)])
     with pytest.raises(SystemExit):
         screenshots.main()
-    assert "install one" in capsys.readouterr().err
+    return capsys.readouterr().err
+
+
+def test_without_a_browser_it_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(screenshots, "viewer", lambda: "vizviewer")
+    monkeypatch.setattr(browser, "NAMES", ("no-such-browser",))
+    assert "install one" in told(capsys, monkeypatch, tmp_path)
+
+
+def test_without_the_viewer_it_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "pip install viztracer" in told(capsys, monkeypatch, tmp_path)
 
 
 def chromium() -> str:
