@@ -158,7 +158,7 @@ def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:
     for key, pair in sorted(model.pairs.items(), key=lambda item: -item[1].typical.mean):
         if not pair.known or pair.typical.mean <= 0.0:
             continue
-        names = [_name(core, j.id) for j in core.jobs.values() if j.priority is Priority.LOW and _runs(j, key.low)]
+        names = [name for j in core.jobs.values() if j.priority is Priority.LOW for name in _running(core, j, key.low)]
         worst, piece = max((cell.mean, piece) for piece, cell in enumerate(pair.cells) if cell.count)
         share = "" if key.share == 1.0 else f" on {key.share:.2f} of the device"
         where = _range(core, track.job.id, model, piece)
@@ -181,8 +181,10 @@ def _takes(ratio: float) -> str:
     return f"takes {ratio:.2f} times as long beside it"
 
 
-def _runs(job: Job, key: str) -> bool:
-    return any(program.key == key for program in job.programs.values())
+def _running(core: CoreState, job: Job, key: str) -> list[str]:
+    """The job's name for each of its programs that `key` stands for, with the program's number where it has others."""
+    name, several = _name(core, job.id), len(job.programs) > 1
+    return [f"{name} (its program {p.id})" if several else name for p in job.programs.values() if p.key == key]
 
 
 # ---- low jobs

@@ -17,7 +17,7 @@ from gpumux.core import events as ev
 from gpumux.core.track import Track
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import A100, GpuSpec
-from gpumux.model import JobId, Priority
+from gpumux.model import Footprint, JobId, Priority, ProgramId
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, cut_workload
 
@@ -447,6 +447,10 @@ def test_a_high_job_is_not_named_as_its_own_neighbour() -> None:
     simulation.run(steps=300)
     (line,) = [line for line in simulation.core.explain(ident(simulation, "important")) if "it loses" in line]
     assert line.startswith("Beside 'same' it loses")
+    offered = ev.ProgramOffered(ident(simulation, "same"), ProgramId(1), Footprint(0, 0, 0))
+    simulation.core.handle(offered, simulation.now)
+    (line,) = [line for line in simulation.core.explain(ident(simulation, "important")) if "it loses" in line]
+    assert line.startswith("Beside 'same' (its program 0) it loses")
 
 
 def test_a_low_job_that_waits_for_its_turn_is_told_who_is_held_before_it() -> None:
