@@ -2,25 +2,30 @@
 
 A solo sample is rarely wrong but can be noisy (a host that paused, a clock that stepped), so the
 estimate is a median. Two samples in a row that disagree with it in the same direction are no noise:
-the work itself changed (another clock rate, other data), and they replace what was known.
+the work itself changed (another clock rate, other data), and they replace what was known. Where
+samples always differ (a CPU that other programs use, too) that would be found all the time, and each time
+low work would have to wait for a calibration: what counts as disagreement grows with the usual difference.
 """
 
 from __future__ import annotations
 
 KEPT = 5  # samples: a median of these ignores two bad ones
 CHANGED = 0.10  # a sample this far off, relative, may mean that the work changed
+NOISY = 3.0  # usual differences that a sample is off by before it may mean that
+USUAL_PART = 0.1  # of the newest difference in the usual one: a change has no time to pass for noise
 WANTED = 2  # samples before an estimate is relied on
 
 
 class Baseline:
     """Seconds without low work. `value` is 0.0 while nothing is known."""
 
-    __slots__ = ("_suspects", "count", "drifts", "samples", "value")
+    __slots__ = ("_suspects", "count", "drifts", "noise", "samples", "value")
 
     def __init__(self) -> None:
         self.value = 0.0
         self.count = 0  # samples ever taken
         self.drifts = 0  # how often the work was found to have changed
+        self.noise = 0.0  # by what part of the estimate samples usually differ from it
         self.samples: list[float] = []
         self._suspects = 0  # samples in a row that disagree: positive when slower, negative when faster
 
@@ -38,7 +43,10 @@ class Baseline:
         samples, value = self.samples, self.value
         samples.append(seconds)
         self.count += 1
-        if value * (1 - CHANGED) <= seconds <= value * (1 + CHANGED):
+        off, noise = (seconds - value if seconds > value else value - seconds), self.noise
+        if value > 0.0:
+            self.noise = noise + USUAL_PART * ((off / value if off < value else 1.0) - noise)
+        if off <= value * (NOISY * noise if NOISY * noise > CHANGED else CHANGED):
             self._suspects = 0
         elif self.count > WANTED:
             step = 1 if seconds > value else -1
