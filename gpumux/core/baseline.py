@@ -25,7 +25,7 @@ class Baseline:
         self.value = 0.0
         self.count = 0  # samples ever taken
         self.drifts = 0  # how often the work was found to have changed
-        self.noise = 0.0  # by what part of the estimate samples usually differ from it
+        self.noise = 0.0  # by what part of the lesser of the two samples usually differ from the estimate
         self.samples: list[float] = []
         self._suspects = 0  # samples in a row that disagree: positive when slower, negative when faster
 
@@ -43,10 +43,14 @@ class Baseline:
         samples, value = self.samples, self.value
         samples.append(seconds)
         self.count += 1
-        off, noise = (seconds - value if seconds > value else value - seconds), self.noise
-        if value > 0.0:
-            self.noise = noise + USUAL_PART * ((off / value if off < value else 1.0) - noise)
-        if off <= value * (NOISY * noise if NOISY * noise > CHANGED else CHANGED):
+        if seconds > value:
+            least, off = value, seconds - value
+        else:
+            least, off = seconds, value - seconds
+        bound = NOISY * self.noise
+        if least > 0.0:
+            self.noise += USUAL_PART * ((off / least if off < least else 1.0) - self.noise)
+        if off <= (bound * least if bound > CHANGED else CHANGED * value):
             self._suspects = 0
         elif self.count > WANTED:
             step = 1 if seconds > value else -1
