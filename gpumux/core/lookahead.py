@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 LATE = 0.05  # of its time: what a piece that should be over is still given
 GAPS = 256  # gaps remembered
-NEXT = 64  # gaps looked through for a long wait without an arrival
 MANY = 8  # gaps of which none was shorter: enough to count on
 IDLE_FACTOR = 16.0  # a job that has not come for so many usual gaps is idle, whatever gaps there were
 
@@ -111,10 +110,10 @@ class Gaps:
         return 0.5 * known[behind] if left else 0.0
 
     def widest(self, behind: int) -> float:
-        """The longest time between two neighbours among the next `NEXT` gaps from the shortest but `behind` on."""
+        """The longest time between two neighbours among the gaps from the shortest but `behind` on."""
         at, found = self._widest
         if at != behind:
-            found = max(self.apart[behind : behind + NEXT], default=0.0)
+            found = max(self.apart[behind:], default=0.0)
             self._widest = (behind, found)
         return found
 

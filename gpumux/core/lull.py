@@ -14,7 +14,7 @@ from gpumux.core.answers import Answer
 from gpumux.core.blame import OVERLAPPING
 from gpumux.core.cells import CREDIBLE, GAP
 from gpumux.core.holds import Hold
-from gpumux.core.lookahead import MANY, NEXT, Gaps
+from gpumux.core.lookahead import MANY, Gaps
 from gpumux.core.queue import PairKey
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
@@ -22,7 +22,7 @@ from gpumux.core.trying import may_risk
 
 SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
 ASIDE_S = 50e-6  # after the moment a step is expected, which should not find the core busy
-AHEAD = 16  # gaps looked at, and those within a quarter of the launch: then it is time to look again
+AHEAD = 16  # moments weighed: then it is time to look again
 RARE = 0.002  # an arrival less probable may cost more than a step may lose
 
 
@@ -37,7 +37,7 @@ def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene,
         return None
     if track.calibrating and chance > SPOILS:
         clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
-        return Hold("calibration", track.job.id, -1, None, since + clear + ASIDE_S)
+        return Hold("calibration", track.job.id, -1, None, since + clear)
     pair, spot = model.pair(key), (GAP, 3, span)
     answer.spots.append((pair, spot))
     alike = pair.lows.get(span)
@@ -71,7 +71,7 @@ def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene,
         if asked < track.soonest or bearable(chance, most, mean, worst, room, budget):
             return Hold("gap", track.job.id, -1, None, inf)  # until what is out has ended
     clear = wait(gaps, waited, seconds, mean, worst, room, budget)
-    return Hold("gap", track.job.id, -1, None, since + clear + ASIDE_S)
+    return Hold("gap", track.job.id, -1, None, since + clear)
 
 
 def bearable(
@@ -100,38 +100,39 @@ def wait(
     budget: float,
     rare: float = RARE,
 ) -> float:
-    """How long the job has to have been away, longer than `waited`, until a launch of `seconds` may be bearable: until it is, or
-    until it is worth while to look again. After `gaps.longest` it is, whatever it costs."""
-    known, longest = gaps.sorted, gaps.longest
-    count = len(known)
-    first = bisect_right(known, waited)
+    """How long the job has to have been away, longer than `waited`, to be asked about again: until a launch of `seconds` is
+    bearable right after a gap has passed, or there is so much to look at that it is left for then. After `gaps.longest` it is
+    bearable, whatever it costs."""
+    known, longest = gaps.sorted, gaps.longest + ASIDE_S
+    first, count = bisect_right(known, waited), len(known)
     if first >= count:
         return longest
-    if worst > room or budget < 0.0:  # only where the next arrival is far enough away
-        apart = seconds - max(0.0, room) / OVERLAPPING if budget >= 0.0 else seconds
+    apart = 0.0
+    if budget < 0.0 or (worst > room and rare * count < 1.0):  # only where the next arrival is far enough away
+        apart = seconds + ASIDE_S
+        if budget >= 0.0 and room > 0.0:
+            apart -= room / OVERLAPPING
         if gaps.widest(first) < apart:
-            return min(known[first + NEXT], longest) if first + NEXT < count else longest
-        distances = gaps.apart
-        while first + 1 < count and distances[first] < apart:
-            first += 1
-    soon = waited + seconds / 4
-    beyond = first
+            return longest
+    distances, looked = gaps.apart, 0
     for behind in range(first + 1, count):  # this is `bearable` and `outlasted`, written out: calls would cost most
-        at, coming = known[behind - 1], known[behind]
-        if at >= longest:
+        if distances[behind - 1] < apart:
+            continue
+        at, coming = known[behind - 1] + ASIDE_S, known[behind]
+        if at >= gaps.longest:
             break
-        if behind > first + AHEAD and at > soon:
+        if coming <= at:  # that one has passed by then, too
+            continue
+        if looked == AHEAD:
             return at
+        looked += 1
         end, left = at + seconds, count - behind
-        if beyond < behind:
-            beyond = bisect_right(known, end, behind)
-        while beyond < count and known[beyond] <= end:
-            beyond += 1
         if left < MANY:
             coming *= 0.5
         if end < coming:
             return at
         # As `Gaps.arrival` says, but for gaps so thin that it has to look at their distance.
+        beyond = bisect_right(known, end, behind)
         chance = (beyond - behind) / left if beyond > behind else gaps.arrival(at, seconds)
         most = OVERLAPPING * (end - coming) if coming > at else inf
         if chance > rare and worst > room and most > room:
