@@ -131,6 +131,12 @@ def test_the_core_is_pure():
     assert impure(all_imports()) == []
 
 
+def test_only_the_package_imports_the_module_that_a_users_verb_is_named_after():
+    """Whoever imports gpumux.client.submit past the package puts the module where users find the function."""
+    direct = [i for i in all_imports() if i.imported.startswith("gpumux.client.submit")]
+    assert {i.importer for i in direct if i.imported != "gpumux.client.submit"} == {"gpumux.client"}
+
+
 def test_every_part_has_its_arrows():
     parts = {name.split(".")[1] for name in modules() if "." in name}
     assert parts <= set(ARROWS)

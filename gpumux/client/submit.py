@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux.client.arguments import check_compile, job_spec, several, whole
+from gpumux.client.devices import devices_of
 from gpumux.client.job import Job
 from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.persevering import through
@@ -19,7 +19,7 @@ from gpumux.client.returning import find_kept, open_job
 from gpumux.client.session import Session
 from gpumux.client.stale import refuse_stale
 from gpumux.client.state import StateTable
-from gpumux.errors import ConfigError, SimulatedDeviceWarning
+from gpumux.errors import ConfigError
 from gpumux.wire.fields import MAX_INT
 from gpumux.wire.keeping import Replay
 
@@ -101,23 +101,6 @@ def submit(
         return job
 
     return through(attempt, endpoint, reconnect_s if replay_bytes and resume is None else 0.0)
-
-
-def devices_of(session: Session, stacklevel: int = 3) -> tuple[str, str]:
-    """The device type on which a job's steps are traced, and the one that they run on. Warns of a daemon that computes
-    nothing, so many calls further up."""
-    device = session.welcome.device
-    if device["kind"] == "cuda":
-        return "cpu", "cuda"  # the daemon runs on its GPU what was traced on the CPU; this process needs none
-    if device["kind"] != "sim":
-        return str(device["kind"]), str(device["kind"])
-    warnings.warn(
-        f"the daemon only SIMULATES its device ({device['name']}): steps take time, every result is "
-        "zero and nothing is trained. For real results submit to a daemon on a real device (gpumux serve --device cpu)",
-        SimulatedDeviceWarning,
-        stacklevel=stacklevel,
-    )
-    return "cpu", "cpu"
 
 
 def _first_device(example: Any) -> torch.device | None:

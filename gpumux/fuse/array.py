@@ -34,7 +34,7 @@ class Array(Models):
     as they are. Kernels that are fused round otherwise. The times by which was chosen are those of operators as they are.
 
     Raises NotFusible for configurations that are not of one kind, and what submit raises for a step that can't be
-    captured; with `compile`, ProgramError where there is no C++ compiler. Not for several threads at once.
+    captured; ConfigError for other arguments that make no sense; with `compile`, ProgramError where there is no C++ compiler. Not for several threads at once.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Array(Models):
         self._variants = Variants(options, self._attach, self._names)
         try:
             self._capture()
+            self._variants.check_operators()
         except BaseException:
             self.close()
             raise
@@ -61,7 +62,9 @@ class Array(Models):
         """One step of every model. The batch is one for all; with `per_model`, every argument is a list of B. Returns
         what the step returns, each tensor with the models in front: a loss has size [B].
 
-        Raises what submit's step raises; no model has changed then, unless an operator failed while it ran."""
+        Raises what submit's step raises; no model has changed then, unless an operator failed while it ran. Raises
+        JobClosed after close()."""
+        self._check_open()
         choices = self._choices(self._batches(batch, named, per_model))
         partial = self._variants.partial
         runs = []
@@ -78,7 +81,8 @@ class Array(Models):
         return lowered.value(tensors, self._together(choices))
 
     def close(self) -> None:
-        """Take the tripwires off the local models. Idempotent."""
+        """Train no more, and take the tripwires off the local models. What was trained can be read still: state_dict(), save(),
+        sync(). Idempotent."""
         self._release()
         self._variants.clear()
 

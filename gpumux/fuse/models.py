@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 
+from gpumux.client.arguments import whole
 from gpumux.client.variants import Choice, KeepMore
-from gpumux.errors import ConfigError
-from gpumux.fuse import checkpoint
+from gpumux.errors import ConfigError, JobClosed
+from gpumux.fuse import checkpoint, given
 from gpumux.fuse.fused import Decision, Fused, stream_bytes
 from gpumux.fuse.member import Member, example_arguments
 from gpumux.fuse.memory import STREAM, Memory, key_of, keys_of
 from gpumux.fuse.plan import Plan
 from gpumux.fuse.variants import Variant, Variants
 from gpumux.program.ir import Program
+from gpumux.wire.fields import MAX_INT
 
 Factory = Callable[[Any], "tuple[Callable[..., Any], Any, Any]"]
+_AFTER_CLOSE = "make another array; what save() wrote goes on there with restore()"
 _WARM_PHASES = 4  # how many phases of the optimizers are captured ahead
 
 
@@ -31,11 +34,12 @@ class Models:
         self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, max_variants: int,
         name: str, devices: tuple[str, str] = ("cpu", "cpu"),
     ) -> None:  # fmt: skip
-        if not configs:
-            raise ConfigError("configs is empty", "give one configuration for each model")
-        if seeds is not None and len(seeds) != len(configs):
-            raise ConfigError(f"{len(seeds)} seeds for {len(configs)} models", "give one a model")
+        given.check_factory(factory)
+        configs = given.configurations(configs)
+        known = given.seeds_of(seeds, len(configs))
+        max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
         self.name = name
+        self._closed = False
         self._factory = factory
         self._max_variants = max_variants
         self._devices = devices
@@ -45,8 +49,8 @@ class Models:
         self._last: list[Variant] = []
         self._code: Any = None  # of the step that was captured last
         try:
-            for index, config in enumerate(configs):
-                self._join(config, None if seeds is None else seeds[index])
+            for config, seed in zip(configs, known, strict=True):
+                self._join(config, seed)
         except BaseException:
             self._release()
             raise
@@ -88,6 +92,9 @@ class Models:
         try:
             made = self._factory(config)
         except Exception as error:
+            meant = given.explain(error, self._factory, config)
+            if meant is not None:
+                raise meant from error
             error.add_note(f"raised by factory({config!r}), for model {len(self._members)} of {self.name}")
             raise
         if not isinstance(made, tuple) or len(made) != 3:
@@ -114,6 +121,8 @@ class Models:
     def add(self, config: Any, seed: int | None = None) -> int:
         """One more model, from its first step on -> its number, the last. The others go on as they are. Raises what making
         the array does; the array is as it was then."""
+        self._check_open()
+        seed = None if seed is None else given.seed_of("seed", seed)
         self._fetch()
         before = self._memory, list(self._members)
         try:
@@ -129,6 +138,7 @@ class Models:
 
     def remove(self, model: int) -> dict[str, Any]:
         """Take a model out -> its state_dict. Those after it move up by one; all go on as they are."""
+        self._check_open()
         index = self._index(model)
         if len(self._members) == 1:
             raise ConfigError("the last model can't be removed", "close() the array")
@@ -249,6 +259,7 @@ class Models:
 
     def load(self, model: int, state: dict[str, Any]) -> None:
         """Load dictionaries, as state_dict gives them, into one model."""
+        self._check_open()
         member = self._members[self._index(model)]
         self._fetch()
         member.install(self._memory.pull(model, member.table))
@@ -263,6 +274,7 @@ class Models:
         return self._memory.part(STREAM, index).clone()
 
     def set_random_state(self, model: int, state: torch.Tensor) -> None:
+        self._check_open()
         index = self._index(model)
         self._fetch()
         self._memory.part(STREAM, index).copy_(state)
@@ -281,13 +293,17 @@ class Models:
     def restore(self, path: str | Path, model: int | None = None) -> None:
         """Read a checkpoint: of all models of an array of this size, or of one into `model`. Raises ConfigError for
         one that does not fit."""
+        self._check_open()
         checkpoint.restore(self, path, None if model is None else self._index(model))
 
     def _index(self, model: int) -> int:
-        if not 0 <= model < len(self._members):
-            raise ConfigError(f"there is no model {model} among {len(self._members)}", "count from 0")
-        return model
+        return given.model_of(model, len(self._members))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise JobClosed(f"{self.name} is closed, and its models are trained no more", _AFTER_CLOSE)
 
     def _release(self) -> None:
+        self._closed = True
         for member in self._members:
             member.release()

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from gpumux.client.arguments import job_spec, whole
+from gpumux.client.devices import devices_of
 from gpumux.client.future import StepFuture
 from gpumux.client.job import Job
 from gpumux.client.lower import Lowered
@@ -17,8 +18,9 @@ from gpumux.client.recovering import open_message
 from gpumux.client.returning import open_job
 from gpumux.client.session import Session
 from gpumux.client.state import Buffer, StateTable
-from gpumux.client.submit import devices_of
 from gpumux.client.variants import Choice, Made, State
+from gpumux.errors import JobClosed
+from gpumux.fuse import given
 from gpumux.fuse.fused import Fused
 from gpumux.fuse.lines import on_lines
 from gpumux.fuse.models import Factory, Models
@@ -40,6 +42,7 @@ def submit_array(
     choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a GPU.
 
     Raises what Array and submit raise. Nothing local is changed by a failed submit."""
+    given.check_factory(factory)
     spec = job_spec(factory, priority, name, weight, max_slowdown, memory_limit, max_inflight, 0)
     replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
     session = Session.connect(endpoint)
@@ -101,6 +104,8 @@ class ArrayJob(Models):
         self.job = job = self._terms.open(session, self.table, len(self))
         self._begun = True
         self._capture()
+        if not self._kind_known:
+            self._variants.check_operators()
         self._kind_known = True
         function: Any = self._function
         job._functions.append((function, *self._example))
@@ -163,6 +168,7 @@ class ArrayJob(Models):
     def step(self, *batch: Any, per_model: bool = False, **named: Any) -> StepFuture:
         """One step of every model, as Array.step, in the job's queue: returns a StepFuture. Raises NotFusible for models that
         take different paths and can't share one, and what Job.step raises."""
+        self._check_open()
         function: Any = self._function
         return self.job._run(function, (batch, per_model), named)
 
@@ -173,6 +179,11 @@ class ArrayJob(Models):
 
     def _fetch(self) -> None:
         if self._begun and self._dirty:
+            if self._closed:
+                raise JobClosed(
+                    f"{self.name} is closed, and what it trained is gone from the daemon",
+                    "call sync(), state_dict() or save() before close()",
+                )
             self.job.sync()  # into the lines of `_memory`, which are the table's homes
             self._dirty = False
 

@@ -13,7 +13,7 @@ from gpumux.client.arguments import check_compile
 from gpumux.client.remote import lay
 from gpumux.client.variants import Choice, Made
 from gpumux.errors import ConfigError
-from gpumux.fuse import rules
+from gpumux.fuse import given, rules
 from gpumux.fuse.align import Template, align, written_out
 from gpumux.fuse.fuse import fuse_template
 from gpumux.fuse.fused import Fused, numbers
@@ -25,7 +25,7 @@ from gpumux.program.ir import Program, ScalarRef
 
 @dataclass
 class Options:
-    """What the array was made with: see Array. Raises ConfigError for a `choose` that is none."""
+    """What the array was made with: see Array. Raises ConfigError for what makes no sense."""
 
     choose: Literal["measured", "fused", "per-model"]
     per_model: Sequence[str]
@@ -37,7 +37,12 @@ class Options:
     def __post_init__(self, times_file: str | Path | None) -> None:
         if self.choose not in ("measured", "fused", "per-model"):
             raise ConfigError(f"choose is {self.choose!r}", 'use "measured", "fused" or "per-model"')
+        if not isinstance(self.partial, bool):
+            raise ConfigError(f"partial is {self.partial!r:.60}", "use True or False")
+        self.per_model = given.operators_of(self.per_model)
         check_compile(self.compile)
+        if times_file is not None and not isinstance(times_file, (str, Path)):
+            raise ConfigError(f"times_file is {times_file!r:.60}", "give a path, or None to keep no times")
         self.times = Times(cache_file() if times_file == "" else None if times_file is None else Path(times_file))
 
 
@@ -157,6 +162,11 @@ class Variants:
             self._kinds[id(made)] = found
             self._keep.append(made)  # its id is a key
         return found
+
+    def check_operators(self) -> None:
+        """Raises ConfigError where an operator is to run once a model that none of the Programs made so far has."""
+        there = {d.target for variant in self._made.values() for d in variant.fused.decisions}
+        given.check_operators(self._options.per_model, there)
 
     def clear(self) -> None:
         """The array's models have changed."""

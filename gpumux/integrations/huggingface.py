@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpumux.client import submit
 from gpumux.client.job import Job
-from gpumux.client.submit import submit
 from gpumux.errors import ConfigError
 
 

@@ -72,6 +72,24 @@ def test_state_goes_in_and_out(endpoint: str, tmp_path: Any):
         array.step(*DATA[0])
 
 
+def test_a_closed_array_of_a_daemon_says_that_its_state_is_gone(endpoint: str, tmp_path: Any):
+    factory = training(dropping, adam)
+    with one_thread():
+        array = fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused")
+        array.step(*DATA[0])
+        array.close()
+        for read in (lambda: array.state_dict(0), array.sync, lambda: array.save(tmp_path / "all.pt")):
+            with pytest.raises(JobClosed, match=r"array is closed, .*gone.* — call sync\(\), .* before close"):
+                read()
+        before = array.job
+        for change in (lambda: array.step(*DATA[0]), lambda: array.add(Config(9)), lambda: array.remove(0)):
+            with pytest.raises(JobClosed, match=r"array is closed, .* — make another"):
+                change()
+        assert array.job is before
+        with pytest.raises(JobClosed):
+            array.stats()
+
+
 def test_another_kind_is_refused_before_anything_runs(endpoint: str):
     def factory(config: Config) -> Any:
         return training(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh() if config.seed else nn.ReLU()))(config)

@@ -1,0 +1,123 @@
+"""What a user passes to an array, checked before a model is made."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from gpumux.client.arguments import whole
+from gpumux.errors import ConfigError
+from gpumux.program import allowlist
+
+MAX_SEED = 2**64 - 1
+_PLAIN = (bool, int, float, complex, str, bytes, list, tuple, type(None))
+
+
+def check_factory(factory: Any) -> None:
+    if not callable(factory):
+        raise ConfigError(
+            f"factory is of type {type(factory).__name__}",
+            "pass a function: factory(config) -> (step, model, optimizer)",
+        )
+
+
+def configurations(configs: Any) -> Sequence[Any]:
+    """`configs` itself. Raises ConfigError unless it is a sequence that holds one for each model."""
+    if isinstance(configs, Mapping):
+        raise ConfigError(
+            "configs is one mapping, and an array takes one configuration for each model",
+            'give a list of them: configs=[{"lr": 0.1}, {"lr": 0.2}]',
+        )
+    if isinstance(configs, (str, bytes)) or not isinstance(configs, Sequence):
+        raise ConfigError(
+            f"configs is {_shown(configs)}",
+            'give a list, with one configuration for each model: configs=[{"lr": 0.1}, {"lr": 0.2}]',
+        )
+    if not configs:
+        raise ConfigError("configs is empty", "give one configuration for each model")
+    return configs
+
+
+def explain(error: Exception, factory: Any, config: Any) -> ConfigError | None:
+    """What to say of a factory that failed because a configuration is not what it reads; None where it is not about that: a
+    plain value was passed, and the factory's own line raises TypeError."""
+    if not isinstance(error, TypeError) or not isinstance(config, _PLAIN):
+        return None
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or last.tb_frame.f_code is not getattr(factory, "__code__", None):
+        return None
+    return ConfigError(
+        f"factory({_shown(config)}) raised TypeError: {error}",
+        "each of configs is what factory is called with: give it what it reads, such as {'lr': 0.1}",
+    )
+
+
+def seeds_of(seeds: Any, models: int) -> list[int | None]:
+    """One a model, None for each where none are given. Raises ConfigError."""
+    if seeds is None:
+        return [None] * models
+    seeds = seeds.tolist() if hasattr(seeds, "tolist") else seeds  # numpy's
+    if isinstance(seeds, (str, bytes, Mapping)) or not isinstance(seeds, Sequence):
+        raise ConfigError(f"seeds is {_shown(seeds)}", "give a list, with one whole number for each model")
+    if len(seeds) != models:
+        raise ConfigError(f"{len(seeds)} seeds for {models} models", "give one a model")
+    return [seed_of(f"seeds[{index}]", seed) for index, seed in enumerate(seeds)]
+
+
+def seed_of(what: str, seed: Any) -> int:
+    return whole(what, seed, 0, MAX_SEED, "use a whole number from 0 to 2**64 - 1")
+
+
+def model_of(model: Any, models: int) -> int:
+    if not isinstance(model, Integral) or isinstance(model, bool) or not 0 <= int(model) < models:
+        raise ConfigError(f"there is no model {_shown(model)} among {models}", "count from 0")
+    return int(model)
+
+
+def operators_of(names: Any) -> tuple[str, ...]:
+    """`names` of operators that Programs may hold. Raises ConfigError for what is none, with those that it may mean."""
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise ConfigError(f"per_model_operators is {_shown(names)}", f"give a list, such as [{_example(names)!r}]")
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(f"per_model_operators holds {_shown(name)}", 'use names, such as "aten.mm.default"')
+        if not allowlist.is_allowed(name):
+            raise ConfigError(
+                f"per_model_operators names {name!r:.100}, which no step can hold", _meant(name, allowlist.ALLOWED)
+            )
+    return tuple(names)
+
+
+def check_operators(names: Collection[str], there: Collection[str]) -> None:
+    """Raises ConfigError for a name that none of the operators `there` has: what was asked for would not happen."""
+    for name in names:
+        if name not in there:
+            raise ConfigError(
+                f"per_model_operators names {name}, and no model's step has it",
+                f"{_meant(name, there)}, or leave it out",
+            )
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    """Close matches of the operator's own name, which all the rest is often left off."""
+    stem = name.removeprefix("torch.ops.").removeprefix("aten.").partition(".")[0]
+    stems = {k.split(".")[1] for k in known}
+    near = [stem] if stem in stems else difflib.get_close_matches(stem, sorted(stems), 3, 0.7)
+    close = sorted(k for k in known if k.split(".")[1] in near)
+    listed = "print(array.plan()), without per_model_operators, lists those of a step"
+    return f"use {' or '.join(close[:3])}; {listed}" if close else listed
+
+
+def _example(names: Any) -> str:
+    return names if isinstance(names, str) and allowlist.is_allowed(names) else "aten.mm.default"
+
+
+def _shown(value: Any) -> str:
+    """A plain value itself, of anything else its type."""
+    if isinstance(value, (list, tuple)) or not isinstance(value, _PLAIN):
+        return f"a {type(value).__name__}"
+    return f"{value!r:.60}"
