@@ -23,6 +23,7 @@ from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
 from gpumux.client.patches import RngTape, patched
 from gpumux.client.placement import names_of_devices
+from gpumux.client.quiet import told_once
 from gpumux.client.reading import Reading
 from gpumux.client.recorder import Recorder
 from gpumux.client.refusals import refuse_batch_gradients, refuse_call, refuse_draws, refuse_written_batch
@@ -96,7 +97,7 @@ class Tracer:
     ) -> RawTrace:  # fmt: skip
         """Run `fn(*args, **kwargs)` once over fake tensors from `entry`. Local state is as before when
         this returns or raises. Raises CaptureError and its kin, and with `settle` Settled."""
-        with _capturing, self.table.standing_in():
+        with _capturing, self.table.standing_in(), told_once():
             return self._trace(fn, args, kwargs, entry, host_values, prints, settle)
 
     def _trace(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpumux.client.quiet import told_once
 from gpumux.errors import NotFusible
 from gpumux.fuse import rules
 from gpumux.fuse.align import Template, Varying, align, layer_name
@@ -74,7 +75,7 @@ class Fuser:
         before = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, program.numerics.default_dtype))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), told_once():
                 inputs = self._place(batch_per_model)
                 for index in range(len(self.template.ops)):
                     self.emitter.label = self.template.labels[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -38,6 +39,28 @@ def refusal(
         submit(step, endpoint, **given)
     assert caught.value.remedy, "every refusal says what to do"
     return caught.value
+
+
+def test_what_torch_logs_of_a_batch_that_does_not_fit_is_left_out(endpoint: str) -> None:
+    """The error says it all; torch would print a traceback of its own insides as well. Nothing else is hidden."""
+    model = nn.Linear(5, 3)
+    insides = logging.getLogger("torch._subclasses.fake_tensor")
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        insides.error("something else")
+        return F.cross_entropy(model(x), y)
+
+    insides.addHandler(handler)
+    try:
+        error = refusal(step, endpoint, errors.CaptureError, model=model)
+        insides.error("failed while attempting to run meta for %s", "a program of the user's own")
+    finally:
+        insides.removeHandler(handler)
+    assert "same reduction dim" in str(error)
+    assert found == ["something else", "failed while attempting to run meta for a program of the user's own"]
 
 
 def test_a_branch_on_data(endpoint: str) -> None:
