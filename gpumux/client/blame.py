@@ -53,16 +53,16 @@ def definition(fn: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code else type(fn).__name__
 
 
-def inside_optimizer() -> str:
-    """ " (inside SGD.step)" when an optimizer is on the stack, else nothing."""
+def optimizer_inside() -> Any:
+    """The optimizer whose step is on the stack, the outermost of them; None where there is none."""
     import torch
 
     frame: types.FrameType | None = sys._getframe(1)
-    found = ""
+    found = None
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.optim.Optimizer):
-            found = f" (inside {type(owner).__name__}.step)"
+            found = owner
         frame = frame.f_back
     return found
 

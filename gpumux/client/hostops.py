@@ -20,6 +20,7 @@ aten = torch.ops.aten
 _ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default}
+_TYPES = (torch.float32, torch.float64, torch.int64)
 
 
 def run(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
@@ -51,6 +52,14 @@ def run(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         _set(rec, args[0], expr)
         return True, args[0]
     return True, _new(rec, expr, args[0].dtype)
+
+
+def filled(rec: Recorder, number: int, dtype: torch.dtype | None) -> tuple[bool, Any]:
+    """(done, a tracked 0-dim tensor that holds this number). Not done: a type whose arithmetic is the device's."""
+    kind = dtype or torch.get_default_dtype()
+    if kind not in _TYPES:
+        return False, None
+    return True, _new(rec, rec.scope.const(float(number) if kind.is_floating_point else number), kind)
 
 
 def _value(rec: Recorder, tensor: torch.Tensor) -> Expr:
@@ -110,7 +119,7 @@ def _assign(rec: Recorder, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]
         if name == "zero_"
         else _operand(rec, args[1], target.dtype)
     )
-    if expr is None or target.dtype not in (torch.float32, torch.float64, torch.int64):
+    if expr is None or target.dtype not in _TYPES:
         return False, None
     if target.dtype == torch.float32:
         expr = rec.scope.apply("f32.cast", expr)

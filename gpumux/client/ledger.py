@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumux.client.advice import instead_of
 from gpumux.client.blame import user_line
 from gpumux.client.host import Expr, Scope, is_symbol
 from gpumux.client.patches import RngTape
@@ -111,6 +112,11 @@ class Ledger:
 
     def write(self, func: Any, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any, out: Any) -> None:
         outs = _returns(func, out)
+        if any(isinstance(o, torch.Tensor) and o.layout is not torch.strided for o in leaves(outs)):
+            raise UnsupportedOperator(
+                f"{user_line()} makes a sparse tensor ({schema.target})",
+                "keep it dense: torch.nn.Embedding(..., sparse=False) has dense gradients, which SGD or Adam takes",
+            )
         if torch.Tag.inplace_view in func.tags and func.overloadpacket.__name__ in _INPLACE_VIEWS:
             if not isinstance(args[0], FakeTensor):
                 raise CaptureError(
@@ -128,7 +134,10 @@ class Ledger:
         if not self._allowed(schema.target):
             raise UnsupportedOperator(
                 f"{user_line()} uses the operator {schema.target}, which is not on the allow-list",
-                "write the step without it, or ask the daemon's operator to add it (allow_ops in its configuration)",
+                instead_of(
+                    schema.target,
+                    "write the step without it, or ask the daemon's operator to add it (allow_ops in its configuration)",
+                ),
             )
         reads: set[int] = set()
         writes: set[int] = set()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpumux.client.blame import user_line
+from gpumux.client.blame import optimizer_inside, user_line
 from gpumux.client.host import Scope, is_symbol
 from gpumux.errors import CaptureError, DataDependent
 
@@ -78,6 +78,23 @@ def _here(plain: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., A
         return (new if threading.get_ident() == tracing else plain)(*args, **kwargs)
 
     return choose
+
+
+def _scaler_guard(name: str) -> Callable[..., Any]:
+    """A GradScaler keeps its scale, and what it found of each optimizer's gradients, outside of the model, and decides in
+    Python whether the optimizer's step is taken."""
+    plain = getattr(torch.amp.GradScaler, name)
+
+    def method(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return plain(self, *args, **kwargs)
+        raise CaptureError(
+            f"{user_line()} calls GradScaler.{name}(), which decides in Python by what the gradients hold",
+            "torch.autocast with bfloat16 needs no scaling: GradScaler(enabled=False); for float16 keep the scale in a buffer of "
+            "the model (docs/fusion.md, Loss scaling)",
+        )
+
+    return method
 
 
 def _format(self: Any, spec: str) -> str:
@@ -152,6 +169,16 @@ def _fused_wrapper(scope: Scope, name: str) -> Callable[..., Any]:
     return wrapper
 
 
+def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+    """torch.as_tensor, which asks a symbol for its plain value. Optimizers make their numbers into state with it (ASGD)."""
+    if not is_symbol(data) or optimizer_inside() is None:
+        return _AS_TENSOR(data, dtype=dtype, device=device)
+    kind = dtype or (torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64)
+    return torch.zeros((), dtype=kind).fill_(data)
+
+
+_AS_TENSOR = torch.as_tensor
+_SCALER = ("scale", "unscale_", "step", "update")
 _CAPTURABLE = "_get_capturable_supported_devices"
 
 
@@ -177,7 +204,9 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.Tensor, "tolist", _value_guard("tolist")),
         (torch.Tensor, "numpy", _value_guard("numpy")),
+        *((torch.amp.GradScaler, name, _here(getattr(torch.amp.GradScaler, name), _scaler_guard(name))) for name in _SCALER),
         *((torch, name, _here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
+        (torch, "as_tensor", _here(torch.as_tensor, _as_tensor)),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
     if gpu:

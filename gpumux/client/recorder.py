@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.client import hostops
-from gpumux.client.blame import inside_optimizer, user_line
+from gpumux.client.advice import instead_of, value_read
+from gpumux.client.blame import optimizer_inside, user_line
 from gpumux.client.executed import Observer
 from gpumux.client.host import Expr, Scope, is_symbol
 from gpumux.client.layers import Layers
@@ -35,6 +36,11 @@ from gpumux.program.ir import Tag
 from gpumux.program.metafix import fake_call
 
 aten = torch.ops.aten
+
+# How an optimizer may begin a number of its state (ASGD's step, eta, mu), of which its Python later reads the value.
+_FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
+
+_FIXED = "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step"
 
 # Finds a real tensor's place in the job's state: (buffer, its bytes, the storage's byte offset in it).
 Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
@@ -178,15 +184,16 @@ class Recorder(TorchDispatchMode):
                 "drop generator=; the job has its own, seeded by submit(seed=...)",
             )
         tensors = [t for t in found if isinstance(t, torch.Tensor)]
+        if func in _FILLED and args and not args[0] and optimizer_inside() is not None:
+            done, out = hostops.filled(self, _FILLED[func], kwargs.get("dtype"))
+            if done:
+                return out
         if tensors and all(self.is_host(t) for t in tensors):
             done, out = hostops.run(self, func, args, kwargs)
             if done:
                 return out
         if func is aten._local_scalar_dense.default:
-            raise DataDependent(
-                f"{user_line()}{inside_optimizer()} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)",
-                "keep the decision on the device (torch.where, masks), or return the tensor from the step and read it outside",
-            )
+            raise value_read()
         if func is aten._is_all_true.default or func is aten._is_any_true.default:
             raise DataDependent(
                 f"{user_line()} checks the values of a tensor in Python",
@@ -283,7 +290,7 @@ class Recorder(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DataDependent(
                 f"{user_line()}: the shape or value of {func}'s result depends on the data",
-                "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step",
+                instead_of(str(func), _FIXED),
             ) from error
         except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
             raise UnsupportedOperator(

@@ -59,6 +59,8 @@ OPTIMIZERS = {
     "radam": lambda p: optim.RAdam(p, lr=1e-2),
     "adamax": lambda p: optim.Adamax(p),
     "rprop": lambda p: optim.Rprop(p, lr=1e-3),
+    "asgd": lambda p: optim.ASGD(p, lr=0.05),
+    "asgd-averaging": lambda p: optim.ASGD(p, lr=0.05, t0=9, lambd=1e-2, alpha=0.6, foreach=True),
     "custom": Custom,
 }
 

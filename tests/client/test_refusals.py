@@ -446,10 +446,36 @@ def test_writing_into_the_batch(endpoint: str) -> None:
     assert "tensor 0 of the batch" in error.message
 
 
-@pytest.mark.parametrize("kind", ["ASGD", "Adafactor"])
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor"])
 def test_an_optimizer_that_branches_on_tensors_is_named(kind: str, endpoint: str) -> None:
     model = nn.Linear(6, 3)
     optimizer = getattr(torch.optim, kind)(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    error = refusal(step, endpoint, errors.DataDependent, model=model, optimizer=optimizer)
+    assert f"inside {kind}.step" in error.message
+    assert error.remedy.startswith(f"{kind} decides so at every step")
+    assert "use another of torch.optim (Adam," in error.remedy
+
+
+def test_an_optimizer_of_the_users_own_can_be_mended(endpoint: str) -> None:
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                if group["params"][0].grad.norm() > 1:
+                    group["lr"] *= 0.5
+            super().step()
+
+    model = nn.Linear(6, 3)
+    optimizer = Mine(model.parameters())
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -459,7 +485,67 @@ def test_an_optimizer_that_branches_on_tensors_is_named(kind: str, endpoint: str
         return loss
 
     error = refusal(step, endpoint, errors.DataDependent, model=model, optimizer=optimizer)
-    assert f"inside {kind}.step" in error.message
+    assert "inside Mine.step" in error.message
+    assert error.remedy.startswith("keep the decision on the device")
+
+
+TOKENS = torch.arange(24).reshape(4, 6) % 9
+LENGTHS = torch.tensor([6, 5, 3, 2])
+INSTEAD: dict[str, tuple[Any, Any, tuple[Any, ...], str, str]] = {
+    "bags": (lambda: nn.EmbeddingBag(9, 5), lambda m, x: m(x).mean(), (TOKENS,),
+             "_embedding_bag_backward", "use torch.nn.Embedding and reduce"),
+    "sparse gradients": (lambda: nn.Embedding(9, 5, sparse=True), lambda m, x: m(x).mean(), (TOKENS,),
+                         "makes a sparse tensor", "sparse=False"),
+    "ctc": (lambda: nn.Linear(5, 4),
+            lambda m, x, y, n: F.ctc_loss(m(x).log_softmax(-1), y, n, torch.ones_like(n)), (torch.ones(7, 2, 5), TOKENS[:2, :1], LENGTHS[:2]),
+            "_ctc_loss", "torch.logaddexp over padded targets"),
+    "packed": (lambda: nn.GRU(6, 3, batch_first=True),
+               lambda m, x, n: m(nn.utils.rnn.pack_padded_sequence(x, n, batch_first=True))[1].mean(),
+               (torch.ones(4, 6, 6), LENGTHS), "_pack_padded_sequence", "give the padded batch to the recurrent layer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", INSTEAD)
+def test_what_to_use_instead_is_said(what: str, endpoint: str) -> None:
+    module, loss, example, named, remedy = INSTEAD[what]
+    model = module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        value = loss(model, *batch)
+        value.backward()
+        optimizer.step()
+        return value
+
+    with pytest.raises(errors.CaptureError) as caught:
+        client.submit(step, example=example, model=model, optimizer=optimizer, endpoint=endpoint)
+    assert isinstance(caught.value, (errors.UnsupportedOperator, errors.DataDependent))
+    assert named in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def test_a_grad_scaler_is_refused_by_name(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def trained_with(scaler: torch.amp.GradScaler) -> Callable[..., torch.Tensor]:
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()  # scaled
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        return step
+
+    step = trained_with(torch.amp.GradScaler("cpu"))
+    error = refusal(step, endpoint, errors.CaptureError, model=model, optimizer=optimizer)
+    assert "calls GradScaler.scale()" in error.message
+    assert line_of(step, "# scaled") in error.message
+    assert "GradScaler(enabled=False)" in error.remedy
+    submit(trained_with(torch.amp.GradScaler("cpu", enabled=False)), endpoint, model=model, optimizer=optimizer)
+    assert torch.amp.GradScaler("cpu").scale(torch.ones(())) == 2.0**16  # elsewhere it is what it was
 
 
 def test_an_lstm_says_which_switch_helps(endpoint: str) -> None:
