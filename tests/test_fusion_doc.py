@@ -1,0 +1,99 @@
+"""What docs/fusion.md, docs/tuning.md and the README say was measured is what lies in microbench/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FUSION, TUNING, README = ((ROOT / page).read_text() for page in ("docs/fusion.md", "docs/tuning.md", "README.md"))
+ORDER = ("cnn", "pointnet_cls", "pointnet_seg", "dcgan", "resnet18", "mobilenet_v3", "transformer", "bert_medium")
+WAYS = ("captured", "hand", "vmap", "fused")
+MARKED = {"cnn": ("CNN, batch 4", 4, 1.6), "transformer": ("Transformer, batch 2", 2, 2.6)}
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / f"microbench/results/cpu-{name}.json").read_text())
+    return found
+
+
+def cells(page: str, first: str) -> list[str]:
+    """Of the table's row that begins so, what comes after."""
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in row.strip().strip("|").split("|")][1:]
+
+
+def over_serial(name: str, models: int = 8) -> dict[str, dict[str, float]]:
+    found = result(f"fusion-{name}")
+    assert found["threads"] == 1
+    assert found["workloads"][name]["batch"] == MARKED[name][1]
+    return {way: of["over_serial"] for way, of in found["workloads"][name]["models"][str(models)].items()}
+
+
+def test_eight_small_models_over_the_plain_loops():
+    for name, (row, _, wanted) in MARKED.items():
+        ratios = over_serial(name)
+        said = [f"{r['median']:.2f} ({r['low']:.1f}, {r['high']:.1f})" for r in (ratios[way] for way in WAYS)]
+        assert cells(FUSION, row) == [*said, f"{wanted}"]
+        assert {r["repeats"] for r in ratios.values()} == {11}
+        assert ratios["fused"]["median"] >= wanted
+    (row,) = [line for line in README.splitlines() if "as one array" in line and line.endswith("microbench.fusion` |")]
+    cnn, transformer = over_serial("cnn"), over_serial("transformer")
+    assert (
+        f"{cnn['fused']['median']:.2f} (fused by hand {cnn['hand']['median']:.2f}, vmap {cnn['vmap']['median']:.2f}); "
+        f"{transformer['fused']['median']:.2f} (by hand {transformer['hand']['median']:.2f}, vmap {transformer['vmap']['median']:.2f})"
+    ) in row
+
+
+def test_the_memory_of_eight():
+    found = result("fusion-memory")["workloads"]["cnn"]
+    assert found["batch"] == 4
+    named = {
+        "plain loops": "serial",
+        "one process a model": "processes",
+        "by hand": "hand",
+        "vmap": "vmap",
+        "an array": "fused",
+    }
+    said = ", ".join(f"{name} {found['models']['8'][way]['bytes'] / 2**20:.0f}" for name, way in named.items())
+    assert f"in MiB: {said}, making it" in FUSION
+
+
+def test_every_workload_at_tiny_sizes():
+    found = result("fusion-floor")
+    workloads = found["workloads"]
+    assert (found["size"], found["threads"], set(workloads)) == ("tiny", 1, set(ORDER))
+    lowest = []
+    for models in ("2", "8"):
+        figures = [workloads[name]["models"][models]["fused"]["over_serial"] for name in ORDER]
+        assert cells(FUSION, models) == [f"{f['median']:.2f}" for f in figures]
+        assert {f["repeats"] for f in figures} == {5}
+        lowest += [f["low"] for f in figures]
+    assert {w["batch"] for w in workloads.values()} == {4}
+    assert f"medians of 5 turns, the lowest turn of all {min(lowest):.2f})" in FUSION
+    assert min(lowest) >= 0.95, "no workload is slower as an array"
+
+
+def test_the_sweep_by_each_scheduler():
+    found = result("tuning")
+    rows, asked = found["schedulers"], found["asked"]
+    page = " ".join(TUNING.split())
+    device, wall = ([rows[name][what]["median"] for name in asked["schedulers"]] for what in ("device_s", "wall_s"))
+    assert asked["schedulers"] == ["serial", "concurrent", "fused"]
+    assert (
+        f"of {asked['trials']} configurations of an MLP on digits (batch {asked['batch']}, {asked['steps']} steps"
+        in page
+    )
+    assert "{:.1f} device seconds `serial`, {:.1f} `concurrent`, {:.1f} `fused`;".format(*device) in page
+    assert "{:.1f}, {:.1f} and {:.1f} s from begin to end".format(*wall) in page
+    assert found["agreement"]["same_best"]
+    assert found["agreement"]["largest_score_difference"] == 0.0
+    assert "the same best configuration and the same scores to the last digit" in page
+
+
+def test_the_results_that_are_named_are_there():
+    named = re.findall(r"microbench/results/[\w.-]+\.json", FUSION + TUNING)
+    assert len(named) >= 2
+    assert [name for name in named if not (ROOT / name).exists()] == []
