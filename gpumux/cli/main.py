@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 from gpumux import __version__, config
 from gpumux.cli import planning, tuning
 from gpumux.cli.completion import SHELLS
+from gpumux.cli.wrong import EX_USAGE, WrongUsage, say
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.wire.endpoint import parse
 
-EX_OK, EX_FAILED, EX_USAGE, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 64, 70, 75, 78
+EX_OK, EX_FAILED, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 70, 75, 78
 
 MAX_WAIT_S = 86_400
 JOB_VERBS = ("list", "pause", "resume", "stop", "priority", "weight", "profile", "explain")
@@ -129,8 +130,7 @@ class _Parser(argparse.ArgumentParser):
         return known, rest
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(EX_USAGE, f"{self.prog}: error: {message}\n")
+        raise WrongUsage(self.prog, message, usage=self.format_usage())
 
 
 def _add(subparsers: argparse._SubParsersAction[_Parser], name: str, meaning: str, epilog: str = "") -> _Parser:
@@ -307,9 +307,13 @@ def exit_code(error: GpumuxError) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; errors become one line on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
     try:
         args = parser.parse_args(argv)
+    except WrongUsage as error:
+        say(error, argv)
+        return EX_USAGE
     except SystemExit as stop:  # argparse has printed what it had to say
         return int(stop.code or 0)
     if args.command == "jobs" and (wrong := _wrong_jobs(args)):
@@ -317,9 +321,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EX_USAGE
     try:
         return int(import_module(f"gpumux.cli.{args.command}").run(args))
+    except WrongUsage as error:
+        say(error, argv)
+        return EX_USAGE
     except GpumuxError as error:
-        remedy = f"\n  {error.remedy}" if error.remedy else ""
-        sys.stderr.write(f"gpumux: {error.message}{remedy}\n")
+        say(error, argv)
         return exit_code(error)
     except BrokenPipeError:  # `gpumux status | head` is no error; spare the interpreter its own complaint
         sys.stderr.close()

@@ -127,16 +127,17 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
         router.close(stop.reason or "the daemon failed; see its log")
 
     stack.callback(leave)
+    metrics = Metrics(FROM_CLIENT)  # what another daemon may have is taken before the device, which takes seconds
+    metrics.start_time.set(started)
+    server = bind_metrics(config, metrics, stack)
+    lock = lock_snapshots(config, stack)
     stop.check()
     device = open_device(config, stack)
     stop.check()
-    link = open_snapshots(config, stack)
+    link = open_snapshots(config, lock, stack)
     router.device = {**asdict(device.info), "shares": list(device.info.shares)}  # a message holds lists
     if link is not None:
         router.device["snapshot_s"] = config.snapshot_s
-    metrics = Metrics(FROM_CLIENT)
-    metrics.start_time.set(started)
-    server = serve_metrics(config, metrics, stack)
     port = server.port if server is not None else 0
     identity = Identity(config, router.addresses, device.info, started, port)
     loop = Loop(identity, router, device.device, metrics, shared_limit(config), link=link)
@@ -153,9 +154,9 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     stack.enter_context(quick_interpreter())
     manager = Manager()
     manager.watch(loop)
-    where = ", ".join(router.addresses)
-    log.info("gpumux %s serves %s at %s", __version__, device.info.name, where)
-    manager.ready(f"serves {device.info.name} at {where}")
+    what = f"serves {device.info.name} at {', '.join(router.addresses)}"
+    log.info("gpumux %s %s", __version__, what)
+    manager.ready(what)
     try:
         loop.run()
     except DeviceLost as error:
@@ -256,7 +257,7 @@ def curve_keys(config: Config) -> ServerCurve | None:
     return ServerCurve(Path(config.curve_secret_key), Path(config.curve_client_keys))
 
 
-def serve_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> MetricsServer | None:
+def bind_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> MetricsServer | None:
     if config.metrics_port < 0:
         return None
     server = MetricsServer(metrics.registry, config.metrics_host, config.metrics_port)
@@ -264,14 +265,20 @@ def serve_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> Metrics
     return server
 
 
-def open_snapshots(config: Config, stack: ExitStack) -> Link | None:
-    """Take the state directory for this daemon's snapshots, if it is to keep any. Raises EndpointBusy when another has it."""
+def lock_snapshots(config: Config, stack: ExitStack) -> DirectoryLock | None:
+    """Take the state directory for snapshots, if it is to keep any. Raises EndpointBusy when another daemon has it."""
     if not config.state_dir or not config.snapshot_s:
         return None
-    root = Path(config.state_dir) / "snapshots"
-    lock = DirectoryLock(root)
+    lock = DirectoryLock(Path(config.state_dir) / "snapshots")
     stack.callback(lock.close)
-    link = Link(root, lock)
+    return lock
+
+
+def open_snapshots(config: Config, lock: DirectoryLock | None, stack: ExitStack) -> Link | None:
+    """Start the process that writes them."""
+    if lock is None:
+        return None
+    link = Link(root := Path(config.state_dir) / "snapshots", lock)
     stack.callback(link.close)
     log.info("snapshots: every %g s, in %s", config.snapshot_s, root)
     return link

@@ -98,7 +98,7 @@ class Store:
             with suppress(OSError):
                 temporary.unlink()
             raise SnapshotFailed(
-                f"snapshot {number} could not be written to {home}: {_reason(error)}",
+                f"{home} could not be written to: {_reason(error)}",
                 "make room on that disk, or put state_dir on a larger one",
             ) from error
         self._keep_newest(home, number, digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import pytest
 
 from gpumux import __version__
-from gpumux.cli import doctor, jobs, status, text
+from gpumux.cli import doctor, jobs, status, text, wrong
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, build_parser, exit_code, main
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError, DaemonGone, EndpointBusy, UnknownJob
@@ -95,6 +96,39 @@ def test_a_wrong_configuration_is_78_and_says_how_to_mend_it(flags, environ, cap
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("gpumux: ")
     assert second.startswith("  ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--log-format", "json", "--bogus"], EX_USAGE, "unrecognized arguments: --bogus"),
+        (["--log-format=json", "--policy", "nope"], EX_USAGE, "'nope'"),
+        (["--log-format", "json", "--endpoint", "ftp://x"], EX_USAGE, "ftp://x"),
+        (["--log-format", "json", "--config", "/nonexistent.toml"], EX_CONFIG, "/nonexistent.toml"),
+        (["--config", "FILE"], EX_CONFIG, "polcy"),
+    ],
+)
+def test_a_daemon_that_is_to_log_json_says_what_is_wrong_as_a_line_of_its_log(
+    argv, code, says, tmp_path, monkeypatch, capsys
+):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])  # as in a process that has not set it up
+    monkeypatch.setattr(root, "level", root.level)
+    (tmp_path / "gpumux.toml").write_text('[daemon]\nlog_format = "json"\npolcy = "fifo"\n')
+    given = [str(tmp_path / "gpumux.toml") if word == "FILE" else word for word in argv]
+    assert main(["serve", *given]) == code
+    body = json.loads(capsys.readouterr().err)
+    assert (body["level"], body["logger"], says in body["message"]) == ("error", "gpumux.daemon", True)
+
+
+def test_the_form_of_a_log_is_guessed_from_a_command_line_that_is_wrong(tmp_path):
+    (tmp_path / "broken.toml").write_text("log_format = json")
+    asked = {"GPUMUX_LOG_FORMAT": "json"}
+    assert wrong.log_format(["serve"], asked) == "json"
+    assert wrong.log_format(["serve", "--log-format", "text"], asked) == "text"
+    assert wrong.log_format(["status"], asked) == "text"
+    for argv in (["serve", "--log-format"], ["serve", "--config", str(tmp_path / "broken.toml")], ["serve"]):
+        assert wrong.log_format(argv, {}) == "text"
 
 
 def test_a_device_that_is_not_there_is_78(runtime_dir, capsys):

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, closing
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from gpumux.core.policy import POLICIES
 from gpumux.daemon import serve
 from gpumux.errors import ConfigError
 from gpumux.program import codec
+from gpumux.recovery.link import DirectoryLock
 from gpumux.wire import messages as msg
 from gpumux.wire.curve import ClientCurve, make_keys
 from tests.program import samples
@@ -106,6 +109,28 @@ def test_a_metrics_port_that_is_taken_may_be_free_soon(runtime_dir):
         )  # fmt: skip
     assert done.returncode == serve.EX_TEMPFAIL
     assert "--metrics-port" in done.stderr
+
+
+@pytest.mark.parametrize("taken", ["port", "state directory"])
+def test_what_another_daemon_has_is_noticed_before_the_device_is_opened(
+    taken, runtime_dir, tmp_path, monkeypatch, caplog
+):
+    """Which takes seconds."""
+
+    def opened(*args):
+        raise AssertionError("it opened the device first")
+
+    monkeypatch.setattr(serve, "open_device", opened)
+    monkeypatch.setattr(serve, "DirectoryLock", partial(DirectoryLock, wait_s=0.0))
+    with ExitStack() as other:
+        port = -1
+        if taken == "port":
+            port = other.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        else:
+            other.enter_context(closing(DirectoryLock(tmp_path / "snapshots")))
+        config = Config(state_dir=str(tmp_path), endpoint=(f"ipc://{runtime_dir}/g.sock",), metrics_port=port)
+        assert serve.run(config) == serve.EX_TEMPFAIL
+    assert ("--metrics-port" if taken == "port" else "state_dir of its own") in caplog.text
 
 
 @pytest.fixture

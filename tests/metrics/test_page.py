@@ -20,6 +20,7 @@ from gpumux.metrics.server import MetricsServer
 from .test_contract import HIGH, JOB, figures
 
 BAN = BanFigures("j2", "j1", 1.7, "tail", 3.0, 61.0)
+ENDING = replace(BAN, left_s=0.04)
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -29,7 +30,7 @@ def moving():
     for n in count():
         low = replace(JOB, name=HOSTILE, held="tail" if n % 2 else "", steps_done=n, device_busy_s=0.25 * n)
         high = replace(HIGH, steps_done=10 * n, device_busy_s=0.5 * n, promise=replace(HIGH.promise, kept=n < 1))
-        yield replace(figures(high, low), when=1000.0 + n, bans=(BAN,))
+        yield replace(figures(high, low), when=1000.0 + n, bans=(BAN, ENDING))
 
 
 @pytest.fixture
@@ -57,9 +58,8 @@ def test_the_data_is_what_the_figures_say(server):
     high, low = said["jobs"]
     assert (high["short"], high["promise"]["target"], low["held"], low["promise"]) == ("j2", 1.05, "", None)
     assert low["name"] == HOSTILE
-    assert said["bans"] == [
-        {"high": "j2", "low": "j1", "ratio": 1.7, "why": "tail", "since_s": 3.0, "left_s": 61.0}
-    ]  # fmt: skip
+    ban = {"high": "j2", "low": "j1", "ratio": 1.7, "why": "tail", "since_s": 3.0, "left_s": 61.0}
+    assert said["bans"] == [ban, ban | {"left_s": 0.04}]
     assert said["guard"]["bans_active"] == 2
 
 
@@ -113,6 +113,9 @@ def test_a_browser_draws_it(server, tmp_path):
     assert "10.0" in text  # steps a second
     assert "1.02 of 1.05 BROKEN" in text
     assert "1.70" in text  # of the ban
+    assert "1 min 1 s" in text  # which ends then
+    assert "a moment" in text
+    assert "|0.0 s" not in text
     slow, share, held = (
         re.search(rf'<svg id="{name}".*?</svg>', page, re.DOTALL)[0] for name in ("slow", "share", "held")
     )
