@@ -46,7 +46,7 @@ def measure(steps: int, repeats: int, max_slowdown: float) -> tuple[list[Row], s
 
 def low_alone_per_s(core: int) -> float:
     """Steps a second of the greedy client with the device to itself."""
-    with running_daemon(policy="paced", threads=1, cores=[core]) as daemon, priority.greedy_client(daemon.endpoint):
+    with running_daemon(policy="paced", threads=1, cores=[core]) as daemon, priority.greedy_client(daemon):
         time.sleep(ALONE_S / 3)  # its program is measured and cut meanwhile
         before, began = priority.low_steps(daemon.status()), time.monotonic()
         time.sleep(ALONE_S)

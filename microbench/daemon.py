@@ -6,7 +6,6 @@ with running_daemon(policy="fifo", threads=1) as daemon:
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -19,6 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpumux.cli.control import Control
+from gpumux.cli.jobs import find
+from gpumux.errors import GpumuxError
 
 GPUMUX = (sys.executable, "-m", "gpumux.cli.main")
 START_S = 60.0  # the warm executor imports torch, which a cold disk makes slow
@@ -50,11 +53,16 @@ class RunningDaemon:
 
     def status(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """What `gpumux status --json` says. Raises DaemonFailed when there is no answer."""
-        done = _status(self.endpoint, timeout_s)
-        if done.returncode:
-            raise DaemonFailed(f"gpumux status failed: {done.stderr}")
-        report: dict[str, Any] = json.loads(done.stdout)
-        return report
+        try:
+            with Control(self.endpoint, timeout_s) as control:
+                return control.status()
+        except GpumuxError as error:
+            raise DaemonFailed(f"gpumux status failed: {error}") from error
+
+    def change(self, verb: str, name: str, timeout_s: float = 10.0) -> None:
+        """What `gpumux jobs VERB NAME` does; `verb` is pause, resume or stop. Raises GpumuxError."""
+        with Control(self.endpoint, timeout_s) as control:
+            control.change(verb, find(control.status()["jobs"], name)["job"])
 
 
 @contextmanager
@@ -102,14 +110,18 @@ def running_daemon(
             shutil.rmtree(where, ignore_errors=True)
 
 
-def _status(endpoint: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    command = [*GPUMUX, "status", "--json", "--endpoint", endpoint, "--timeout", str(timeout_s)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s + 30.0)
+def _answers(endpoint: str) -> bool:
+    """It listens early and answers once its device is open, so this mostly waits; a process to ask would take its core."""
+    try:
+        Control(endpoint, timeout=2.0).close()
+    except GpumuxError:
+        return False
+    return True
 
 
 def _wait_until_ready(daemon: RunningDaemon) -> None:
     end = time.monotonic() + START_S
-    while _status(daemon.endpoint, timeout_s=2.0).returncode:
+    while not _answers(daemon.endpoint):
         if daemon.process.poll() is not None:
             raise DaemonFailed(f"gpumux serve ended with {daemon.process.returncode}:\n{daemon.log.read_text()}")
         if time.monotonic() > end:

@@ -22,7 +22,7 @@ import torch
 
 from gpumux import client, config
 from microbench import common
-from microbench.daemon import GPUMUX, running_daemon
+from microbench.daemon import RunningDaemon, running_daemon
 from microbench.workloads import Workload, sized
 
 POLICIES = config.POLICIES
@@ -99,12 +99,12 @@ def measure(
             endpoint=daemon.endpoint,
             max_slowdown=max_slowdown,
         ) as job,
-        greedy_client(daemon.endpoint, low_s),
+        greedy_client(daemon, low_s),
     ):
         for repeat in range(repeats + 1):
-            pause(daemon.endpoint, True)
+            daemon.change("pause", GREEDY)
             solo = median_step(job, workload, steps)
-            pause(daemon.endpoint, False)
+            daemon.change("resume", GREEDY)
             before, began = low_steps(daemon.status()), time.monotonic()
             next_to_low = median_step(job, workload, steps)
             rate = (low_steps(daemon.status()) - before) / (time.monotonic() - began)
@@ -133,20 +133,14 @@ def median_step(job: Any, workload: Workload, steps: int) -> float:
     return sorted(times)[steps // 2]
 
 
-def pause(endpoint: str, paused: bool) -> None:
-    """Hold the greedy job back, or let it go on, as an operator would."""
-    verb = "pause" if paused else "resume"
-    subprocess.run([*GPUMUX, "jobs", verb, GREEDY, "--endpoint", endpoint], check=True, stdout=subprocess.DEVNULL)
-
-
 def low_steps(status: dict[str, Any]) -> int:
     return sum(job["steps_done"] for job in status["jobs"] if job["name"] == GREEDY)
 
 
 @contextmanager
-def greedy_client(endpoint: str, low_s: float = LOW_S) -> Iterator[None]:
+def greedy_client(daemon: RunningDaemon, low_s: float = LOW_S) -> Iterator[None]:
     """A low client in a process of its own, training for as long as the block lasts."""
-    command = [sys.executable, "-m", "microbench.priority", "--greedy", endpoint, "--greedy-seconds", str(low_s)]
+    command = [sys.executable, "-m", "microbench.priority", "--greedy", daemon.endpoint, "--greedy-seconds", str(low_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -156,7 +150,7 @@ def greedy_client(endpoint: str, low_s: float = LOW_S) -> Iterator[None]:
         try:
             yield
         finally:
-            pause(endpoint, False)
+            daemon.change("resume", GREEDY)
             child.stdin.close()
     if child.returncode:
         raise RuntimeError(f"the greedy client ended with {child.returncode}")
