@@ -2,10 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpumux.simulate.plot import HIGH_COLOR, LOW_COLOR, figure, save
+
+COLUMNS = 4  # of a picture of several panels
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves by name: (x, y, lowest, highest) each."""
+
+    title: str
+    curves: Mapping[str, Sequence[tuple[float, float, float, float]]]
+
+
+def curves(
+    path: Path, title: str, panels: Sequence[Panel], kinds: Mapping[str, tuple[str, str]], names: tuple[str, str]
+) -> None:
+    """Panels side by side, each with its own scale. `kinds`: label and colour by a curve's name, in the order of the legend.
+    Where y was measured several times, a band goes from the lowest to the highest."""
+    columns = min(COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    drawn = figure(max(5.0, 3.0 * columns), 0.9 + 2.5 * rows)
+    grid = drawn.subplots(rows, columns, squeeze=False)
+    shown = {}
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for name, points in panel.curves.items():
+            xs, ys, low, high = zip(*points, strict=True)
+            label, color = kinds[name]
+            (shown[label],) = axes.plot(xs, ys, marker="o", ms=3, lw=1.2, color=color)
+            axes.fill_between(xs, low, high, color=color, alpha=0.15, lw=0)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for points in panel.curves.values() for x, *_ in points})
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks], fontsize=7)
+        axes.minorticks_off()
+        axes.tick_params(axis="y", labelsize=7)
+        axes.set_ylim(bottom=0)
+        axes.set_title(panel.title, fontsize=8)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(names[1], fontsize=8)
+    for axes in grid.flat[len(panels) - columns : len(panels)]:
+        axes.set_xlabel(names[0], fontsize=8)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    labels = [label for label, _ in kinds.values() if label in shown]
+    drawn.legend(
+        [shown[label] for label in labels], labels, fontsize=8, ncols=min(4, len(labels)), loc="outside lower center"
+    )
+    drawn.suptitle(title, fontsize=9)
+    save(drawn, path)
 
 
 def stacked_bars(path: Path, title: str, labels: Sequence[str], high: Sequence[float], low: Sequence[float]) -> None:

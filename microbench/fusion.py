@@ -5,6 +5,8 @@ each with a learning rate and a seed of its own, on a batch that all share. The 
 of their own for each model, so they are marks and no comparison.
 
     python -m microbench.fusion --workload cnn transformer --models 8
+
+A long measurement may be made in parts: with --add, FILE keeps what it holds, and what it lacks is measured. microbench.fusionplot draws it.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gpumux.errors import ConfigError
-from microbench import common
+from microbench import common, fusionfile
 
 FLOOR = 0.95  # of the plain loop's throughput: fusing must never cost more than noise
 MARKS = {("transformer", 2): 2.6, ("cnn", 4): 1.6}  # by hand, 8 small models on two cores; by workload and batch size
@@ -59,36 +62,50 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--ways", nargs="+", choices=fusing.WAYS, default=usual, metavar="WAY",
                            help=f"of {', '.join(fusing.WAYS)} (default: all but the compiled ones, which take minutes)")  # fmt: skip
     arguments.add_argument("--no-memory", action="store_true", help="leave memory out")
+    arguments.add_argument("--add", action="store_true",
+                           help="to what --out FILE holds: measure what it lacks alone, also after Ctrl-C")  # fmt: skip
     args = arguments.parse_args(argv)
-    problem = unusable(args.device, args.ways)
+    problem = unusable(args.device, args.ways) or ("--add takes --out" if args.add and args.out is None else "")
     if problem:
         arguments.error(problem)
     ways = [way for way in fusing.WAYS if way in {fusing.SERIAL, *args.ways}]
     size = args.size or ("small" if args.device == "cpu" else "full")
     facts, overhead = common.machine(), fusing.overhead_bytes(args.device)
-    measured: dict[str, dict[str, Any]] = {}
-    result: dict[str, Any] = {
-        "machine": facts, "device": args.device, "size": size, "threads": args.threads, "dropout": args.dropout, "overhead_bytes": overhead,
-        "workloads": measured,
-    }  # fmt: skip
+    settings = {"device": args.device, "size": size, "threads": args.threads, "dropout": args.dropout}
     try:
+        measured, earlier = fusionfile.resumed(args.out, facts, settings) if args.add else ({}, [])
+        result: dict[str, Any] = {
+            "machine": facts, **settings, "overhead_bytes": overhead, "workloads": measured,
+            **({"earlier": earlier} if earlier else {}),
+        }  # fmt: skip
+        clock = Clock([models for _ in args.workload for models in args.models])
         for name in args.workload:
             chosen = workload(name, size, args.batch, device=args.device)
-            found: dict[str, Any] = {"batch": chosen.batch_size, "models": {}, "paper": PAPER.get(name, {})}
+            paper = PAPER.get(name, {})
+            found = measured.setdefault(name, {"batch": chosen.batch_size, "models": {}, "paper": paper})
+            if found["batch"] != chosen.batch_size:
+                raise ConfigError(f"{args.out} holds {name} at batch {found['batch']}", "choose another --out")
+            found["paper"] = paper
             for models in args.models:
                 setting = fusing.Setting(chosen, models, args.threads, args.seconds, args.repeats, args.dropout)
-                rates = fusing.throughput(setting, ways)
-                peaks = {} if args.no_memory else fusing.memory(setting, ways)
-                found["models"][str(models)] = summary(rates, peaks, fusing.SERIAL)
-                print(f"{name}, {models} models: {line(found['models'][str(models)])}", file=sys.stderr, flush=True)
-            measured[name] = found
-            result["targets"] = targets(measured, size, args.device, fusing.OURS)
-            common.report("fusion", args.out, result)  # what is measured is kept, whatever comes next
+                before = found["models"].get(str(models), {})
+                missing, unweighed = fusionfile.lacking(before, ways, not args.no_memory)
+                rates = summary(fusing.throughput(setting, missing), fusing.SERIAL) if missing else {}
+                peaks = fusing.memory(setting, unweighed) if unweighed else {}
+                now = found["models"][str(models)] = fusionfile.merged(before, rates, peaks)
+                clock.tick(models, bool(missing or unweighed))
+                print(f"{name}, {models} models: {line(now)}; {clock}", file=sys.stderr, flush=True)
+                result["targets"] = targets(measured, size, args.device, fusing.OURS)
+                common.report("fusion", args.out, result)  # what is measured is kept, whatever comes next
     except (ConfigError, fusing.FusionFailed) as error:
         print(f"fusion: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        kept = f"; {args.out} keeps what was measured, and --add goes on from there" if args.out is not None else ""
+        print(f"fusion: stopped{kept}", file=sys.stderr)
+        return 130
     print(common.describe(facts))
-    print(show(measured, ways, max(args.models)))
+    print(show({name: measured[name] for name in args.workload}, ways, max(args.models)))
     for name, target in result["targets"].items():
         print(f"{name}: {target['value']:.2f}, target {target['target']}: {'met' if target['met'] else 'MISSED'}")
     return 0
@@ -115,8 +132,28 @@ def unusable(device: str, ways: Sequence[str]) -> str:
     return ""
 
 
-def summary(rates: dict[str, Any], peaks: dict[str, Any], baseline: str) -> dict[str, Any]:
-    """By way: its rate and its rate over the baseline's, turn by turn, with spreads, and bytes; or why not."""
+class Clock:
+    """How far a measurement is, and how long the rest may take: as long for each model, and twice that beside, as so far."""
+
+    def __init__(self, models: Sequence[int]) -> None:
+        self._left, self._count = list(models), len(models)
+        self._begin = time.monotonic()
+        self._weight = 0
+
+    def tick(self, models: int, worked: bool) -> None:
+        self._left.remove(models)
+        if worked:
+            self._weight += models + 2
+
+    def __str__(self) -> str:
+        gone = time.monotonic() - self._begin
+        rest = sum(self._left) + 2 * len(self._left)
+        soon = f", about {gone / self._weight * rest:.0f} s to go" if self._left and self._weight else ""
+        return f"{self._count - len(self._left)} of {self._count} after {gone:.0f} s{soon}"
+
+
+def summary(rates: dict[str, Any], baseline: str) -> dict[str, Any]:
+    """By way: its rate and its rate over the baseline's, turn by turn, with spreads; or why not."""
     found: dict[str, Any] = {}
     base = rates[baseline]["samples"]
     for way, rate in rates.items():
@@ -126,7 +163,7 @@ def summary(rates: dict[str, Any], peaks: dict[str, Any], baseline: str) -> dict
         ratios = [mine / its for mine, its in zip(rate["samples"], base, strict=True)]
         found[way] = {
             "models_steps_per_s": common.figure(rate["samples"]), "over_serial": common.figure(ratios),
-            "samples": rate["samples"], **{key: value for key, value in peaks.get(way, {}).items() if key == "bytes"},
+            "samples": rate["samples"],
         }  # fmt: skip
     return found
 
