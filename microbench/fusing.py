@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer of a process imports it: seconds, and memory that is no model's
 from torch import Tensor
 
 from clients.models.workloads import Workload
