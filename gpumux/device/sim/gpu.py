@@ -107,13 +107,15 @@ class Gpu:
     def advance_to_finish(self, until: float = inf) -> list[Finished]:
         """Let time pass until the host learns of something, or to `until` if that is earlier. `now` says
         how far it went; with nothing left to happen and no `until` it stays where it is."""
-        while inf > self._next <= until and not (self._ended and self._ended[0][0] <= self._next):
-            self._step(self._next)
-        if self._ended:
-            until = min(until, self._ended[0][0])
-        if until < inf:
-            self.now = max(self.now, until)
-        return self._learned()
+        ended, at = self._ended, self._next
+        while at <= until and at < inf and not (ended and ended[0][0] <= at):
+            self._step(at)
+            at = self._next
+        if ended and ended[0][0] < until:
+            until = ended[0][0]
+        if self.now < until < inf:
+            self.now = until
+        return self._learned() if ended else []
 
     def drop(self, job: str, now: float) -> None:
         """Forget a job's launches and say nothing more of them; its resident blocks run out."""
@@ -157,20 +159,21 @@ class Gpu:
     def _step(self, now: float) -> None:
         """All that happens at `now`: blocks end before new ones start, so whoever is preferred at this
         instant gets the room, also if it became ready only now."""
-        sms = self._sms
+        sms, waiting = self._sms, self._waiting
         solo = self._solo
-        if solo is not None and solo.next_at <= now + EPS:
-            self._solo = None
-            sms.busy_s += solo.solo_seconds(solo.work.count)
-            self._launch_over(solo, now)
-        if self._waiting and self._solo is not None and any(s.ready_at <= now + EPS for s in self._waiting):
-            self._end_solo(now)
+        if solo is not None:
+            if solo.next_at <= now + EPS:
+                self._solo = None
+                sms.busy_s += solo.solo_seconds(solo.work.count)
+                self._launch_over(solo, now)
+            elif waiting and any(stream.ready_at <= now + EPS for stream in waiting):
+                self._end_solo(now)
         if sms.running:
             for stream in sms.settle(now):
                 self._kernel_over(stream, now)
         if self._path.holds:
             self._path.move(now)
-        if self._waiting:
+        if waiting:
             self._begin_kernels(now)
         if sms.running:
             sms.dispatch()

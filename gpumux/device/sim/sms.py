@@ -47,9 +47,8 @@ class Multiprocessors:
         over = []
         for stream in self.running:
             if stream.resident:
-                ended = stream.settle(now)
-                if ended:
-                    self._room += ended * stream.shape.size
+                if stream.settle(now):
+                    self._room += stream.end_blocks() * stream.shape.size
                     if not stream.pending and not stream.resident:
                         over.append(stream)
             else:
@@ -62,38 +61,43 @@ class Multiprocessors:
         """Give what room there is to pending blocks, the most preferred first, and say what comes next. All are
         settled."""
         resident = []
+        free = self._room
         for stream in self.running:
             pending = stream.pending
-            if pending and self._room:
+            if pending and free:
                 size = stream.shape.size
-                room = self._room if stream.work.cap == self._units else self._room_in_share(stream)
+                room = free if stream.work.cap == self._units else self._room_in_share(stream, free)
                 if room >= size:
                     blocks = room // size
                     if blocks > pending:
                         blocks = pending
                     stream.start_blocks(blocks)
-                    self._room -= blocks * size
+                    free -= blocks * size
             if stream.resident:
                 resident.append(stream)
-        self._occupied = bool(resident)
-        self._pace(resident)
-        self._foresee()
-
-    def _room_in_share(self, stream: Stream) -> int:
-        """Units it may take now. Launches confined to a share have that part of the multiprocessors in
-        common, as partitions of one device do."""
-        cap = stream.work.cap
-        held = sum(s.resident * s.shape.size for s in self.running if s.resident and s.work.cap <= cap)
-        return min(self._room, max(cap - held, 0))
-
-    def _pace(self, resident: list[Stream]) -> None:
-        """Rates for the blocks that are resident now."""
-        bandwidth = self._bandwidth
+        self._room = free
         if len(resident) == 1:
             stream = resident[0]
             demand = stream.resident * stream.shape.demand
-            stream.rate = 1.0 if demand <= bandwidth else bandwidth / demand
-            return
+            stream.rate = 1.0 if demand <= self._bandwidth else self._bandwidth / demand
+            self._occupied = True
+        else:
+            self._occupied = bool(resident)
+            self._share_bandwidth(resident)
+        self._foresee()
+
+    def _room_in_share(self, stream: Stream, free: int) -> int:
+        """Units of those `free` that it may take now. Launches confined to a share have that part of the multiprocessors in
+        common, as partitions of one device do."""
+        room = cap = stream.work.cap
+        for other in self.running:
+            if other.resident and other.work.cap <= cap:
+                room -= other.resident * other.shape.size
+        return min(free, room)
+
+    def _share_bandwidth(self, resident: list[Stream]) -> None:
+        """Rates for the blocks of several streams that are resident now."""
+        bandwidth = self._bandwidth
         total = 0.0
         for stream in resident:
             shape = stream.shape
@@ -110,14 +114,19 @@ class Multiprocessors:
         next_at = inf
         may_cycle = True
         for stream in self.running:
-            if stream.resident:
-                at = stream.foresee(may_cycle)
+            pending, resident = stream.pending, stream.resident
+            if resident:
+                v_end = stream.cohorts[0][0]
+                if may_cycle and pending >= resident:
+                    stream.cycling = True
+                    v_end += pending // resident * stream.shape.block_s
+                at = stream.t0 + (v_end - stream.v0) / stream.rate
                 if at < next_at:
                     next_at = at
             # One that waits for room takes whatever those after it leave, unless its own blocks fill its share.
-            if may_cycle and stream.pending:
-                size, cap = stream.shape.size, stream.work.cap
-                may_cycle = cap < self._units and (stream.resident + 1) * size > cap
+            if may_cycle and pending:
+                cap = stream.work.cap
+                may_cycle = cap < self._units and (resident + 1) * stream.shape.size > cap
         self.next_at = next_at
 
     def _insert(self, stream: Stream) -> None:

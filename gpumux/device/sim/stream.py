@@ -77,18 +77,21 @@ class Stream:
         self.pending -= blocks
         self.resident += blocks
 
-    def settle(self, now: float) -> int:
-        """Bring it up to `now`; how many blocks end at this instant."""
+    def settle(self, now: float) -> bool:
+        """Bring it up to `now`; whether blocks end at this instant."""
         passed = now - self.t0
         self.t0 = now
         self.v0 = v = self.v0 + passed * self.rate
         self.area += self.resident * passed * self.shape.size
         if self.cycling:
-            self._catch_up(v - EPS)
-        cohorts = self.cohorts
-        v += EPS
-        if cohorts[0][0] > v:
-            return 0
+            self.cycling = False
+            if self.cohorts[0][0] < v - EPS:
+                self._catch_up(v - EPS)
+        return self.cohorts[0][0] <= v + EPS
+
+    def end_blocks(self) -> int:
+        """Let those that end at this instant end; how many. It is settled."""
+        cohorts, v = self.cohorts, self.v0 + EPS
         ended = int(cohorts.pop(0)[1])
         while cohorts and cohorts[0][0] <= v:
             ended += int(cohorts.pop(0)[1])
@@ -97,10 +100,7 @@ class Stream:
 
     def _catch_up(self, v: float) -> None:
         """Account for the waves that ended, and were followed, before its clock showed `v`."""
-        self.cycling = False
         cohorts = self.cohorts
-        if cohorts[0][0] >= v:
-            return
         block_s = self.shape.block_s
         for cohort in cohorts:
             if cohort[0] < v:
@@ -109,15 +109,6 @@ class Stream:
                 self.pending -= waves * int(cohort[1])
         if len(cohorts) > 1:
             cohorts.sort()
-
-    def foresee(self, may_cycle: bool) -> float:
-        """When its running kernel, which has blocks resident, next changes anything for others, at the present
-        rate. `may_cycle`: no other stream could take the room its blocks leave."""
-        v_end = self.cohorts[0][0]
-        if may_cycle and self.pending >= self.resident:
-            self.cycling = True
-            v_end += self.pending // self.resident * self.shape.block_s
-        return self.t0 + (v_end - self.v0) / self.rate
 
     # ---- alone on the device: the rest of the launch is one event
 
