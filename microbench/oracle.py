@@ -13,6 +13,9 @@ The search is over plans (planned.py). Each is simulated exactly, on the same en
 3. Every high step adds a credit to an account that launches are paid from. The credit is bisected to where the promise is just kept
    in mean and tail. So that the tail holds, what one step may bear is bounded, too, to several bounds.
 
+No plan is simulated whose outcome is known: a plan tried before, and more credit where less has held no launch back (then each
+launch is paid at the same moment as before). And none is simulated further once the promise is broken, whatever comes.
+
 Why this is near the optimum: with steps that repeat, cost and gain of a low launch belong to its place in the step and to its
 kind; the low job's pieces come in order, so each has to run somewhere, and where launches don't affect one another nothing is
 better than the cheapest places as often as the promise bears. It is not above the optimum, since
@@ -23,15 +26,15 @@ look ahead in the low job. So the harvest of the guard itself, where it kept the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 
 from gpumux.device.sim.spec import GpuSpec
 from gpumux.model import Priority
-from gpumux.simulate.result import Result
+from gpumux.simulate.result import Result, Solo
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload
 from microbench.planned import GAP, Cost, Entry, Plan, Planned
@@ -54,15 +57,17 @@ class Tried:
     mean: float  # slowdown of the high job
     p99: float
     harvest: float  # low seconds of work a second
-    keeps: bool
+    keeps: bool  # if not, the other figures are of the steps until that was certain
+    short: bool = True  # whether a larger credit would change anything
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """The best plan found that keeps the promise, and how many were tried."""
+    """The best plan found that keeps the promise, how many were tried, and how many of those were simulated."""
 
     best: Tried
     tried: int
+    simulated: int
 
 
 def keeps_promise(mean: float, p99: float, max_slowdown: float) -> bool:
@@ -77,11 +82,13 @@ class Search:
         self._pieces = cut_workload(high, spec), cut_workload(low, spec)
         self._high_count, self._low_count = (len(pieces.seconds) for pieces in self._pieces)
         self._gap_s = gap_seconds(replace(high, name="alone"), spec)
-        self._tried = 0
+        self._tried = self._simulated = 0
+        self._hopeful = False  # whether there is a plan that keeps the promise
+        self._known: dict[object, list[Tried]] = {}  # what came of a plan's credits
 
     def run(self) -> Oracle:
         nothing = self._try(Plan({}))
-        candidates = [nothing]
+        candidates, self._hopeful = [nothing], nothing.keeps
         costs = self._costs()
         for dearer in DEARER:
             for widest in (False, True):
@@ -90,21 +97,26 @@ class Search:
         if plan.shares:
             candidates += self._paid(replace(plan, depth=2))
             candidates += self._paid(replace(plan, step_limit=LOWER_LIMIT * plan.step_limit))
-        return Oracle(self._best(candidates), self._tried)
+        return Oracle(self._best(candidates), self._tried, self._simulated)
 
     # ---- plans
 
-    def _simulate(self, plan: Plan, steps: int) -> tuple[Result, Planned]:
+    def _simulate(
+        self, plan: Plan, steps: int, enough: Callable[[Simulation], bool] | None = None
+    ) -> tuple[Result, Planned]:
         self._tried += 1
+        self._simulated += 1
         core = Planned(plan, self._spec, *self._pieces, self._gap_s)
         simulation = Simulation(list(self._jobs), self._spec, core=core)
-        return simulation.run(steps=steps, warmup_steps=WARMUP), core
+        return simulation.run(steps=steps, warmup_steps=WARMUP, enough=enough), core
 
     def _try(self, plan: Plan) -> Tried:
-        result, _ = self._simulate(plan, STEPS)
+        # Of plans that break it nobody asks more, unless there are no others: then the mildest counts.
+        broken = Broken(self._jobs[0].max_slowdown, solo(self._jobs[0], self._spec)) if self._hopeful else None
+        result, core = self._simulate(plan, STEPS, broken)
         job = result.of(Priority.HIGH)[0]
-        keeps = keeps_promise(job.mean_slowdown, job.p99_slowdown, self._jobs[0].max_slowdown)
-        return Tried(plan, job.mean_slowdown, job.p99_slowdown, result.harvest, keeps)
+        keeps = job.steps == STEPS and keeps_promise(job.mean_slowdown, job.p99_slowdown, self._jobs[0].max_slowdown)
+        return Tried(plan, job.mean_slowdown, job.p99_slowdown, result.harvest, keeps, core.short)
 
     @staticmethod
     def _best(candidates: Sequence[Tried]) -> Tried:
@@ -157,19 +169,48 @@ class Search:
 
     def _paid(self, plan: Plan) -> list[Tried]:
         """The plan at credits that are bisected to where the promise is just kept."""
+        key = (frozenset(plan.shares.items()), plan.depth, plan.step_limit)  # all that differs between plans
+        if key in self._known:
+            self._tried += BISECTIONS
+            return self._known[key]
         high = self._jobs[0]
         enough = (high.max_slowdown - 1) * solo(high, self._spec).step_s
         low, most = 0.0, 4 * enough
         found: list[Tried] = []
         credit = enough
-        for _ in range(BISECTIONS):
+        for left in reversed(range(BISECTIONS)):
             found.append(self._try(replace(plan, credit=credit)))
             if found[-1].keeps:
+                if not found[-1].short:  # all that would follow is more credit
+                    self._tried += left
+                    break
                 low = credit
             else:
                 most = credit
             credit = (low + most) / 2
+        self._known[key] = found
         return found
+
+
+class Broken:
+    """Tells of a simulation under way that its high job's promise can't be kept any more, whatever the steps left take."""
+
+    def __init__(self, max_slowdown: float, alone: Solo) -> None:
+        self._alone = alone
+        self._max_slowdown = max_slowdown
+        self._may_exceed = STEPS - ceil(0.99 * STEPS)  # steps that the 99th percentile leaves out
+        self._seen, self._sum, self._over = WARMUP, 0.0, 0
+
+    def __call__(self, simulation: Simulation) -> bool:
+        seconds = simulation.clients[0].step_seconds
+        if len(seconds) <= self._seen:
+            return False
+        for took in seconds[self._seen :]:
+            self._sum += took
+            self._over += not keeps_promise(0.0, took / self._alone.p99_s, self._max_slowdown)
+        self._seen = len(seconds)
+        mean = self._sum / STEPS / self._alone.step_s
+        return self._over > self._may_exceed or not keeps_promise(mean, 0.0, self._max_slowdown)
 
 
 def _mean(costs: Sequence[Cost]) -> Cost:

@@ -9,10 +9,11 @@ time, to arrive just when it may run.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ Cost = tuple[float, float]  # seconds of the step it begins in, and of the next
 FREE: Cost = (0.0, 0.0)
 GAP = -1  # in the place of a high piece: between two steps
 SAVED_STEPS = 20  # steps whose credit may be saved up
+NO_TIMES = StepTimes(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,50 @@ class Plan:
     every: int = 1
 
 
-class Slot(NamedTuple):
-    """A high piece that runs or will: when it starts and ends."""
+class Coming:
+    """The high pieces from some moment on: those out, the rest of their step and the next one. `seconds`: what each takes; piece
+    `first` of `step` begins at `begins`, and `gap_s` lie between the steps."""
 
-    step: int
-    piece: int
-    starts: float
-    ends: float
+    __slots__ = ("_edges", "_first", "_gap_s", "_seconds", "_step")
+
+    def __init__(self, seconds: Sequence[float], gap_s: float, step: int, first: int, begins: float) -> None:
+        self._seconds, self._gap_s, self._step, self._first = seconds, gap_s, step, first
+        self._edges = list(
+            accumulate(seconds[first:] if first else seconds, initial=begins)
+        )  # ends, the beginning before them
+
+    def after(self, when: float) -> tuple[int, int, float] | None:
+        """The first of them that ends after `when`: its step, which piece it is, and when it begins."""
+        edges, step, first = self._edges, self._step, self._first
+        at = bisect_right(edges, when, 1)
+        if at == len(edges):
+            edges, step, first = self._next_edges(), step + 1, 0
+            at = bisect_right(edges, when, 1)
+            if at == len(edges):
+                return None
+        return step, first + at - 1, edges[at - 1]
+
+    def wake(self, now: float, ahead_s: float, low: int, shares: Mapping[tuple[int, int], float]) -> float | None:
+        """The first moment after `now` that lies `ahead_s` before a high piece which low piece `low` may begin beside, or before the
+        end of this step; None where there is none."""
+        edges, first = self._edges, self._first
+        last = len(edges) - 1
+        for at in range(bisect_right(edges, now, 1), last):
+            if (when := edges[at] - ahead_s) > now and shares.get((low, first + at)):
+                return when
+        if (when := edges[last] - ahead_s) > now:
+            return when
+        edges = self._next_edges()
+        for at in range(bisect_right(edges, now, 1), len(edges) - 1):
+            if (when := edges[at] - ahead_s) > now and shares.get((low, at)):
+                return when
+        return None
+
+    def _next_edges(self) -> list[float]:
+        return list(accumulate(self._seconds, initial=self._edges[-1] + self._gap_s))
 
 
-@dataclass(slots=True)
-class Out:
+class Out(NamedTuple):
     """A launch on the device. `due`: when it will have ended."""
 
     id: LaunchId
@@ -70,8 +105,22 @@ class Out:
     piece: int
     began: float
     due: float
-    share: float = 1.0
-    beside: int = -1  # the high piece that ran when it was launched, -1: none
+    share: float
+    beside: int  # the high piece that ran when it was launched, -1: none
+
+
+class Line:
+    """One job's steps and launches."""
+
+    __slots__ = ("job", "last", "out", "piece", "priority", "steps")
+
+    def __init__(self, job: int, priority: Priority, pieces: int) -> None:
+        self.job = JobId(f"{job:032x}")
+        self.priority = int(priority)
+        self.last = pieces - 1
+        self.steps: deque[int] = deque()  # not all launched
+        self.piece = 0  # the next one of the first of those
+        self.out: list[Out] = []
 
 
 class Planned:
@@ -85,25 +134,25 @@ class Planned:
         self._high_s = list(high.seconds)  # learned: what each takes under this plan
         self._low_s = {s: [piece_seconds(part, spec, s) for part in low.kernels] for s in spec.shares}
         self._took: dict[tuple[int, int, float], float] = {}  # low piece, beside which high one, share -> learned
-        self._queue: dict[Priority, deque[int]] = {priority: deque() for priority in Priority}
-        self._next = dict.fromkeys(Priority, 0)  # piece of the step at the queue's head
-        self._out: dict[Priority, list[Out]] = {priority: [] for priority in Priority}
-        self._counts = {Priority.HIGH: len(high.seconds), Priority.LOW: len(low.seconds)}
+        self._high = Line(0, Priority.HIGH, len(high.seconds))
+        self._low = Line(1, Priority.LOW, len(low.seconds))
         self._launches = 0
         self._high_end = 0.0  # of the newest high piece that has ended
         self._newest_step = -1  # of the high job, begun
         self._launched: dict[int, int] = {}  # low launches beside each high step
         self._cost: dict[int, float] = {}  # what they cost it, as the plan has it
         self._account = 0.0
+        self.short = False  # whether the account alone has kept a launch back
         self.begun: list[tuple[int, int, int, float]] = []  # (high step, its piece, low piece, share) of each of those
         self._commands: list[cmd.Command] = []
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
-        self._commands = []
+        commands: list[cmd.Command] = []
+        self._commands = commands
         if isinstance(event, ev.PieceDone):
-            self._done(event, now)
+            self._done(event)
         elif isinstance(event, ev.StepSubmitted):
-            self._queue[_priority(event.job)].append(event.step)
+            self._line(event.job).steps.append(event.step)
         elif isinstance(event, ev.JobRequested):
             return [cmd.AcceptJob(event.session, event.job, fresh=True)]
         elif isinstance(event, ev.ProgramOffered):
@@ -112,7 +161,7 @@ class Planned:
             return [cmd.AnnounceProgram(event.job, event.program)]
         self._launch_high(now)
         self._launch_low(now)
-        return self._commands
+        return commands
 
     def snapshot(self) -> dict[str, Any]:
         return {"policy": "planned"}
@@ -120,147 +169,139 @@ class Planned:
     def explain(self, job: JobId) -> list[str]:
         return []
 
+    def _line(self, job: JobId) -> Line:
+        return self._high if job == self._high.job else self._low
+
     # ---- what happened
 
-    def _done(self, event: ev.PieceDone, now: float) -> None:
-        for priority, outs in self._out.items():
-            for index, out in enumerate(outs):
+    def _done(self, event: ev.PieceDone) -> None:
+        for line in (self._high, self._low):
+            for index, out in enumerate(line.out):
                 if out.id == event.launch:
-                    del outs[index]
-                    self._learn(priority, out, event)
-                    if out.piece == self._counts[priority] - 1:
-                        self._commands.append(
-                            cmd.FinishStep(_job(priority), StepId(out.step), StepTimes(0.0, 0.0, 0.0))
-                        )
+                    del line.out[index]
+                    if line is self._high:
+                        self._learn_high(out, event)
+                    else:
+                        self._learn_low(out, event)
+                    if out.piece == line.last:
+                        self._commands.append(cmd.FinishStep(line.job, StepId(out.step), NO_TIMES))
                     return
 
-    def _learn(self, priority: Priority, out: Out, event: ev.PieceDone) -> None:
-        if priority is Priority.HIGH:
-            took = event.ended - max(self._high_end, out.began + self._ahead_s)
-            self._high_s[out.piece] += EWMA * (took - self._high_s[out.piece])
-            self._high_end = event.ended
-            return
+    def _learn_high(self, out: Out, event: ev.PieceDone) -> None:
+        took = event.ended - max(self._high_end, out.began + self._ahead_s)
+        self._high_s[out.piece] += EWMA * (took - self._high_s[out.piece])
+        self._high_end = event.ended
+
+    def _learn_low(self, out: Out, event: ev.PieceDone) -> None:
         key = (out.piece, out.beside, out.share)
         took = event.ended - event.started
-        self._took[key] = took if key not in self._took else self._took[key] + EWMA * (took - self._took[key])
+        known = self._took.get(key)
+        self._took[key] = took if known is None else known + EWMA * (took - known)
 
     # ---- what to do
 
     def _launch_high(self, now: float) -> None:
-        outs = self._out[Priority.HIGH]
-        while self._queue[Priority.HIGH] and len(outs) < HIGH_LAUNCHES:
-            piece = self._next[Priority.HIGH]
-            seconds = self._high_s[piece] + sum(self._high_s[out.piece] for out in outs)
-            if outs and seconds > 2 * HIGH_LAUNCHES * TARGET_S[Priority.HIGH]:
-                return
-            self._launch(Priority.HIGH, now, now)
+        high = self._high
+        while high.steps and len(high.out) < HIGH_LAUNCHES:
+            if high.out:
+                seconds = self._high_s[high.piece] + sum([self._high_s[out.piece] for out in high.out])
+                if seconds > 2 * HIGH_LAUNCHES * TARGET_S[Priority.HIGH]:
+                    return
+            self._launch(high, now, now)
 
     def _launch_low(self, now: float) -> None:
-        low, outs = self._queue[Priority.LOW], self._out[Priority.LOW]
-        while low:
+        high, low = self._high, self._low
+        while low.steps:
+            if len(low.out) >= (self._plan.depth if high.out or high.steps else IDLE_LAUNCHES):
+                return
             coming = self._coming(now)
-            busy = bool(self._out[Priority.HIGH] or self._queue[Priority.HIGH])
-            if len(outs) >= (self._plan.depth if busy else IDLE_LAUNCHES):
-                return
-            begins = max(now + self._ahead_s, max((out.due for out in outs), default=0.0))
-            share, slot = self._place(coming, begins)
+            begins = now + self._ahead_s
+            for out in low.out:
+                if out.due > begins:
+                    begins = out.due
+            step, beside, share = self._place(coming, begins)
             if not share:
-                self._sleep(coming, now)
+                when = coming.wake(now, self._ahead_s, low.piece, self._plan.shares)
+                if when is not None:
+                    self._commands.append(cmd.WakeAt(when))
                 return
-            if slot is not None:
-                self._charge(slot, share)
-            beside = GAP if slot is None else slot.piece
-            ends = begins + self._seconds(self._next[Priority.LOW], beside, share)
-            self._launch(Priority.LOW, now, ends, share, beside)
+            if step is not None:
+                self._charge(step, beside, share)
+            ends = begins + self._seconds(low.piece, beside, share)
+            self._launch(low, now, ends, share, beside)
 
-    def _place(self, coming: Sequence[Slot], begins: float) -> tuple[float, Slot | None]:
-        """Where the next low piece would begin, and its share there, 0 if it may not; None: in a gap that it fits into."""
-        piece = self._next[Priority.LOW]
-        slot = next((slot for slot in coming if slot.ends > begins), None)
-        if slot is None or slot.starts >= begins:
-            if slot is None or begins + self._seconds(piece, GAP, 1.0) <= slot.starts:
-                return 1.0, None
-            slot = slot._replace(piece=GAP)  # it would reach into the step
-        share = self._plan.shares.get((piece, slot.piece), 0.0)
-        return (share if share and self._bears(slot, piece, share) else 0.0), slot
+    def _place(self, coming: Coming, begins: float) -> tuple[int | None, int, float]:
+        """Where the next low piece would begin: in which high step (None: in a gap that it fits into), beside which piece of it, and
+        its share there, 0 if it may not."""
+        piece = self._low.piece
+        slot = coming.after(begins)
+        if slot is None:
+            return None, GAP, 1.0
+        step, beside, starts = slot
+        if starts >= begins:
+            if begins + self._seconds(piece, GAP, 1.0) <= starts:
+                return None, GAP, 1.0
+            beside = GAP  # it would reach into the step
+        share = self._plan.shares.get((piece, beside), 0.0)
+        return step, beside, (share if share and self._bears(step, beside, share) else 0.0)
 
-    def _bears(self, slot: Slot, piece: int, share: float) -> bool:
+    def _bears(self, step: int, beside: int, share: float) -> bool:
         """Whether the step may bear this launch, too."""
-        if slot.step % self._plan.every:
+        plan = self._plan
+        if step % plan.every:
             return False
-        here, after = self._plan.costs.get((piece, slot.piece, share), FREE)
-        limit, cost = self._plan.step_limit, self._cost
-        return (
-            self._launched.get(slot.step, 0) < self._plan.most
-            and cost.get(slot.step, 0.0) + here <= limit
-            and cost.get(slot.step + 1, 0.0) + after <= limit
-            and here + after <= self._account
-        )
+        here, after = plan.costs.get((self._low.piece, beside, share), FREE)
+        limit, cost = plan.step_limit, self._cost
+        if (
+            self._launched.get(step, 0) >= plan.most
+            or cost.get(step, 0.0) + here > limit
+            or cost.get(step + 1, 0.0) + after > limit
+        ):
+            return False
+        if here + after <= self._account:
+            return True
+        self.short = True
+        return False
 
-    def _charge(self, slot: Slot, share: float) -> None:
-        here, after = self._plan.costs.get((self._next[Priority.LOW], slot.piece, share), FREE)
-        self._launched[slot.step] = self._launched.get(slot.step, 0) + 1
-        for step, cost in ((slot.step, here), (slot.step + 1, after)):
-            self._cost[step] = self._cost.get(step, 0.0) + cost
+    def _charge(self, step: int, beside: int, share: float) -> None:
+        piece, cost = self._low.piece, self._cost
+        here, after = self._plan.costs.get((piece, beside, share), FREE)
+        self._launched[step] = self._launched.get(step, 0) + 1
+        cost[step] = cost.get(step, 0.0) + here
+        cost[step + 1] = cost.get(step + 1, 0.0) + after
         self._account -= here + after
-        self.begun.append((slot.step, slot.piece, self._next[Priority.LOW], share))
+        self.begun.append((step, beside, piece, share))
 
     def _seconds(self, piece: int, beside: int, share: float) -> float:
-        return self._took.get((piece, beside, share), self._low_s[share][piece])
+        took = self._took.get((piece, beside, share))
+        return self._low_s[share][piece] if took is None else took
 
-    def _coming(self, now: float) -> list[Slot]:
-        """The high pieces from now on: those out, the rest of their step and the next one."""
-        outs, queue = self._out[Priority.HIGH], self._queue[Priority.HIGH]
-        first = outs[0] if outs else None
-        step = first.step if first else queue[0] if queue else self._newest_step + 1
-        piece = first.piece if first else self._next[Priority.HIGH] if queue else 0
-        if first is not None:
-            at = max(self._high_end, first.began + self._ahead_s)
+    def _coming(self, now: float) -> Coming:
+        high = self._high
+        if high.out:
+            first = high.out[0]
+            step, piece = first.step, first.piece
+            begins = max(self._high_end, first.began + self._ahead_s)
         else:
-            at = max(now, self._high_end + self._gap_s)
-        found = []
-        for _ in range(2):
-            for p in range(piece, len(self._high_s)):
-                ends = at + self._high_s[p]
-                found.append(Slot(step, p, at, max(ends, now)))
-                at = ends
-            step, piece = step + 1, 0
-            at += self._gap_s
-        return found
+            step, piece = (high.steps[0], high.piece) if high.steps else (self._newest_step + 1, 0)
+            begins = max(now, self._high_end + self._gap_s)
+        return Coming(self._high_s, self._gap_s, step, piece, begins)
 
-    def _sleep(self, coming: Sequence[Slot], now: float) -> None:
-        """Wake when a low piece launched then would begin with the next high piece that allows it, or with the gap."""
-        for slot, after in pairwise(coming):
-            when = slot.ends - self._ahead_s
-            next_step = after.step != slot.step
-            if when > now and (next_step or self._plan.shares.get((self._next[Priority.LOW], after.piece))):
-                self._commands.append(cmd.WakeAt(when))
-                return
-
-    def _launch(self, priority: Priority, now: float, due: float, share: float = 1.0, beside: int = -1) -> None:
-        queue = self._queue[priority]
-        piece, step = self._next[priority], queue[0]
+    def _launch(self, line: Line, now: float, due: float, share: float = 1.0, beside: int = -1) -> None:
+        piece, step = line.piece, line.steps[0]
         self._launches += 1
         launch = LaunchId(self._launches)
-        self._out[priority].append(Out(launch, step, piece, now, due, share, beside))
-        if piece == self._counts[priority] - 1:
-            queue.popleft()
-            self._next[priority] = 0
+        line.out.append(Out(launch, step, piece, now, due, share, beside))
+        if piece == line.last:
+            line.steps.popleft()
+            line.piece = 0
         else:
-            self._next[priority] = piece + 1
-        if priority is Priority.HIGH:
+            line.piece = piece + 1
+        if line is self._high:
             if step != self._newest_step:
-                self._account = min(self._account + self._plan.credit, SAVED_STEPS * self._plan.credit)
+                credit = self._plan.credit
+                self._account = min(self._account + credit, SAVED_STEPS * credit)
                 self._launched.pop(step - 3, None)
                 self._cost.pop(step - 3, None)
             self._newest_step = step
-        command = cmd.LaunchPiece(launch, _job(priority), StepId(step), _PROGRAM, 0, piece, int(priority), share)
-        self._commands.append(command)
-
-
-def _job(priority: Priority) -> JobId:
-    return JobId(f"{0 if priority is Priority.HIGH else 1:032x}")
-
-
-def _priority(job: JobId) -> Priority:
-    return Priority.HIGH if int(job, 16) == 0 else Priority.LOW
+        self._commands.append(cmd.LaunchPiece(launch, line.job, StepId(step), _PROGRAM, 0, piece, line.priority, share))

@@ -41,6 +41,7 @@ PROGRESS_EVERY = 256  # turns of the loop
 
 _SESSION = SessionId("simulated")
 Progress = Callable[["Simulation"], None]
+Enough = Callable[["Simulation"], bool]
 
 
 class Scheduler(Protocol):
@@ -135,10 +136,11 @@ class Simulation:
         steps: int | None = None,
         warmup_steps: int = 0,
         progress: Progress | None = None,
+        enough: Enough | None = None,
     ) -> Result:
-        """Go on until `seconds` of virtual time from the start, or until every high job (every job, if none is high) has
-        `steps` answered after the warm-up, whichever comes first. An interrupt from the keyboard ends the run early:
-        the result holds what is known. Raises ConfigError when neither end is given."""
+        """Go on until `seconds` of virtual time from the start, until every high job (every job, if none is high) has `steps`
+        answered after the warm-up, or until `enough`, asked whenever a piece has ended, says so: whichever comes first. An interrupt
+        from the keyboard ends the run early: the result holds what is known. Raises ConfigError without `seconds` and `steps`."""
         if seconds is None and steps is None:
             raise ConfigError("a simulation without an end", "give seconds, steps or both")
         self._warmup = warmup_steps
@@ -146,37 +148,34 @@ class Simulation:
             self._window_from = None
         interrupted = False
         try:
-            self._run(inf if seconds is None else seconds, steps, progress)
+            self._run(inf if seconds is None else seconds, steps, progress, enough)
         except KeyboardInterrupt:
             interrupted = True
         return self._result(interrupted)
 
     # ---- the loop
 
-    def _run(self, until: float, steps: int | None, progress: Progress | None) -> None:
-        due, gpu = self._due, self.gpu
-        counted = [c for c in self.clients if c.high] or self.clients
-        wanted = None if steps is None else steps + self._warmup
+    def _run(self, until: float, steps: int | None, progress: Progress | None, enough: Enough | None) -> None:
+        due, gpu, warmup = self._due, self.gpu, self._warmup
+        counted = [c.step_seconds for c in self.clients if c.high] or [c.step_seconds for c in self.clients]
+        wanted = inf if steps is None else steps + warmup
         for turn in count(1):
-            next_due = due[0][0] if due else inf
-            limit = min(next_due, until)
+            limit = min(due[0][0], until) if due else until
             if limit == inf and gpu.next_event() == inf:
                 raise RuntimeError("nothing will ever happen again: the core left the device idle with steps submitted")
-            finished = gpu.advance_to_finish(limit)
-            if finished:
+            if finished := gpu.advance_to_finish(limit):
                 self.now = gpu.now
                 for each in finished:
                     self._finished(each)
-            elif next_due <= until:
-                self.now = next_due
-                _, _, act, argument = heappop(due)
+            elif due and due[0][0] <= until:
+                self.now, _, act, argument = heappop(due)
                 act(argument)
             else:
                 self.now = until
                 return
-            if self._window_from is None and all(len(c.step_seconds) >= self._warmup for c in counted):
+            if self._window_from is None and min(map(len, counted)) >= warmup:
                 self._begin_window()
-            if wanted is not None and finished and all(len(c.step_seconds) >= wanted for c in counted):
+            if finished and (min(map(len, counted)) >= wanted or (enough is not None and enough(self))):
                 return
             if progress is not None and turn % PROGRESS_EVERY == 0:
                 progress(self)
@@ -236,7 +235,7 @@ class Simulation:
             name = client.workload.name
             self.timeline.append(Row(name, launched.step, launched.piece, launched.share, done.started, done.ended))
         self.feed(ev.PieceDone(LaunchId(done.launch), done.started, done.ended))
-        if client.cut_anew(launched.cut, launched.piece, self.spec):
+        if client.asked is not None and client.cut_anew(launched.cut, launched.piece, self.spec):
             self._ready(client)
 
     def _cut(self, c: cmd.CutProgram) -> None:
@@ -338,7 +337,7 @@ def simulate(
 def _alone(workload: Workload, spec: GpuSpec, graphs: bool) -> Solo:
     simulation = Simulation([workload], spec, "paced", graphs=graphs)
     steps = SOLO_STEPS if workload.rate is None else SOLO_POISSON_STEPS
-    simulation._run(inf, steps + SOLO_WARMUP, None)
+    simulation._run(inf, steps + SOLO_WARMUP, None, None)
     (client,) = simulation.clients
     seconds = client.step_seconds[SOLO_WARMUP:]
     took = client.step_ends[-1] - client.step_ends[SOLO_WARMUP - 1]
