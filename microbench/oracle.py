@@ -75,14 +75,15 @@ def keeps_promise(mean: float, p99: float, max_slowdown: float) -> bool:
 
 
 class Search:
-    """For one pair of jobs."""
+    """For one pair of jobs. Without `shortcuts` every plan is simulated, to its end: the same is found, later."""
 
-    def __init__(self, high: Workload, low: Workload, spec: GpuSpec) -> None:
+    def __init__(self, high: Workload, low: Workload, spec: GpuSpec, *, shortcuts: bool = True) -> None:
         self._jobs, self._spec = (high, low), spec
         self._pieces = cut_workload(high, spec), cut_workload(low, spec)
         self._high_count, self._low_count = (len(pieces.seconds) for pieces in self._pieces)
         self._gap_s = gap_seconds(replace(high, name="alone"), spec)
         self._tried = self._simulated = 0
+        self._shortcuts = shortcuts
         self._hopeful = False  # whether there is a plan that keeps the promise
         self._known: dict[object, list[Tried]] = {}  # what came of a plan's credits
 
@@ -108,11 +109,15 @@ class Search:
         self._simulated += 1
         core = Planned(plan, self._spec, *self._pieces, self._gap_s)
         simulation = Simulation(list(self._jobs), self._spec, core=core)
-        return simulation.run(steps=steps, warmup_steps=WARMUP, enough=enough), core
+        result = simulation.run(steps=steps, warmup_steps=WARMUP, enough=enough)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return result, core
 
     def _try(self, plan: Plan) -> Tried:
         # Of plans that break it nobody asks more, unless there are no others: then the mildest counts.
-        broken = Broken(self._jobs[0].max_slowdown, solo(self._jobs[0], self._spec)) if self._hopeful else None
+        hopeful = self._shortcuts and self._hopeful
+        broken = Broken(self._jobs[0].max_slowdown, solo(self._jobs[0], self._spec)) if hopeful else None
         result, core = self._simulate(plan, STEPS, broken)
         job = result.of(Priority.HIGH)[0]
         keeps = job.steps == STEPS and keeps_promise(job.mean_slowdown, job.p99_slowdown, self._jobs[0].max_slowdown)
@@ -170,7 +175,7 @@ class Search:
     def _paid(self, plan: Plan) -> list[Tried]:
         """The plan at credits that are bisected to where the promise is just kept."""
         key = (frozenset(plan.shares.items()), plan.depth, plan.step_limit)  # all that differs between plans
-        if key in self._known:
+        if key in self._known and self._shortcuts:
             self._tried += BISECTIONS
             return self._known[key]
         high = self._jobs[0]
@@ -181,7 +186,7 @@ class Search:
         for left in reversed(range(BISECTIONS)):
             found.append(self._try(replace(plan, credit=credit)))
             if found[-1].keeps:
-                if not found[-1].short:  # all that would follow is more credit
+                if self._shortcuts and not found[-1].short:  # all that would follow is more credit
                     self._tried += left
                     break
                 low = credit

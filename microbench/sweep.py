@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,11 +26,12 @@ from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.model import Priority
 from gpumux.simulate.run import Simulation, solo
-from gpumux.simulate.workload import Workload
+from gpumux.simulate.workload import Workload, cut_workload
 from microbench import charts, common, oracle
 
 SHARE = 0.8  # of the oracle's harvest that the guard is to reach
 NOTHING = 0.01  # an oracle that harvests less than this part of the time found nothing
+TELL_EVERY_S = 60.0  # where no terminal shows the line that is written anew after each pair
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,21 +58,27 @@ def main(argv: list[str] | None = None) -> int:
             f"a sweep runs on --device sim only, not {args.device}: its pairs have to repeat exactly", file=sys.stderr
         )
         return 78
-    began = time.monotonic()
     settings = (args.seed, args.gpu_model, args.policy, args.max_slowdown, args.steps, args.learning)
     known = read_oracle(args.oracle) if args.oracle else {}
+    pairs = range(args.first, args.first + args.pairs)
+    progress = Progress({pair: expected_work(pair, settings) for pair in pairs})
     found: list[dict[str, Any]] = []
-    for each in measure(range(args.first, args.first + args.pairs), settings, args.processes, known):
-        found.append(each)
-        if args.out:
-            keep(args.out, found)
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{len(found)} of {args.pairs} pairs" + "\n" * (len(found) == args.pairs))
-    print(summary(found, args.max_slowdown))
-    print(f"{len(found)} pairs in {time.monotonic() - began:.0f} s")
-    if args.png:
-        draw(args.png, found, args.max_slowdown)
-    return 0
+    interrupted = False
+    try:
+        for each in measure(progress.longest_first, settings, args.processes, known):
+            found = sorted([*found, each], key=lambda entry: int(entry["pair"]))
+            if args.out:
+                keep(args.out, found)
+            progress.done(each["pair"])
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"\ninterrupted after {len(found)} of {len(pairs)} pairs", file=sys.stderr)
+    if found:
+        print(summary(found, args.max_slowdown))
+        print(f"{len(found)} pairs in {progress.passed_s():.0f} s" + ("" if known else _processor_time(found)))
+        if args.png:
+            draw(args.png, found, args.max_slowdown)
+    return 130 if interrupted else 0
 
 
 Settings = tuple[int, str, str, float, int, int]
@@ -105,13 +113,68 @@ def keep(path: Path, found: Sequence[dict[str, Any]]) -> None:
 def measure(
     pairs: Sequence[int], settings: Settings, processes: int, known: Mapping[int, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Every pair, in order, as soon as it is done. `known`: of `read_oracle`."""
-    entries = [known.get(pair) for pair in pairs]
+    """Every pair as soon as it is done; they are begun in this order. `known`: of `read_oracle`."""
     if processes <= 1:
-        yield from map(measure_pair, pairs, [settings] * len(pairs), entries)
+        for pair in pairs:
+            yield measure_pair(pair, settings, known.get(pair))
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(measure_pair, pairs, [settings] * len(pairs), entries)
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # it is told to everyone at the terminal; this process ends the others
+    context = get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=signal.signal, initargs=ignore) as pool:
+        try:
+            for done in as_completed([pool.submit(measure_pair, p, settings, known.get(p)) for p in pairs]):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in active_children():
+                child.terminate()
+            raise
+
+
+def expected_work(pair: int, settings: Settings) -> float:
+    """What a pair takes to measure, in a unit of its own: about as many launches as end while a high step is under way."""
+    seed, model, _, max_slowdown, _, _ = settings
+    spec = preset(model)
+    high, low = random_pair(seed, pair, spec, max_slowdown)
+    ours, theirs = cut_workload(high, spec), cut_workload(low, spec)
+    return len(ours.seconds) + (ours.step_s + high.think_s) / theirs.step_s * len(theirs.seconds)
+
+
+class Progress:
+    """Tells on stderr how many pairs are done, and about how long the others will take. `work`: of each pair."""
+
+    def __init__(self, work: Mapping[int, float]) -> None:
+        self.longest_first = sorted(
+            work, key=lambda pair: -work[pair]
+        )  # no process is left alone with a long one in the end
+        self._work = work
+        self._done: list[int] = []
+        self._began = self._told = time.monotonic()
+
+    def passed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def done(self, pair: int) -> None:
+        """That one is."""
+        self._done.append(pair)
+        last, terminal = len(self._done) == len(self._work), sys.stderr.isatty()
+        if not (terminal or last or time.monotonic() - self._told >= TELL_EVERY_S):
+            return
+        self._told = time.monotonic()
+        text = f"{len(self._done)} of {len(self._work)} pairs"
+        if not last:
+            text += f", about {_duration(self.left_s(self.passed_s()))} left"
+        sys.stderr.write(("\r" + text.ljust(48) if terminal else text) + "\n" * (last or not terminal))
+        sys.stderr.flush()
+
+    def left_s(self, passed_s: float) -> float:
+        """If the others are done at the speed of those that are."""
+        done = sum(self._work[pair] for pair in self._done)
+        return passed_s * (sum(self._work.values()) / done - 1)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -123,10 +186,12 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
     same = {"seed": seed, "max_slowdown": max_slowdown, **jobs}
     if known is not None and any(known[key] != value for key, value in same.items()):
         raise ConfigError(f"pair {pair} of --oracle is another one", "give a file of the same seed, promise and device")
-    began = time.monotonic()
+    began = time.process_time()
     simulation = Simulation([high, low], spec, policy)
     result = simulation.run(steps=steps - learning, warmup_steps=learning)
-    guard_s, began = time.monotonic() - began, time.monotonic()
+    if result.interrupted:
+        raise KeyboardInterrupt
+    guard_s, began = time.process_time() - began, time.process_time()
     job = result.job(high.name)
     target_s = simulation.clients[
         1
@@ -143,7 +208,7 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
             "oracle_plan": {"places": len(best.best.plan.shares), "depth": best.best.plan.depth},
             "plans_tried": best.tried,
         }
-        oracle_s = time.monotonic() - began
+        oracle_s = time.process_time() - began
     else:
         reached, oracle_s = {key: known[key] for key in ORACLE}, known["seconds"]["oracle"]
     kept = oracle.keeps_promise(job.mean_slowdown, job.p99_slowdown, max_slowdown)
@@ -163,7 +228,7 @@ def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = N
         "learning_steps": learning,
         "learning_mean_slowdown": job.learning_slowdown,
         "steps": job.steps,
-        "seconds": {"policy": guard_s, "oracle": oracle_s},
+        "seconds": {"policy": guard_s, "oracle": oracle_s},  # of a processor
     }
 
 
@@ -246,6 +311,11 @@ def summary(found: Sequence[dict[str, Any]], max_slowdown: float) -> str:
     mean = sum(p["learning_mean_slowdown"] for p in found) / len(found)
     lines.append(f"while learning: mean slowdown {mean:.3f}, worst pair {worst:.3f}")
     return "\n".join(lines)
+
+
+def _processor_time(found: Sequence[dict[str, Any]]) -> str:
+    policy, searched = (sum(pair["seconds"][part] for pair in found) for part in ("policy", "oracle"))
+    return f"; processor time: {policy:.0f} s under the policy, {searched:.0f} s for the oracle"
 
 
 def _pairs(numbers: Any) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumux.device.sim.gpu import Finished, Gpu
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
@@ -190,7 +191,9 @@ def test_the_oracle_keeps_the_promise_and_beats_the_gaps() -> None:
     assert found.best.keeps
     assert oracle.keeps_promise(found.best.mean, found.best.p99, HIGH.max_slowdown)
     assert found.best.harvest >= planned(Plan({}), oracle.STEPS)[1] * 0.99
-    assert found == oracle.Search(HIGH, LOW, A100).run()
+    everything = oracle.Search(HIGH, LOW, A100, shortcuts=False).run()
+    assert (everything.best, everything.tried) == (found.best, found.tried)
+    assert everything.simulated == everything.tried > found.simulated
 
 
 def test_more_slowdown_allowed_is_never_less_harvest() -> None:
@@ -238,6 +241,61 @@ def test_the_sweep_writes_a_list_that_repeats_however_many_processes_make_it(
     (tmp_path / "d").write_text('[{"pair": 0}]')
     with pytest.raises(ConfigError, match="is no result of a sweep"):
         sweep.main([*known, "--oracle", str(tmp_path / "d")])
+
+
+def test_a_run_goes_on_until_enough_is_seen() -> None:
+    simulation = Simulation([HIGH, LOW], A100)
+    result = simulation.run(steps=50, warmup_steps=5, enough=lambda s: len(s.clients[0].step_seconds) >= 12)
+    assert result.job("high").steps == 7
+
+
+def test_a_sweep_tells_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = sweep.Progress({3: 1.0, 4: 3.0, 5: 2.0})
+    assert progress.longest_first == [4, 5, 3]
+    progress.done(4)
+    assert progress.left_s(30.0) == pytest.approx(30.0)
+    progress.done(5)
+    assert progress.left_s(50.0) == pytest.approx(10.0)
+    progress.done(3)
+    assert capsys.readouterr().err == "3 of 3 pairs\n"
+    settings = (0, "a100", "guarded", 1.05, 30, 10)
+    assert sweep.expected_work(10, settings) > sweep.expected_work(44, settings)  # 4 times the launches
+
+
+def test_an_interrupted_sweep_keeps_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure_pair(pair: int, *rest: object) -> dict[str, object]:
+        if pair != first:
+            raise KeyboardInterrupt
+        return {"pair": pair, "feasible": False, "mean_slowdown": 1.0, "p99_slowdown": 1.0, "learning_mean_slowdown": 1.0,
+                "seconds": {"policy": 1.0, "oracle": 2.0}}  # fmt: skip
+
+    few = ["--pairs", "3", "--processes", "1", "--out", str(tmp_path / "out")]
+    settings = (0, "a100", "guarded", 1.05, 2000, 200)
+    first = sweep.Progress({pair: sweep.expected_work(pair, settings) for pair in range(3)}).longest_first[0]
+    monkeypatch.setattr(sweep, "measure_pair", measure_pair)
+    assert sweep.main(few) == 130
+    assert [pair["pair"] for pair in json.loads((tmp_path / "out").read_text())] == [first]
+    told = capsys.readouterr()
+    assert "interrupted after 1 of 3 pairs" in told.err
+    assert "1 s under the policy, 2 s for the oracle" in told.out
+
+
+@pytest.mark.parametrize("calls", [100, 2000])  # in the policy's run, in the oracle's
+def test_no_figures_come_of_an_interrupted_pair(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance, left = Gpu.advance_to_finish, calls
+
+    def interrupted(gpu: Gpu, until: float) -> list[Finished]:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return advance(gpu, until)
+
+    monkeypatch.setattr(Gpu, "advance_to_finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.measure_pair(44, (0, "a100", "guarded", 1.05, 30, 10))
 
 
 def test_pairs_differ_and_follow_from_the_seed() -> None:
