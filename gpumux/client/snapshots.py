@@ -51,6 +51,10 @@ class Snapshots:
         """Of the newest snapshot that was asked for."""
         return self._number
 
+    def describe_by(self, notes: Callable[[], tuple[bytes, int]]) -> None:
+        """From now on, these are the notes."""
+        self._notes = notes
+
     def tick(self, session: Session) -> None:
         """Raises DaemonGone."""
         if self._news:

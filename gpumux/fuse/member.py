@@ -9,6 +9,7 @@ import torch
 
 from gpumux.client.arguments import several
 from gpumux.client.capturing import example_arguments
+from gpumux.client.keepsake import Keepsake
 from gpumux.client.localstate import Pull, dictionaries, install, load_local
 from gpumux.client.stale import StaleGuard, Words, refuse_stale
 from gpumux.client.state import StateTable
@@ -84,6 +85,13 @@ class Member:
         install(self.table, self.state, pull)
         self.guard.stale = False
         self.guard.settle()
+
+    def resume(self, kept: Keepsake) -> None:
+        """Overwrite the local model and optimizer with a snapshot, and take that for the array's: the caller copies the buffers.
+        Raises ConfigError where it is of another model."""
+        with self.guard.quiet(writes=True):
+            kept.put_back(self.table)
+        self.adopt(None)
 
     def adopt(self, state: dict[str, Any] | None) -> None:
         """Take the local state, with `state` loaded into it first, for the array's: the caller copies the buffers."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,34 +17,40 @@ from gpumux.client.future import StepFuture
 from gpumux.client.job import Job
 from gpumux.client.lower import Lowered
 from gpumux.client.recovering import open_message
-from gpumux.client.returning import open_job
+from gpumux.client.returning import KeptJob, find_kept, open_job
 from gpumux.client.session import Session
 from gpumux.client.state import Buffer, StateTable
 from gpumux.client.variants import Choice, Made, State
 from gpumux.errors import JobClosed
-from gpumux.fuse import given
+from gpumux.fuse import given, resuming
 from gpumux.fuse.fused import Fused
 from gpumux.fuse.lines import on_lines
 from gpumux.fuse.models import Factory, Models
 from gpumux.fuse.variants import Options, Variant, Variants
 from gpumux.model import JobSpec
 from gpumux.wire.fields import MAX_INT
+from gpumux.wire.keeping import Replay
 
 
 def submit_array(
     factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
     choose: Literal["measured", "fused", "per-model"] | None = None, per_model_operators: Sequence[str] = (),
-    partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str = "array",
+    partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str | None = None,
     priority: str = "low", endpoint: str | None = None, weight: float = 1.0, max_slowdown: float = 1.10,
-    memory_limit: int | None = None, max_inflight: int = 2, replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
+    memory_limit: int | None = None, max_inflight: int = 2, resume: str | None = None,
+    replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
 ) -> ArrayJob:  # fmt: skip
     """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside other
     jobs, with their priorities. Arguments are those of Array and of client.submit.
 
+    resume: name of an array of yours whose client is gone, or closed it with keep=True. It has as many models, in the same order, as
+        when it was kept (after the last add() or remove()); what the factory makes is overwritten, random streams included, and
+        `array.resumed_steps` says how many steps are behind it.
     choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a GPU.
 
     Raises what Array and submit raise. Nothing local is changed by a failed submit."""
     given.check_factory(factory)
+    name = (resume or "array") if name is None else name
     spec = job_spec(factory, priority, name, weight, max_slowdown, memory_limit, max_inflight, 0)
     replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
     session = Session.connect(endpoint)
@@ -53,7 +61,7 @@ def submit_array(
         options = Options(how, per_model_operators, times_file, partial)
         terms = _Terms(session.endpoint, spec, max_variants, replay_bytes, reconnect_s)
         array = ArrayJob(factory, configs, example, seeds, name, devices, options, terms)
-        array.open(session)
+        array.open(session, find_kept(session, resume) if resume is not None else None)
     except BaseException:
         if array is not None:
             array.close(drain=False)
@@ -72,10 +80,12 @@ class _Terms:
     replay_bytes: int
     reconnect_s: float
 
-    def open(self, session: Session, table: StateTable, models: int) -> Job:
-        job_id, spec = uuid.uuid4().hex, replace(self.spec, models=models)
-        open_job(session, open_message(job_id, spec), False)
-        return Job(session, job_id, spec, table, self.max_variants, self.replay_bytes, self.reconnect_s)
+    def open(self, session: Session, table: StateTable, models: int, kept: KeptJob | None) -> Job:
+        spec = replace(self.spec, models=models)
+        job_id, last = (uuid.uuid4().hex, 0) if kept is None else (kept.job, kept.newest)
+        open_job(session, open_message(job_id, spec), kept is not None)
+        keepsake = None if kept is None else kept.keepsake
+        return Job(session, job_id, spec, table, self.max_variants, self.replay_bytes, self.reconnect_s, keepsake, last)
 
 
 class ArrayJob(Models):
@@ -91,24 +101,35 @@ class ArrayJob(Models):
         super().__init__(factory, configs, example, seeds, terms.max_variants, name, devices)
         self._terms = terms
         self._begun = False  # whether a job was opened
+        self.resumed_steps = 0
         self._kind_known = False  # whether the models have been found to be of one kind
         self._variants = Variants(options, self._attach, self._names)
         self._function = _Function(self)
 
-    def open(self, session: Session) -> None:
-        """Open a job for the models there are, with the state they have."""
+    def open(self, session: Session, kept: KeptJob | None = None) -> None:
+        """Open a job for the models there are, with the state they have, or with that of a kept one."""
+        if kept is not None:
+            resuming.put_back(self, kept.keepsake)
+            self._kind_known = True  # they may be at different steps of their optimizers
         self.table = StateTable([], [], *self._devices)  # the job's: each buffer is a line of all models' state
         self._slots: dict[Any, int] = {}
         self._dirty = False  # whether the daemon's state is newer than `_memory`
         self._last = []
-        self.job = job = self._terms.open(session, self.table, len(self))
-        self._begun = True
+        before = self.job._counts if self._begun else None
+        self.job = job = self._terms.open(session, self.table, len(self), kept)
+        self.resumed_steps = max(self.resumed_steps, job.resumed_steps)
+        job._counts = before or job._counts
+        if job._recovery.snapshots is not None:
+            job._recovery.snapshots.describe_by(partial(resuming.notes_of, weakref.ref(self)))
+        first, self._begun = not self._begun, True
         self._capture()
-        if not self._kind_known:
+        if first:
             self._variants.check_operators()
         self._kind_known = True
         function: Any = self._function
         job._functions.append((function, *self._example))
+        if kept is not None:
+            session.call(Replay(0, job.id, 0, 1), [kept.keepsake.generator])
         job._recovery.ready(job)
 
     def _changed(self) -> None:
@@ -191,8 +212,11 @@ class ArrayJob(Models):
         if self._begun:
             self.job._persist(lambda: self.job._remote.push(self.job._remote.resident()))
 
-    def close(self, drain: bool = True) -> None:
-        """End the job; its state in the daemon is gone afterwards: sync() first. Idempotent."""
+    def close(self, drain: bool = True, *, keep: bool = False) -> None:
+        """End the job; its state in the daemon is gone afterwards: sync() first. `keep`: save it, for `submit_array(...,
+        resume=name)`, as Job.close does. Idempotent."""
+        if keep and not self._closed:
+            self.job.close(keep=True)
         self._release()
         if self._begun:
             if not self._dirty:

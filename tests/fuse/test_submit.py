@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpumux import client, fuse
-from gpumux.errors import AdmissionRefused, ConfigError, JobClosed, NotFusible
+from gpumux.errors import AdmissionRefused, ConfigError, JobClosed, NotFusible, UnknownJob
 from microbench.daemon import running_daemon
 from tests.fuse.serial import Config, apart, batches, configs, training
 from tests.threads import one_thread
@@ -19,8 +19,9 @@ DATA = batches(6, 5)
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with running_daemon(threads=1) as daemon:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    state = tmp_path_factory.mktemp("state")
+    with running_daemon(threads=1, flags=["--state-dir", str(state)]) as daemon:
         yield daemon.endpoint
 
 
@@ -30,6 +31,11 @@ def dropping() -> nn.Module:
 
 def adam(parameters: Any, config: Config) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=config.lr)
+
+
+def listed(parameters: Any, config: Config) -> torch.optim.Optimizer:
+    """Over lists, which is fewer operators to capture."""
+    return torch.optim.Adam(parameters, lr=config.lr, foreach=True)
 
 
 @pytest.mark.parametrize("per_model", [False, True])
@@ -220,3 +226,71 @@ def test_a_job_of_models_that_differ_in_a_block(endpoint: str):
         for batch in rows:
             step(*batch)
         same(state["model"], model.state_dict())
+
+
+def test_an_array_that_was_kept_goes_on_in_another_program(endpoint: str):
+    """State, random streams, step counters and learning rates of each model; one has just joined and has taken no step."""
+    factory, more = training(dropping, listed), Config(9, 0.03)
+    made: list[Any] = []
+
+    def noted(config: Config) -> Any:
+        made.append(factory(config))
+        return made[-1]
+
+    def slower(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.002
+
+    with one_thread():
+        array = fuse.submit_array(noted, configs(), DATA[0], endpoint=endpoint, choose="fused", name="kept")
+        for batch in DATA[:2]:
+            array.step(*batch)
+        slower(made[1][2])
+        array.step(*DATA[2])
+        array.add(more)
+        left = [array.state_dict(b) for b in range(4)]
+        array.close(keep=True)
+        array.close()
+        others = [Config(seed, 0.5) for seed in (5, 6, 7, 8)]  # other initial values, which the snapshot overwrites
+        with pytest.raises(ConfigError, match=r"has 4 models, and here are 3 — give configs for as many"):
+            fuse.submit_array(factory, others[:3], DATA[0], endpoint=endpoint, choose="fused", resume="kept")
+        wider = training(lambda: nn.Sequential(nn.Linear(5, 9), nn.Dropout(0.3), nn.Tanh(), nn.Linear(9, 4)), listed)
+        with pytest.raises(ConfigError, match="not the job that was kept: its "):
+            fuse.submit_array(wider, others, DATA[0], endpoint=endpoint, choose="fused", resume="kept")
+        with fuse.submit_array(factory, others, DATA[0], endpoint=endpoint, choose="fused", resume="kept") as again:
+            assert again.resumed_steps == 3
+            assert again.job.name == "kept"
+            for b in range(4):
+                same(again.state_dict(b)["model"], left[b]["model"], 0.0)
+            losses = [again.step(*batch).result() for batch in DATA[3:]]
+            found = [again.state_dict(b) for b in range(4)]
+        with pytest.raises(UnknownJob, match="no job called"):  # it was finished
+            fuse.submit_array(factory, others, DATA[0], endpoint=endpoint, choose="fused", resume="kept")
+        for b, config in enumerate([*configs(), more]):
+            step, model, optimizer = factory(config)
+            for i in range(3 if b == 3 else 0, len(DATA)):
+                if i == 2 and b == 1:
+                    slower(optimizer)
+                alone = step(*DATA[i])
+                if i >= 3:
+                    assert apart(losses[i - 3][b], alone.detach()) < 1e-9
+            same(found[b]["model"], model.state_dict())
+            assert found[b]["optimizer"]["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_job_and_an_array_are_not_resumed_as_each_other(endpoint: str):
+    step, model, optimizer = training(dropping, listed)(Config(0))
+    with one_thread():
+        job = client.submit(
+            step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint, name="a job of one model"
+        )
+        job.step(*DATA[0])
+        job.close(keep=True)
+        factory = training(dropping, listed)
+        with pytest.raises(ConfigError, match=r"is no array — go on with client.submit"):
+            fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused", resume=job.name)
+        array = fuse.submit_array(factory, configs(2), DATA[0], endpoint=endpoint, choose="fused", name="of two")
+        array.step(*DATA[0])
+        array.close(keep=True)
+        step, model, optimizer = factory(Config(0))
+        with pytest.raises(ConfigError, match="not the job that was kept"):
+            client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint, resume="of two")
