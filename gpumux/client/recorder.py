@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
         self.record = self.ledger.record
         self.view_of = self.ledger.view_of
         self._bases: dict[int, torch.Tensor] = {}  # job buffer -> fake bytes
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}  # by what the real one is, and how it lies in its buffer
         self._rebound: dict[int, torch.Tensor] = {}  # real storage -> fake tensor that took its place
 
     # ---- tensors to storages and views ----------------------------------------------------------
@@ -112,6 +113,10 @@ class Recorder(TorchDispatchMode):
                 f"{user_line()} uses part of the model through a view that conjugates or negates it, made outside the step",
                 "make the view inside the step",
             )
+        key = (id(real), place, real.dtype, real.storage_offset(), real.size(), real.stride())
+        fake = self._views.get(key)
+        if fake is not None:  # making one takes as long as an operator does
+            return fake
         buffer, nbytes, start = place
         base = self._bases.get(buffer)
         if base is None:
@@ -127,6 +132,7 @@ class Recorder(TorchDispatchMode):
         with self.fake_mode:
             fake = torch.empty(0, dtype=real.dtype, device=self.device)
             fake.set_(base.untyped_storage(), offset + real.storage_offset(), real.size(), real.stride())
+        self._views[key] = fake
         return fake
 
     def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -274,6 +280,8 @@ class Recorder(TorchDispatchMode):
         schema = schema_of(func)
         self.ledger.write(func, schema, args, kwargs, fake_args, fake_kwargs, out)
         if schema.mutable:
+            if torch.Tag.inplace_view in func.tags:  # a fake was reshaped, and its real one was not
+                self._views.clear()
             self._rebind(schema, args, kwargs, fake_args, fake_kwargs)
         else:
             self._follow_views(originals, keep, out)

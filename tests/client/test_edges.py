@@ -68,6 +68,27 @@ def test_a_result_that_is_state_the_step_then_replaces(endpoint: str) -> None:
     check(make, endpoint)
 
 
+def test_one_parameter_under_several_names_in_one_operator(endpoint: str) -> None:
+    """Views of it that lie alike are one tensor to the capture, and each operator gives back the one it was given."""
+
+    def make() -> Work:
+        model = nn.Linear(8, 4)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            with torch.no_grad():
+                alias, row = model.weight.data, model.weight.data[0]
+                model.weight.mul_(1.0 + 0.01 * alias)
+                kept = alias.add_(model.weight.detach(), alpha=0.01)
+                row.sub_(model.weight[0], alpha=0.5)
+                turned = model.weight.data.t()
+                turned.copy_(turned.clone().t_().t())
+            return F.cross_entropy(model(x), y), kept is alias, row, turned
+
+        return Work([model], [], [(step, DATA[0])], simple_loop(DATA, 4))
+
+    check(make, endpoint)
+
+
 def test_buffers_that_change_places(endpoint: str) -> None:
     class Swapping(nn.Module):
         def __init__(self) -> None:
