@@ -17,6 +17,8 @@ CONSTRAINTS := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/dr
 GPU_OUT ?= build/gpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# The tests start hundreds of Python processes, each of which would compile all of gpumux again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS)
 RUN := $(VENV)/bin/python -m
 SOURCES := gpumux clients microbench tests

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--steps", type=int, default=50, help="high steps a turn")
     arguments.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="default: all")
     arguments.add_argument("--greedy", metavar="ENDPOINT", help=argparse.SUPPRESS)
-    arguments.add_argument("--greedy-seconds", type=float, default=LOW_S, help=argparse.SUPPRESS)
+    arguments.add_argument("--greedy-seconds", type=float, default=LOW_S, help="of a plain step of the low job")
     args = arguments.parse_args(argv)
     torch.set_num_threads(1)
     if args.greedy:
@@ -56,7 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     device = max(every)
     os.sched_setaffinity(0, every - {device} or every)  # and the greedy client's, which inherits it
     try:
-        measured = {policy: measure(policy, device, args.repeats, args.steps) for policy in args.policies}
+        measured = {
+            policy: measure(policy, device, args.repeats, args.steps, low_s=args.greedy_seconds)
+            for policy in args.policies
+        }
     finally:
         os.sched_setaffinity(0, every)
     print(common.describe(facts))
