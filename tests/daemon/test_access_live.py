@@ -14,7 +14,7 @@ import pytest
 
 from tests.users import become
 
-from .live import SOON_S, serving
+from .live import QUICK, SOON_S, serving
 
 ROOT = Path(__file__).parents[2]
 STUDENT, STUDENTS = 63_011, 63_110  # ids that need no entry anywhere
@@ -80,7 +80,7 @@ def daemon(tmp_path_factory):
     path.chmod(0o755)
     before = os.umask(0)  # anybody may connect: what follows is not the work of file modes
     try:
-        with serving(path, "--config", str(config)) as daemon:
+        with serving(path, "--config", str(config), *QUICK) as daemon:
             os.umask(before)
             yield daemon
     finally:

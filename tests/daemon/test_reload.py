@@ -24,7 +24,7 @@ from gpumux.wire import messages as msg
 from tests.program import samples
 
 from .fakes import Daemon
-from .live import SOON_S, LiveJob, serving
+from .live import QUICK, SOON_S, LiveJob, serving
 from .test_loop import JOB, OTHER, only
 
 GUESTS = Rule("guests", users=frozenset({1001}), submit=False)
@@ -121,7 +121,7 @@ def live():
     path = Path(tempfile.mkdtemp(prefix="gmreload-"))
     config = path / "gpumux.toml"
     config.write_text("[limits]\nmax_jobs_per_user = 1\n")
-    with serving(path, "--config", str(config), "--log-format", "json") as daemon:
+    with serving(path, "--config", str(config), "--log-format", "json", *QUICK) as daemon:
         daemon.config = config
         yield daemon
     shutil.rmtree(path)

@@ -18,14 +18,14 @@ from gpumux.client.session import Session
 from tests.cli.tracks import check
 from tests.program import samples
 
-from .live import SOON_S, LiveJob, floats, serving, slow
+from .live import QUICK, SOON_S, LiveJob, floats, serving, slow
 
 STEPS = 12
 LOW = slow(64, 8)
 BATCH = floats(*[0.0] * 64 * 64)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def daemon():
     path = Path(tempfile.mkdtemp(prefix="gmsee-"))
     with serving(path, "--policy", "guarded", "--log-level", "info") as daemon:
@@ -33,10 +33,19 @@ def daemon():
     shutil.rmtree(path)
 
 
-def until_logged(daemon, text, work):
-    """Go on working until the daemon has said so."""
+@pytest.fixture
+def mortal():
+    """One that a test ends."""
+    path = Path(tempfile.mkdtemp(prefix="gmsee-"))
+    with serving(path, "--log-level", "info", *QUICK) as daemon:
+        yield daemon
+    shutil.rmtree(path)
+
+
+def until_logged(daemon, text, work, after=0):
+    """Go on working until the daemon has said so, in a line but for the first so many."""
     for _ in range(1_000_000):
-        if text in daemon.log:
+        if any(text in line for line in daemon.lines[after:]):
             return
         work()
     raise AssertionError(daemon.log)
@@ -103,9 +112,10 @@ def test_a_trace_of_two_jobs(daemon, tmp_path, capsys):
 
 
 def test_a_recorder_that_is_killed_leaves_nothing_behind(daemon, tmp_path):
+    said = len(daemon.lines)
     process = recorder(daemon, tmp_path / "t.json")
     with Control(daemon.endpoint) as control:
-        until_logged(daemon, "records what runs", control.status)
+        until_logged(daemon, "records what runs", control.status, said)
         process.kill()
         process.communicate(timeout=SOON_S)
         for _ in range(100_000):  # until the daemon has heard of it
@@ -115,14 +125,14 @@ def test_a_recorder_that_is_killed_leaves_nothing_behind(daemon, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_daemon_that_stops_leaves_what_was_recorded(daemon, tmp_path):
+def test_a_daemon_that_stops_leaves_what_was_recorded(mortal, tmp_path):
     path = tmp_path / "t.json"
-    process = recorder(daemon, path)
-    with Session.connect(daemon.endpoint) as session:
+    process = recorder(mortal, path)
+    with Session.connect(mortal.endpoint) as session:
         job = LiveJob(session, samples.add_one())
-        until_logged(daemon, "records what runs", lambda: job.run(floats(0, 1, 2, 3)))
+        until_logged(mortal, "records what runs", lambda: job.run(floats(0, 1, 2, 3)))
         job.run(floats(0, 1, 2, 3))
-        assert daemon.stop() == 0
+        assert mortal.stop() == 0
         _, err = process.communicate(timeout=SOON_S)
         assert process.returncode == 0, err
         job.data.release()
@@ -132,16 +142,16 @@ def test_a_daemon_that_stops_leaves_what_was_recorded(daemon, tmp_path):
 
 
 @pytest.mark.leaves_runtime_files
-def test_a_daemon_that_is_killed_leaves_what_it_had_sent(daemon, tmp_path):
+def test_a_daemon_that_is_killed_leaves_what_it_had_sent(mortal, tmp_path):
     """And it is noticed long before the recording's 600 s are over."""
     path = tmp_path / "t.json"
-    process = recorder(daemon, path)
-    with Session.connect(daemon.endpoint) as session:
+    process = recorder(mortal, path)
+    with Session.connect(mortal.endpoint) as session:
         job = LiveJob(session, samples.add_one())
-        until_logged(daemon, "records what runs", lambda: job.run(floats(0, 1, 2, 3)))
+        until_logged(mortal, "records what runs", lambda: job.run(floats(0, 1, 2, 3)))
         for _ in range(500):  # a part is sent every 400 records
             job.run(floats(0, 1, 2, 3))
-        assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+        assert mortal.stop(signal.SIGKILL) == -signal.SIGKILL
         _, err = process.communicate(timeout=SOON_S)
         job.data.release()
     assert process.returncode == 0, err
@@ -156,7 +166,7 @@ def test_who_only_watches_is_not_taken_for_gone():
     path = Path(tempfile.mkdtemp(prefix="gmsee-"))
     config = path / "g.toml"
     config.write_text("[daemon]\nheartbeat_s = 0.2\nlease_s = 1.0\n")
-    with serving(path, "--config", str(config)) as daemon, Control(daemon.endpoint) as control:
+    with serving(path, "--config", str(config), *QUICK) as daemon, Control(daemon.endpoint) as control:
         assert control.record(2.0).seconds >= 2.0
         assert not control.rest(2.0)
         assert control.status()["sessions"] == 1

@@ -21,7 +21,7 @@ def files(path):
     return sorted(p.name for p in path.iterdir() if p.suffix != ".lock")
 
 
-# The simulated device opens in no time; the CPU's takes seconds and has processes of its own to end.
+# The CPU's device takes seconds to open and has processes of its own to end, the simulated one does not.
 @pytest.mark.parametrize(
     ("device", "first", "second"),
     [
@@ -33,7 +33,7 @@ def files(path):
     ids=["cpu-SIGTERM-SIGINT", "sim-SIGINT-SIGTERM", "cpu-SIGINT-SIGINT", "sim-SIGTERM-SIGTERM"],
 )
 def test_two_signals_stop_a_daemon_as_one_does(runtime_dir, device, first, second):
-    with serving(runtime_dir, "--device", device) as daemon:  # the last --device counts
+    with serving(runtime_dir, "--device", device) as daemon:
         daemon.process.send_signal(first)
         time.sleep(APART_S)
         daemon.process.send_signal(second)
@@ -43,10 +43,10 @@ def test_two_signals_stop_a_daemon_as_one_does(runtime_dir, device, first, secon
     assert files(runtime_dir) == []
 
 
-@pytest.mark.parametrize("until", ["stop", "exit"])
-def test_signals_all_the_way_through_a_shutdown(runtime_dir, until):
+@pytest.mark.parametrize(("device", "until"), [("sim", "stop"), ("cpu", "exit")])
+def test_signals_all_the_way_through_a_shutdown(runtime_dir, device, until):
     """One every few milliseconds until the process is gone, or until it says it has stopped."""
-    with serving(runtime_dir) as daemon:
+    with serving(runtime_dir, "--device", device) as daemon:
         while daemon.process.poll() is None:
             daemon.process.send_signal(signal.SIGTERM)
             if until == "stop" and "stopped:" in daemon.log:
