@@ -8,6 +8,7 @@ list with one entry a pair; pairs in which the oracle finds next to nothing that
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -118,9 +119,7 @@ def measure(
         for pair in pairs:
             yield measure_pair(pair, settings, known.get(pair))
         return
-    ignore = (signal.SIGINT, signal.SIG_IGN)  # it is told to everyone at the terminal; this process ends the others
-    context = get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=signal.signal, initargs=ignore) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_begin_worker) as pool:
         try:
             for done in as_completed([pool.submit(measure_pair, p, settings, known.get(p)) for p in pairs]):
                 yield done.result()
@@ -129,6 +128,13 @@ def measure(
             for child in active_children():
                 child.terminate()
             raise
+
+
+def _begin_worker() -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # everyone at the terminal is told; the process that began this one ends it
+    gc.freeze()  # what is imported stays
 
 
 def expected_work(pair: int, settings: Settings) -> float:

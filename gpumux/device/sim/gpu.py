@@ -115,7 +115,7 @@ class Gpu:
             until = ended[0][0]
         if self.now < until < inf:
             self.now = until
-        return self._learned() if ended else []
+        return self._learned() if ended and ended[0][0] <= self.now else []
 
     def drop(self, job: str, now: float) -> None:
         """Forget a job's launches and say nothing more of them; its resident blocks run out."""
@@ -177,6 +177,10 @@ class Gpu:
             self._begin_kernels(now)
         if sms.running:
             sms.dispatch()
+            if not waiting:
+                at = self._path.next_at
+                self._next = sms.next_at if sms.next_at < at else at
+                return
         self._foresee()
 
     def _begin_kernels(self, now: float) -> None:
@@ -248,7 +252,7 @@ class Gpu:
         self._solo = None
         self._sms.busy_s += stream.end_solo(now)
         if stream.resident:
-            self._sms.adopt(stream)
+            self._sms.adopt(stream, now)
         else:
             self._waiting.append(stream)
 

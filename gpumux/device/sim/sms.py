@@ -1,4 +1,7 @@
-"""The multiprocessors: one pool of room for blocks, who gets it, and how fast what is resident runs."""
+"""The multiprocessors: one pool of room for blocks, who gets it, and how fast what is resident runs.
+
+Most of a simulation's time goes here, in `settle` and `dispatch`: they are long so that an event costs two calls.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ from math import inf
 
 from gpumux.device.sim.bandwidth import granted, rate
 from gpumux.device.sim.stream import Stream
+from gpumux.device.sim.work import EPS
 
 
 class Multiprocessors:
-    """`running` are the streams with a kernel on the device, most preferred first."""
+    """`running` are the streams with a kernel on the device, most preferred first. All show the same moment: the last one that
+    `settle` or `begin` was called for."""
 
     def __init__(self, units: int, bandwidth: float) -> None:
         self._units = units
         self._bandwidth = bandwidth
         self._room = units
-        self._last = 0.0
+        self._last = 0.0  # that moment
         self._occupied = False
         self.running: list[Stream] = []
         self.next_at = inf
@@ -23,15 +28,15 @@ class Multiprocessors:
 
     def begin(self, stream: Stream, now: float) -> None:
         """Its next kernel is ready: behind those of its priority, before those of lower ones."""
-        stream.begin_kernel(now)
+        stream.begin_kernel()
         self._insert(stream)
         self._last = now
 
-    def adopt(self, stream: Stream) -> None:
-        """Take over a kernel that ran alone until now, with the blocks it has resident. Nothing else runs."""
+    def adopt(self, stream: Stream, now: float) -> None:
+        """Take over a kernel that ran alone until `now`, with the blocks it has resident. Nothing else runs."""
         self._insert(stream)
-        self._room -= stream.resident * stream.shape.size
-        self._last, self._occupied = stream.t0, True
+        self._room -= stream.resident * stream.size
+        self._last, self._occupied = now, True
 
     def remove(self, stream: Stream) -> None:
         """It has no blocks resident and none pending."""
@@ -41,32 +46,44 @@ class Multiprocessors:
     def settle(self, now: float) -> list[Stream]:
         """Bring all up to `now`, let blocks that end at this instant end; the streams whose kernel is over,
         which run no more."""
-        if self._occupied:
-            self.busy_s += now - self._last
+        passed = now - self._last
         self._last = now
-        over = []
+        if self._occupied:
+            self.busy_s += passed
+        over: list[Stream] = []
         for stream in self.running:
-            if stream.resident:
-                if stream.settle(now):
-                    self._room += stream.end_blocks() * stream.shape.size
-                    if not stream.pending and not stream.resident:
+            resident = stream.resident
+            if resident:
+                stream.v0 = v = stream.v0 + passed * stream.rate
+                stream.area += resident * passed * stream.size
+                cohorts = stream.cohorts
+                if stream.cycling:
+                    stream.cycling = False
+                    if cohorts[0][0] < v - EPS:
+                        stream.catch_up(v - EPS)
+                v += EPS
+                if cohorts[0][0] <= v:
+                    ended = cohorts.pop(0)[1]
+                    while cohorts and cohorts[0][0] <= v:
+                        ended += cohorts.pop(0)[1]
+                    stream.resident = resident = resident - int(ended)
+                    self._room += int(ended) * stream.size
+                    if not resident and not stream.pending:
                         over.append(stream)
-            else:
-                stream.t0 = now
         for stream in over:
             self.remove(stream)
         return over
 
     def dispatch(self) -> None:
-        """Give what room there is to pending blocks, the most preferred first, and say what comes next. All are
-        settled."""
+        """Give what room there is to pending blocks, the most preferred first, and say what comes next: when the next blocks
+        end whose room another stream could take, or that end a kernel. All are settled."""
+        running, free, units = self.running, self._room, self._units
         resident = []
-        free = self._room
-        for stream in self.running:
+        for stream in running:
             pending = stream.pending
             if pending and free:
-                size = stream.shape.size
-                room = free if stream.work.cap == self._units else self._room_in_share(stream, free)
+                size = stream.size
+                room = free if stream.work.cap == units else self._room_in_share(stream, free)
                 if room >= size:
                     blocks = room // size
                     if blocks > pending:
@@ -76,15 +93,31 @@ class Multiprocessors:
             if stream.resident:
                 resident.append(stream)
         self._room = free
+        self._occupied = True
         if len(resident) == 1:
             stream = resident[0]
             demand = stream.resident * stream.shape.demand
             stream.rate = 1.0 if demand <= self._bandwidth else self._bandwidth / demand
-            self._occupied = True
-        else:
-            self._occupied = bool(resident)
+        elif resident:
             self._share_bandwidth(resident)
-        self._foresee()
+        else:
+            self._occupied = False
+        now, next_at, may_cycle = self._last, inf, True
+        for stream in running:
+            pending, blocks = stream.pending, stream.resident
+            if blocks:
+                v_end = stream.cohorts[0][0]
+                if may_cycle and pending >= blocks:
+                    stream.cycling = True
+                    v_end += pending // blocks * stream.shape.block_s
+                at = now + (v_end - stream.v0) / stream.rate
+                if at < next_at:
+                    next_at = at
+            # One that waits for room takes whatever those after it leave, unless its own blocks fill its share.
+            if pending and may_cycle:
+                cap = stream.work.cap
+                may_cycle = cap < units and (blocks + 1) * stream.size > cap
+        self.next_at = next_at
 
     def _room_in_share(self, stream: Stream, free: int) -> int:
         """Units of those `free` that it may take now. Launches confined to a share have that part of the multiprocessors in
@@ -92,7 +125,7 @@ class Multiprocessors:
         room = cap = stream.work.cap
         for other in self.running:
             if other.resident and other.work.cap <= cap:
-                room -= other.resident * other.shape.size
+                room -= other.resident * other.size
         return min(free, room)
 
     def _share_bandwidth(self, resident: list[Stream]) -> None:
@@ -108,26 +141,6 @@ class Multiprocessors:
             f = granted(groups, bandwidth)
             for stream in resident:
                 stream.rate *= rate(stream.shape.bound, f)
-
-    def _foresee(self) -> None:
-        """When the next blocks end whose room another stream could take, or that end a kernel."""
-        next_at = inf
-        may_cycle = True
-        for stream in self.running:
-            pending, resident = stream.pending, stream.resident
-            if resident:
-                v_end = stream.cohorts[0][0]
-                if may_cycle and pending >= resident:
-                    stream.cycling = True
-                    v_end += pending // resident * stream.shape.block_s
-                at = stream.t0 + (v_end - stream.v0) / stream.rate
-                if at < next_at:
-                    next_at = at
-            # One that waits for room takes whatever those after it leave, unless its own blocks fill its share.
-            if may_cycle and pending:
-                cap = stream.work.cap
-                may_cycle = cap < self._units and (resident + 1) * stream.shape.size > cap
-        self.next_at = next_at
 
     def _insert(self, stream: Stream) -> None:
         at = len(self.running)

@@ -5,7 +5,7 @@ speed and advances at `rate`, so that a change of rate moves no cohort: a cohort
 the clock shows `v + block_s`. Cohorts are therefore kept in the order they end.
 
 A stream *cycles* while every block that ends is followed at once by one of the same kernel. Such waves
-change nothing for anybody, so none of them is an event: `settle` catches up on all of them.
+change nothing for anybody, so none of them is an event: `catch_up` accounts for all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Stream:
     """`entries[0]` runs; `index` is its kernel that runs or is next. `cohorts` hold [v_end, blocks]."""
 
     __slots__ = ("area", "cohorts", "cycling", "entries", "index", "job", "moved", "next_at", "pending", "priority",
-                 "rate", "ready_at", "resident", "shape", "solo_base", "solo_from", "t0", "v0", "work")  # fmt: skip
+                 "rate", "ready_at", "resident", "shape", "size", "solo_base", "solo_from", "v0", "work")  # fmt: skip
 
     work: Work
     shape: Shape
@@ -36,10 +36,11 @@ class Stream:
         self.next_at = inf  # when its running kernel next changes what others get
         self.pending = 0  # blocks not started
         self.resident = 0  # blocks running
+        self.size = 0  # units each takes
         self.cohorts: list[list[float]] = []
         self.cycling = False
         self.rate = 1.0
-        self.v0 = self.t0 = 0.0  # its clock showed v0 at t0
+        self.v0 = 0.0  # what its clock shows
         self.solo_base = 0.0  # see go_solo
         self.solo_from = 0
         self.area = 0.0  # unit-seconds held so far
@@ -56,10 +57,10 @@ class Stream:
         self.work, self.index, self.priority = entry.work, 0, entry.priority
         self.ready_at = start + self.work.starts[0]
 
-    def begin_kernel(self, now: float) -> None:
-        self.shape = self.work.shapes[self.index]
-        self.pending = self.shape.blocks
-        self.rate, self.v0, self.t0 = 1.0, 0.0, now
+    def begin_kernel(self) -> None:
+        self.shape = shape = self.work.shapes[self.index]
+        self.pending, self.size = shape.blocks, shape.size
+        self.rate, self.v0 = 1.0, 0.0
 
     # ---- blocks
 
@@ -77,28 +78,7 @@ class Stream:
         self.pending -= blocks
         self.resident += blocks
 
-    def settle(self, now: float) -> bool:
-        """Bring it up to `now`; whether blocks end at this instant."""
-        passed = now - self.t0
-        self.t0 = now
-        self.v0 = v = self.v0 + passed * self.rate
-        self.area += self.resident * passed * self.shape.size
-        if self.cycling:
-            self.cycling = False
-            if self.cohorts[0][0] < v - EPS:
-                self._catch_up(v - EPS)
-        return self.cohorts[0][0] <= v + EPS
-
-    def end_blocks(self) -> int:
-        """Let those that end at this instant end; how many. It is settled."""
-        cohorts, v = self.cohorts, self.v0 + EPS
-        ended = int(cohorts.pop(0)[1])
-        while cohorts and cohorts[0][0] <= v:
-            ended += int(cohorts.pop(0)[1])
-        self.resident -= ended
-        return ended
-
-    def _catch_up(self, v: float) -> None:
+    def catch_up(self, v: float) -> None:
         """Account for the waves that ended, and were followed, before its clock showed `v`."""
         cohorts = self.cohorts
         block_s = self.shape.block_s
@@ -138,11 +118,11 @@ class Stream:
         self.index = begun
         since = at - work.starts[begun]
         busy = self.solo_seconds(begun)
-        self.begin_kernel(now - since)
-        self._into_kernel(now, since)
+        self.begin_kernel()
+        self._into_kernel(since)
         return busy + since
 
-    def _into_kernel(self, now: float, since: float) -> None:
+    def _into_kernel(self, since: float) -> None:
         """The kernel has run alone for `since` seconds: waves that ended, and the one that runs."""
         shape = self.shape
         waves = max(ceil((since - EPS) / shape.wave_s) - 1, 0)
@@ -153,7 +133,7 @@ class Stream:
         # A block here takes what moving the wave's bytes takes, if that is longer than it takes itself.
         whole = shape.wave_s if running == shape.at_once else shape.solo_s - waves * shape.wave_s
         self.rate = shape.block_s / whole
-        self.t0, self.v0 = now, into * self.rate
+        self.v0 = into * self.rate
         self.pending, self.resident = shape.blocks - before - running, running
         self.cohorts = [[shape.block_s, running]]
         self.area += (before * shape.wave_s + running * into) * shape.size
