@@ -62,10 +62,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--ways", nargs="+", choices=fusing.WAYS, default=usual, metavar="WAY",
                            help=f"of {', '.join(fusing.WAYS)} (default: all but the compiled ones, which take minutes)")  # fmt: skip
     arguments.add_argument("--no-memory", action="store_true", help="leave memory out")
+    arguments.add_argument(
+        "--no-throughput", action="store_true", help="memory alone, which other load does not change"
+    )
     arguments.add_argument("--add", action="store_true",
                            help="to what --out FILE holds: measure what it lacks alone, also after Ctrl-C")  # fmt: skip
     args = arguments.parse_args(argv)
     problem = unusable(args.device, args.ways) or ("--add takes --out" if args.add and args.out is None else "")
+    if args.no_memory and args.no_throughput:
+        problem = "--no-memory and --no-throughput leave nothing to measure"
     if problem:
         arguments.error(problem)
     ways = [way for way in fusing.WAYS if way in {fusing.SERIAL, *args.ways}]
@@ -90,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
                 setting = fusing.Setting(chosen, models, args.threads, args.seconds, args.repeats, args.dropout)
                 before = found["models"].get(str(models), {})
                 missing, unweighed = fusionfile.lacking(before, ways, not args.no_memory)
+                missing = [] if args.no_throughput else missing
                 rates = summary(fusing.throughput(setting, missing), fusing.SERIAL) if missing else {}
                 peaks = fusing.memory(setting, unweighed) if unweighed else {}
                 now = found["models"][str(models)] = fusionfile.merged(before, rates, peaks)
@@ -174,7 +180,7 @@ def targets(measured: dict[str, Any], size: str, device: str, ours: str) -> dict
     for name, workload in measured.items():
         for models, ways in workload["models"].items():
             way = ways.get(ours, {"error": ""})
-            if "error" in way:
+            if "over_serial" not in way:
                 continue
             value = way["over_serial"].median
             mark = MARKS.get((name, workload["batch"]))
@@ -189,7 +195,7 @@ def line(ways: dict[str, Any]) -> str:
 
 
 def _ratio(found: dict[str, Any] | None) -> str:
-    return "-" if found is None or "error" in found else f"{found['over_serial'].median:.2f}"
+    return "-" if found is None or "over_serial" not in found else f"{found['over_serial'].median:.2f}"
 
 
 def show(measured: dict[str, Any], ways: Sequence[str], most: int) -> str:

@@ -52,7 +52,7 @@ def resumed(path: Path, facts: dict[str, Any], settings: dict[str, Any]) -> tupl
 
 def lacking(found: Ways, ways: Sequence[str], memory: bool) -> tuple[list[str], list[str]]:
     """Of these ways, those whose throughput a file lacks (with SERIAL, if there are any), and those whose memory."""
-    rates = [way for way in ways if way not in found]
+    rates = [way for way in ways if not {"samples", "error"} & found.get(way, {}).keys()]
     if rates and SERIAL not in rates:
         rates.insert(0, SERIAL)
     return rates, [way for way in ways if memory and not {"bytes", "error"} & found.get(way, {}).keys()]
@@ -62,8 +62,8 @@ def merged(found: Ways, rates: Ways, peaks: Ways) -> Ways:
     """What there was and what is new: ratios stay with the turns that they are of."""
     ways = {way: dict(each) for way, each in found.items()}
     for way, rate in rates.items():
-        ways.setdefault(way, rate)
+        if "samples" not in ways.get(way, {}):
+            ways[way] = {**ways.get(way, {}), **rate}
     for way, peak in peaks.items():
-        if way in ways and "bytes" in peak:
-            ways[way]["bytes"] = peak["bytes"]
+        ways[way] = {**peak, **ways.get(way, {})}
     return ways

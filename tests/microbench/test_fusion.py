@@ -152,6 +152,21 @@ def test_a_measurement_is_made_in_parts(tmp_path: Path, asked: list[Any]):
     assert "bytes" not in found["workloads"]["dcgan"]["models"]["1"]["fused"]
 
 
+def test_memory_alone_is_measured_beside_others(tmp_path: Path, asked: list[Any]):
+    out = tmp_path / "fusion.json"
+    assert run(out, "--workload", "cnn", "--no-throughput", "--ways", "vmap") == 0
+    assert asked == [("bytes", "cnn", models, ["serial", "vmap"]) for models in (1, 2)]
+    assert json.loads(out.read_text())["workloads"]["cnn"]["models"]["1"]["vmap"] == {"bytes": 4 << 20}
+    asked.clear()
+    assert run(out, "--workload", "cnn", "--ways", "vmap") == 0
+    assert asked == [("rates", "cnn", models, ["serial", "vmap"]) for models in (1, 2)]
+    found = json.loads(out.read_text())["workloads"]["cnn"]["models"]["1"]["vmap"]
+    assert found["bytes"] == 4 << 20
+    assert found["samples"] == [4.0, 8.0]
+    with pytest.raises(SystemExit):
+        run(out, "--no-throughput", "--no-memory")
+
+
 def test_parts_of_other_settings_are_not_put_together(
     tmp_path: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
 ):
