@@ -46,7 +46,9 @@ def numbers(data: bytes) -> tuple[float, ...]:
     return struct.unpack(f"{len(data) // 4}f", data)
 
 
-def test_open_says_what_the_device_is(case: Case) -> None:
+def test_open_says_what_the_device_is_and_close_can_be_repeated_and_frees_its_descriptors(case: Case) -> None:
+    """One device for both: it takes seconds to open."""
+    before = os.listdir("/proc/self/fd")
     device = case.narrow()
     info = device.open()
     try:
@@ -55,16 +57,9 @@ def test_open_says_what_the_device_is(case: Case) -> None:
         assert info.memory_bytes > 0
         assert set(info.piece_target_s) == {"low", "high"}
         assert device.filenos()
+        device.open_job(JobId("a" * 32), JobSpec("left open"))
     finally:
         device.close()
-
-
-def test_close_can_be_repeated_and_frees_its_descriptors(case: Case) -> None:
-    before = os.listdir("/proc/self/fd")
-    device = case.narrow()
-    device.open()
-    device.open_job(JobId("a" * 32), JobSpec("left open"))
-    device.close()
     device.close()
     assert device.poll() == []
     assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -230,21 +230,21 @@ def test_a_command_that_can_not_be_sent_fails_its_job_and_no_other(
     other.step(others, [2.0])
 
 
-def test_a_check_that_computes_for_too_long_is_refused(own: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = own.open()
-    assert isinstance(own.device, CpuDevice)
-    monkeypatch.setitem(own.device._checks._settings, "cpu_s", 1)
-    own.device.check(job.job, ProgramId(1), long(40_000))
-    refused = own.until(ProgramRefused, job.job)
+def test_a_check_that_computes_for_too_long_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = driver.open()
+    assert isinstance(driver.device, CpuDevice)
+    monkeypatch.setitem(driver.device._checks._settings, "cpu_s", 1)
+    driver.device.check(job.job, ProgramId(1), long(40_000))
+    refused = driver.until(ProgramRefused, job.job)
     assert "took longer than 1 s" in refused.fault.message
     job.load(samples.counter(), [4])
 
 
-def test_two_checks_run_side_by_side_on_two_cores(own: Driver) -> None:
-    hog, job = own.open(), own.open()
-    own.device.check(hog.job, ProgramId(1), long(40_000))
+def test_two_checks_run_side_by_side_on_two_cores(driver: Driver) -> None:
+    hog, job = driver.open(), driver.open()
+    driver.device.check(hog.job, ProgramId(1), long(40_000))
     job.load(samples.counter(), [4])
-    assert not any(isinstance(event, ProgramChecked) for event in own.unread)
+    assert not any(isinstance(event, ProgramChecked) for event in driver.unread)
 
 
 def test_an_allowed_operator_that_torch_lacks_is_named() -> None:
