@@ -20,8 +20,8 @@ def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool
     more: dict[str, Any] = {}
     if table.runs_on == "cuda":
         because.append(
-            "the step was traced on the CPU and is carried out on the daemon's GPU, with attention, optimizers and the "
-            "numbers that change from step to step in forms of their own; dropout draws other masks than a plain run's on a GPU"
+            "the step was traced on the CPU, as torch would run it on a GPU, and is carried out on the daemon's GPU, with "
+            "optimizers and the numbers that change from step to step in forms of their own"
         )
     elif table.gpu:
         because.append(f"the local model lies on {table.home}, and the daemon computes on the {table.runs_on}")

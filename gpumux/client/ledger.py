@@ -170,7 +170,10 @@ class Ledger:
 
     @staticmethod
     def _draws(schema: Schema, args: tuple[Any, ...]) -> bool:
-        """Whether this call really draws. Fused attention draws only with a dropout probability."""
+        """Whether this call really draws. Fused attention draws only with a dropout probability, and forward; cuDNN's
+        recurrent layers only with a state to draw from, which they are never given."""
+        if schema.target.endswith("_backward.default") or schema.target == "aten._cudnn_rnn.default":
+            return False
         if "dot_product" in schema.target:
             names = [p.name for p in schema.params]
             at = names.index("dropout_p") if "dropout_p" in names else -1

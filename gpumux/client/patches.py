@@ -30,6 +30,11 @@ class RngTape:
         self._draws: list[tuple[Any, ...]] = []
         self._saved: dict[int, tuple[torch.Tensor, int]] = {}
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether draws from here on may have to be drawn again: somebody has noted a position."""
+        return bool(self._saved)
+
     def draw(self, signature: tuple[Any, ...]) -> int:
         """The slot of the next draw. `signature` says what is drawn (operator, shape, type)."""
         slot = self.position

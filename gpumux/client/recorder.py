@@ -29,6 +29,7 @@ from gpumux.client.executed import Observer
 from gpumux.client.host import Expr, Scope, is_symbol
 from gpumux.client.layers import Layers
 from gpumux.client.ledger import Ledger, RawOp, leaves
+from gpumux.client.ongpu import as_they_are
 from gpumux.client.patches import RngTape
 from gpumux.client.schema import Schema, bind, functional_overload, schema_of
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
@@ -157,7 +158,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._observer.pause()
         try:
-            return self._dispatch(func, args, kwargs or {})
+            with as_they_are():
+                return self._dispatch(func, args, kwargs or {})
         finally:
             self._observer.resume()
 

@@ -21,6 +21,7 @@ from gpumux.client.hyper import hyper_name, hyperparameters
 from gpumux.client.layers import Layers
 from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
+from gpumux.client.ongpu import as_on_a_gpu
 from gpumux.client.patches import RngTape, patched
 from gpumux.client.placement import names_of_devices
 from gpumux.client.quiet import told_once
@@ -84,8 +85,13 @@ class Settled(Exception):
 
 
 class Tracer:
-    def __init__(self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu") -> None:
+    """`by_device`: steps for a GPU are traced as torch would run them there (ongpu.py)."""
+
+    def __init__(
+        self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", by_device: bool = True
+    ) -> None:
         self.table = table
+        self._by_device = by_device and table.runs_on == "cuda"
         self._allowed = allowed
         self._device = device
         self._leftovers: list[Callable[[], None]] = []
@@ -93,16 +99,16 @@ class Tracer:
 
     def trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
-        host_values: Sequence[Number], prints: Fingerprint, settle: bool = False,
+        host_values: Sequence[Number], prints: Fingerprint, settle: bool = False, by_device: bool = True,
     ) -> RawTrace:  # fmt: skip
         """Run `fn(*args, **kwargs)` once over fake tensors from `entry`. Local state is as before when
         this returns or raises. Raises CaptureError and its kin, and with `settle` Settled."""
         with _capturing, self.table.standing_in(), told_once():
-            return self._trace(fn, args, kwargs, entry, host_values, prints, settle)
+            return self._trace(fn, args, kwargs, entry, host_values, prints, settle, by_device and self._by_device)
 
     def _trace(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
-        host_values: Sequence[Number], prints: Fingerprint, settle: bool,
+        host_values: Sequence[Number], prints: Fingerprint, settle: bool, by_device: bool,
     ) -> RawTrace:  # fmt: skip
         scope = Scope(blame.user_line)
         tape = RngTape()
@@ -142,6 +148,7 @@ class Tracer:
                 with (
                     patched(scope, tape, self.table.gpu),
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
+                    as_on_a_gpu(tape, by_device),
                     rec,
                     observer,
                 ):

@@ -174,6 +174,8 @@ class StepFunction:
         self.fn = fn
         self._twice = twice
         self.microbatches = microbatches
+        # The proof of parts runs operators on the CPU, and a compiler knows a GPU's own as little.
+        self._by_device = microbatches == 1 and not compiled
         self.compiled = compiled
         self.name = getattr(fn, "__qualname__", "step")
         self._table = table
@@ -282,11 +284,12 @@ class StepFunction:
             settle = self._settling is None
             self._settling = self._settling or []
             try:
-                first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, settle)
+                told = self._by_device
+                first = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, settle, told)
                 known = not prints.extend(first.executed)
                 if not self._twice:
                     return first
-                second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints)
+                second = self._tracer.trace(self.fn, args, kwargs, state.structure, state.host, prints, by_device=told)
                 part = self._trace_part(prints, args, kwargs, state) if self.microbatches > 1 else None
             finally:
                 self._tracer.tidy()
@@ -305,7 +308,9 @@ class StepFunction:
     def _trace_part(self, prints: Fingerprint, args: Any, kwargs: Any, state: State) -> RawTrace:
         part_args, part_kwargs = first_part(args, kwargs, self.microbatches)
         try:
-            return self._tracer.trace(self.fn, part_args, part_kwargs, state.structure, state.host, prints)
+            return self._tracer.trace(
+                self.fn, part_args, part_kwargs, state.structure, state.host, prints, by_device=self._by_device
+            )
         except CaptureError as error:
             raise NotSplittable(
                 f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it: {error.message}",

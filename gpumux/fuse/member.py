@@ -48,7 +48,7 @@ class Member:
         )
         refuse_stale(self.table)
         self._structures: dict[Structure, Structure] = {}
-        tracer = Tracer(self.table, allowlist.is_allowed)
+        tracer = Tracer(self.table, allowlist.is_allowed, by_device=False)  # arrays are made of the CPU's operators
         structure, host = from_local(self.table)
         self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self.guard = StaleGuard(_words(name), self.table, lambda: self.state.keep)

@@ -63,6 +63,10 @@ def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
         return torch.empty_like(args[_LIKE[func]])
     if func in _FUSED:
         return _same_lists(func, args)
+    if func in _SAMPLED:
+        return _SAMPLED[func](*args)
+    if func in _RECURRENT:
+        return _RECURRENT[func](*args)
     out = func(*args, **kwargs)
     if device == "cpu" and func is aten.log_sigmoid_forward.default:  # always contiguous, whatever its argument is
         return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in out)
@@ -126,3 +130,116 @@ def _statistics(data: torch.Tensor, weight: torch.Tensor | None, out: Any) -> An
     if weight is None or weight.dtype == data.dtype:
         return out
     return result, torch.empty_like(mean, dtype=weight.dtype), torch.empty_like(invstd, dtype=weight.dtype)
+
+
+# ---- recurrent layers, whose shape rules torch lacks, or gets wrong where there is no bias
+
+
+def _lstm_cell(igates: Any, hgates: Any, cx: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    _same_gates(igates, hgates, cx, 4, b_ih, b_hh)
+    return _flat(cx), _flat(cx), _flat(igates)
+
+
+def _gru_cell(igates: Any, hgates: Any, hx: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    _same_gates(igates, hgates, hx, 3, b_ih, b_hh)
+    return _flat(hx), hx.new_empty((hx.shape[0], 5 * hx.shape[1]))
+
+
+def _gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> Any:
+    rows, hidden = grad.shape
+    if tuple(workspace.shape) != (rows, 5 * hidden) or workspace.dtype != grad.dtype:
+        raise ValueError(f"a workspace of {tuple(workspace.shape)} for gradients of {tuple(grad.shape)}")
+    gates = [grad.new_empty((rows, 3 * hidden)) for _ in range(2)]
+    biases = [grad.new_empty(3 * hidden) if has_bias else None for _ in range(2)]
+    return (*gates, _flat(grad), *biases)
+
+
+def _same_gates(igates: Any, hgates: Any, state: Any, count: int, *biases: Any) -> None:
+    rows, hidden = state.shape
+    for gates in (igates, hgates):
+        if tuple(gates.shape) != (rows, count * hidden) or gates.dtype != state.dtype:
+            raise ValueError(f"gates of {tuple(gates.shape)} for a state of {tuple(state.shape)}")
+    for bias in biases:
+        if bias is not None and (tuple(bias.shape) != (count * hidden,) or bias.dtype != state.dtype):
+            raise ValueError(f"a bias of {tuple(bias.shape)} for a state of {tuple(state.shape)}")
+
+
+def _flat(tensor: Any) -> Any:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def cudnn_rnn_weights(
+    width: int, mode: int, hidden: int, projected: int, layers: int, bidirectional: bool, each: int
+) -> list[tuple[int, ...]]:
+    """The sizes of the weights that cuDNN's recurrent layers take, in order; `each` says how many a layer and direction
+    has. Raises ValueError for a number of them that no layer has."""
+    gates = {0: 1, 1: 1, 2: 4, 3: 3}.get(mode)
+    biased = each - (1 if projected else 0)
+    if gates is None or biased not in (2, 4) or (projected and mode != 2):
+        raise ValueError(f"no recurrent layer of kind {mode} has {each} weights")
+    out, ways = projected or hidden, 2 if bidirectional else 1
+    sizes: list[tuple[int, ...]] = []
+    for layer in range(layers):
+        for _ in range(ways):
+            sizes += [(gates * hidden, width if layer == 0 else out * ways), (gates * hidden, out)]
+            sizes += [(gates * hidden,)] * (biased - 2) + [(projected, hidden)] * (each - biased)
+    return sizes
+
+
+def _cudnn_rnn(
+    x: Any, weights: Any, each: int, buffer: Any, hx: Any, cx: Any, mode: int, hidden: int, projected: int, layers: int,
+    batch_first: bool, dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, dropout_state: Any,
+) -> Any:  # fmt: skip
+    """What it keeps for the backward is as large as cuDNN says on the machine: a Program states nothing of it."""
+    if buffer is not None or batch_sizes or dropout_state is not None or x.dim() != 3:
+        raise ValueError(
+            "cuDNN's recurrent layers are taken with plain batches, without dropout, and with weights one by one"
+        )
+    out, ways = projected or hidden, 2 if bidirectional else 1
+    rows = x.shape[0 if batch_first else 1]
+    wanted = cudnn_rnn_weights(x.shape[2], mode, hidden, projected, layers, bidirectional, each)
+    states = [(hx, out)] + ([(cx, hidden)] if mode == 2 else [])
+    if (cx is None) != (mode != 2) or any(tuple(s.shape) != (layers * ways, rows, n) for s, n in states):
+        raise ValueError("the states do not fit the layers")
+    if [tuple(w.shape) for w in weights] != wanted or {w.dtype for w in [*weights, *[s for s, _ in states]]} != {
+        x.dtype
+    }:
+        raise ValueError("the weights do not fit the layers")
+    last = x.new_empty((layers * ways, rows, hidden)) if mode == 2 else x.new_empty(0)
+    return (
+        x.new_empty((*x.shape[:2], out * ways)), x.new_empty((layers * ways, rows, out)), last,
+        x.new_empty(0, dtype=torch.uint8), x.new_empty(0),
+    )  # fmt: skip
+
+
+def _cudnn_rnn_backward(
+    x: Any, weights: Any, each: int, buffer: Any, hx: Any, cx: Any, out: Any, *rest: Any
+) -> Any:  # fmt: skip
+    wanted = rest[-1]
+    return (
+        _flat(x) if wanted[0] else None,
+        _flat(hx) if wanted[1] else None,
+        _flat(cx) if wanted[2] and cx is not None else None,
+        [_flat(w) for w in weights] if wanted[3] else [],
+    )
+
+
+_RECURRENT: dict[Any, Any] = {
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+    aten._cudnn_rnn.default: _cudnn_rnn,
+    aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
+}
+
+
+def _sampled(x: Any, grid: Any) -> Any:
+    if x.dim() != 4 or grid.dim() != 4 or grid.shape[0] != x.shape[0] or grid.shape[3] != 2 or x.dtype != grid.dtype:
+        raise ValueError(f"no grid of {tuple(grid.shape)} fits images of {tuple(x.shape)}")
+    return x.new_empty((*x.shape[:2], *grid.shape[1:3]))
+
+
+_SAMPLED: dict[Any, Any] = {
+    aten.cudnn_grid_sampler.default: _sampled,
+    aten.cudnn_grid_sampler_backward.default: lambda x, grid, grad: (_flat(x), _flat(grid)),
+}

@@ -159,15 +159,16 @@ def _values(run: tuple[list[Any], list[Any]]) -> dict[str, torch.Tensor]:
 
 
 def near_the_reference(
-    name: str, endpoint: str, *, dtype: torch.dtype, home: str = "cpu", device: str = "cpu", steps: int = 5
-) -> Nearness:
-    """How near a job's run comes to its reference run on `device`, with the model on `home` before it is submitted. Without
-    dropout, whose masks are others on a GPU. Raises AssertionError where the job claims bit-equality and is not, and where
+    name: str, endpoint: str, *, dtype: torch.dtype, home: str = "cpu", device: str = "cpu", steps: int = 5,
+    dropout: float = 0.0,
+) -> Nearness:  # fmt: skip
+    """How near a job's run comes to its reference run on `device`, with the model on `home` before it is submitted. With
+    `dropout` the masks have to be the reference run's, too, which takes a GPU's own operators for both. Raises AssertionError where the job claims bit-equality and is not, and where
     its first results are further off than the tolerance it states, or in float64 all of it further than GROWTH times that:
     one step starts from what the last one left, and what is narrower goes its own way soon, whatever computes it."""
 
     def make(where: str, reference: bool) -> Callable[[], Work]:
-        return lambda: work(name, steps, device=where, dtype=dtype, reference=reference, dropout=0.0)
+        return lambda: work(name, steps, device=where, dtype=dtype, reference=reference, dropout=dropout)
 
     want = plain(make(device, reference=True))
     stats: dict[str, Any] = {}

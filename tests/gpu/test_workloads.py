@@ -34,6 +34,14 @@ def test_near_the_reference_run(
     print(f"{name}, {home}, {dtype}: {found}")
 
 
+@pytest.mark.parametrize("name", ["transformer", "bert_medium"])
+def test_with_dropout_the_masks_are_the_reference_runs(
+    name: str, endpoint: str, plain_products: None, record_property: Callable[[str, object], None]
+) -> None:
+    found = near_the_reference(name, endpoint, dtype=torch.float32, device="cuda", dropout=0.2)
+    record_property("beside the reference run", found)
+
+
 def test_with_dropout_a_job_repeats_bit_for_bit(endpoint: str) -> None:
     """The transformer, none of whose kernels adds up in an order of its own."""
     runs = [through(lambda: work("transformer", 5, dropout=0.2), endpoint) for _ in range(2)]

@@ -39,6 +39,7 @@ class Runner:
         self._calls = [retarget.call(index, op, compute.supports) for index, op in enumerate(program.ops)]
         self._placed = [retarget.placed(op) for op in program.ops]
         self._kept = retarget.kept_draws(program)
+        self.unsized = retarget.unsized(program)
         self._live = Liveness.of(program)
         self._dies: list[list[int]] = [[] for _ in program.ops]
         for storage, last in self._live.last.items():
@@ -101,12 +102,11 @@ class Runner:
             return self._calls[index](*arguments, **keywords)
         drawn = frame.drawn.get(op.random)
         if drawn is None:
-            returned: torch.Tensor = self._calls[index](*arguments, **keywords)
-            frame.drawn[op.random] = returned.clone()
+            returned = self._calls[index](*arguments, **keywords)
+            mask: torch.Tensor = returned[1] if isinstance(returned, tuple) else returned
+            frame.drawn[op.random] = mask.clone()
             return returned
-        in_place = op.target.split(".")[1].endswith("_")
-        target: torch.Tensor = arguments[0]
-        return target.copy_(drawn) if in_place else drawn.clone()
+        return retarget.drawn_again(op, arguments, drawn)
 
     def _tensor(self, frame: Frame, index: int) -> torch.Tensor:
         made = self._operands.views[index]
@@ -129,6 +129,9 @@ class Runner:
         for view_index, made in born:
             view = self.program.views[view_index]
             storage = view.storage
+            if storage in self.unsized:
+                frame.temps[storage] = made
+                continue
             try:
                 tensor = retarget.conforming(made, view, self.program.storages[storage].nbytes, memory)
             except ProgramError as error:

@@ -6,7 +6,8 @@ libraries; here the same choice is made again, by torch's own rules. Each pair o
 as the CPU's does (attention: the logarithm of the softmax's sums; batch norm: mean and inverse deviation), so a
 backward may follow any forward, and nothing else has to cross from piece to piece:
 
-- what the kernels keep of random numbers is for dropout, which the CPU's operator never has;
+- what the kernels keep of random numbers is for dropout, which the CPU's operator never has. Attention with dropout, or with
+  a mask, comes as a GPU's operator (client/ongpu.py), which leaves that for its backward;
 - efficient attention wants its rows of sums padded to ROW: they are padded again;
 - cuDNN's batch norm may want a block of its own kept (for channels-last). Where it does, the native kernels are used.
 """
@@ -155,6 +156,56 @@ def _drawn(way: int) -> Sequence[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in made]
 
 
+# ---- attention with a mask or dropout, which clients tell as efficient attention
+
+
+def chosen(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keeps: bool, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """_scaled_dot_product_efficient_attention, or flash where torch would choose that: the output, the logarithm of the
+    softmax's sums if it `keeps` them, and where the random numbers began."""
+    if not _flashes(q, k, v, bias, dropout_p, is_causal, scale):
+        made: tuple[Tensor, Tensor, Tensor, Tensor] = aten._scaled_dot_product_efficient_attention.default(
+            q, k, v, bias, keeps, dropout_p, is_causal, scale=scale
+        )
+        return made
+    out, sums, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention.default(
+        q, k, v, dropout_p, is_causal, False, scale=scale
+    )
+    if seed.numel() == 2:  # both in one
+        seed, offset = seed.view(torch.int64).unbind()
+    rows = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % ROW), value=float("inf"))
+    return out, rows if keeps else rows[..., :0].contiguous(), seed.clone(), offset.clone()
+
+
+def chosen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor, seed: Tensor,
+    offset: Tensor, dropout_p: float, wanted: Sequence[bool], is_causal: bool = False, *, scale: float | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Its backward: gradients of q, k, v and the bias, where they are wanted."""
+    if not _flashes(q, k, v, bias, dropout_p, is_causal, scale):
+        made: tuple[Tensor | None, ...] = aten._scaled_dot_product_efficient_attention_backward.default(
+            grad, q, k, v, bias, out, sums, seed, offset, dropout_p, wanted, is_causal, scale=scale
+        )
+        return made
+    if _drawn(FLASH)[0][0].numel() == 2:
+        seed, offset = torch.stack([seed, offset]).view(_drawn(FLASH)[0][1]), _undrawn(FLASH, q)[1]
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
+        grad, q, k, v, out, sums[..., : q.shape[2]].contiguous(), None, None, q.shape[2], k.shape[2], dropout_p, is_causal,
+        seed, offset, scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv, None
+
+
+def _flashes(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> bool:
+    if not q.is_cuda or bias is not None:
+        return False
+    return int(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal, scale=scale)) == FLASH
+
+
 # ---- batch norm
 
 
@@ -163,8 +214,8 @@ def batch_norm(
     momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """native_batch_norm: the output, and the batch's mean and inverse deviation."""
-    if training and cudnn_takes(x, weight, bias, mean, var, eps):
-        out, batch_mean, inverse, _ = aten.cudnn_batch_norm.default(x, weight, bias, mean, var, True, momentum, eps)
+    if cudnn_takes(x, weight, bias, mean, var, eps, training):
+        out, batch_mean, inverse, _ = aten.cudnn_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
         return out, batch_mean, inverse
     made: tuple[Tensor, Tensor, Tensor] = aten.native_batch_norm.default(
         x, weight, bias, mean, var, training, momentum, eps
@@ -189,16 +240,21 @@ def batch_norm_backward(
 
 
 def cudnn_takes(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float
-) -> bool:
-    """Whether torch would train with cuDNN, and cuDNN wants nothing kept. `bias` only has to be there."""
-    if not x.is_cuda or any(each is None for each in (weight, bias, mean, var)) or not x.is_contiguous():
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float,
+    training: bool = True,
+) -> bool:  # fmt: skip
+    """Whether torch would take cuDNN, and cuDNN wants nothing kept. `bias` only has to be there."""
+    if not x.is_cuda or weight is None or bias is None or not x.is_contiguous():
+        return False
+    if mean is None and var is None and training:
+        mean = var = weight  # torch only asks whether both are there or neither is
+    if mean is None or var is None:
         return False
     choose, reserve = (getattr(torch._C, name, None) for name in ("_select_batch_norm_backend", RESERVE))
     if choose is None or reserve is None:
         return False
-    chosen = choose(x, weight, bias, mean, var, True, eps)
-    return bool(chosen == torch._C._BatchNormBackend.Cudnn and reserve(x, True) == 0)  # type: ignore[attr-defined]
+    taken = choose(x, weight, bias, mean, var, training, eps)
+    return bool(taken == torch._C._BatchNormBackend.Cudnn and (not training or reserve(x, True) == 0))  # type: ignore[attr-defined]
 
 
 RESERVE = "_get_cudnn_batch_norm_reserve_space_size"
@@ -206,6 +262,8 @@ RESERVE = "_get_cudnn_batch_norm_reserve_space_size"
 FORMS: dict[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
+    "aten._scaled_dot_product_efficient_attention.default": chosen,
+    "aten._scaled_dot_product_efficient_attention_backward.default": chosen_backward,
     "aten.native_batch_norm.default": batch_norm,
     "aten.native_batch_norm_backward.default": batch_norm_backward,
 }

@@ -164,7 +164,8 @@ class LoadedProgram:
             self._runner.run(frame, start, stop)
             for storage, (here, there) in enumerate(zip(frame.temps, after.temps, strict=True)):
                 if here is not None and there is not None and here is not there:
-                    nbytes = self.program.storages[storage].nbytes
+                    unsized = storage in self._runner.unsized
+                    nbytes = here.untyped_storage().nbytes() if unsized else self.program.storages[storage].nbytes
                     whole_bytes(there, nbytes).copy_(whole_bytes(here, nbytes))
             for slot, there in after.drawn.items():
                 if frame.drawn[slot] is not there:

@@ -18,7 +18,7 @@ from gpumux.device.cuda import asking, fused
 from gpumux.device.cuda.feeding import form, takes_numbers
 from gpumux.errors import ProgramError
 from gpumux.program.allowlist import RANDOM
-from gpumux.program.ir import Arg, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
+from gpumux.program.ir import Arg, Complex, Op, Out, Program, ScalarRef, Tag, TensorRef, View
 from gpumux.program.schemas import schema
 
 Tensor = torch.Tensor
@@ -34,6 +34,7 @@ _KEPT_DRAWS = frozenset(
     for name in (
         "bernoulli.p", "bernoulli_.float", "rand.default", "randn.default", "rand_like.default", "randn_like.default",
         "uniform_.default", "uniform.default", "normal_.default", "exponential_.default", "random_.default",
+        "native_dropout.default",
     )
 )  # fmt: skip
 
@@ -88,6 +89,30 @@ def kept_draws(program: Program) -> frozenset[int]:
             )
         kept.add(op.random)
     return frozenset(kept)
+
+
+def unsized(program: Program) -> frozenset[int]:
+    """Temporary storages that are as large as a kernel wants them, which a Program states as empty: what cuDNN's recurrent
+    layers keep for their backward."""
+    found: set[int] = set()
+    for op in program.ops:
+        outs: Sequence[Out] = ()
+        if op.target == "aten._cudnn_rnn.default":
+            outs = op.outs[3:]
+        elif op.target == "aten.clone.default" and isinstance(op.args[0], TensorRef):  # for a graph that is kept
+            outs = op.outs if program.views[op.args[0].view].storage in found else ()
+        found |= {program.views[out].storage for out in outs if isinstance(out, int)}
+    return frozenset(found)
+
+
+def drawn_again(op: Op, arguments: Sequence[Any], kept: Tensor) -> Any:
+    """What an operator returns that draws the numbers which are `kept` of another."""
+    if op.target == "aten.native_dropout.default":
+        x, p, _ = arguments
+        return torch.ops.aten.native_dropout_backward.default(x, kept, 1 / (1 - p)), kept.clone()
+    if op.target.split(".")[1].endswith("_"):
+        return arguments[0].copy_(kept)
+    return kept.clone()
 
 
 def shapes(program: Program, op: Op) -> tuple[object, ...]:

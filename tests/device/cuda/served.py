@@ -15,6 +15,7 @@ from gpumux.cli import main as cli
 from gpumux.device import registry
 from gpumux.device.cuda.device import CudaDevice
 from tests.device.cuda.fake import FakeDriver, fake_compute
+from tests.device.cuda.kernels import of_a_gpu
 
 
 class RunningDriver(FakeDriver):
@@ -42,4 +43,5 @@ def make(name: str, *, gpu: int = 0, allow_ops: Any = (), **_: Any) -> CudaDevic
 
 if __name__ == "__main__":
     registry.make = make  # type: ignore[assignment]
-    sys.exit(cli.main(["serve", "--device", "cuda", *sys.argv[1:]]))
+    with of_a_gpu():
+        sys.exit(cli.main(["serve", "--device", "cuda", *sys.argv[1:]]))

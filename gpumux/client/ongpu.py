@@ -1,0 +1,235 @@
+"""What torch would run on a GPU, chosen while a step is traced on the CPU.
+
+Torch makes most choices by device below autograd, in kernels. Some it makes above, so that another device gets other
+operators: dropout, attention, recurrent layers. While a step for a GPU is traced, such operators are met at a dispatch key of
+their own, above autograd and below Python, whoever calls them, and told as torch tells them for a GPU. The key is one
+that torch reserves for a device it no longer has; nothing is registered under it but this, and nothing reaches it but a
+trace. What was looked for, and how, is in docs/gpu-notes.md ("Operators by device").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from gpumux.client import recurrent
+from gpumux.client.patches import RngTape
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+NAME = "AutocastIPU"
+KEY = getattr(torch._C.DispatchKey, NAME)
+# What the operators here pass by: all of them are made of others. Whoever names the keys has to leave these out.
+_PASSED, _CAST = (
+    (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.BackendSelect),
+    torch._C.DispatchKey.AutocastCPU,
+)
+_HALF = (torch.float16, torch.bfloat16)
+ALIGNED, WIDEST = 8, 128  # elements a head, for which every GPU has fused attention with a backward
+
+_tape: RngTape | None = None  # of the trace under way: there is one at a time
+
+
+@contextmanager
+def as_on_a_gpu(tape: RngTape, gpu: bool) -> Iterator[None]:
+    """For the length of a trace, in the thread that traces. `gpu`: whether a GPU is to run the step."""
+    global _tape
+    if not gpu:
+        yield
+        return
+    _register()
+    before, _tape = _tape, tape
+    _switch(True)
+    try:
+        yield
+    finally:
+        _switch(False)
+        _tape = before
+
+
+@contextmanager
+def as_they_are() -> Iterator[None]:
+    """Inside, operators are the CPU's again: for what is done with those that were told already."""
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(KEY)):
+        yield
+
+
+def _switch(on: bool) -> None:
+    # Keys of this kind are left out unless both are said.
+    torch._C._dispatch_tls_set_dispatch_key_included(KEY, on)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not on)
+
+
+def below(operator: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The operator as it is, and what it calls in turn as on a GPU."""
+    keys = torch._C._dispatch_keys(like) | torch._C._dispatch_tls_local_include_set()
+    keys = (keys - torch._C._dispatch_tls_local_exclude_set()) & torch._C._dispatch_keyset_full_after(KEY)
+    for passed in _PASSED if _autocast(operator) else (*_PASSED, _CAST):
+        keys = keys.remove(passed)
+    return operator.redispatch(keys, *args, **kwargs)
+
+
+def _autocast(operator: Any) -> bool:
+    """Whether autocast is to have the operator first. It comes back when arguments are cast."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().has(_CAST)
+    return not excluded and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU")
+
+
+# ---- dropout, norms, softmax
+
+
+def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    if train and 0 < p < 1 and x.numel():
+        made: Tensor = aten.native_dropout.default(x, p, train)[0]
+        return made
+    return below(aten.dropout.default, x, x, p, train)  # type: ignore[no-any-return]
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    plain = (
+        x.is_complex()
+        or (weight is not None and weight.dtype != x.dtype)
+        or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
+        or (x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous())
+    )
+    if plain or _autocast(aten.rms_norm.default) or list(x.shape[x.dim() - len(shape) :]) != list(shape):
+        return below(aten.rms_norm.default, x, x, shape, weight, eps)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Autograd of the CPU takes the operator apart, as the CPU has no kernel for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, inverse = aten._fused_rms_norm.default(x, shape, weight, eps)
+        ctx.shape = shape
+        ctx.save_for_backward(x, weight, inverse)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, inverse = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        dx, dw = aten._fused_rms_norm_backward.default(grad, x, ctx.shape, inverse, weight, wanted)
+        return dx, None, dw if wanted[1] else None, None
+
+
+def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    if x.dtype == torch.float16 and dtype == torch.float32 and not _autocast(aten.softmax.int):
+        return aten._softmax.default(x, dim, True)  # type: ignore[no-any-return]
+    return below(aten.softmax.int, x, x, dim, dtype)  # type: ignore[no-any-return]
+
+
+def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    if x.dtype == torch.float16 and dtype == torch.float32 and not _autocast(aten.log_softmax.int):
+        return aten._log_softmax.default(x, dim, True)  # type: ignore[no-any-return]
+    return below(aten.log_softmax.int, x, x, dim, dtype)  # type: ignore[no-any-return]
+
+
+def grid_sampler(x: Tensor, grid: Tensor, interpolation: int, padding: int, align_corners: bool) -> Tensor:
+    bilinear = interpolation == padding == 0 and align_corners
+    if bilinear and x.dim() == 4 and x.shape[1] <= 1024 and recurrent.cudnn_takes(x) and recurrent.cudnn_takes(grid):
+        return aten.cudnn_grid_sampler.default(x, grid)  # type: ignore[no-any-return]
+    return below(aten.grid_sampler.default, x, x, grid, interpolation, padding, align_corners)  # type: ignore[no-any-return]
+
+
+# ---- attention
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """scaled_dot_product_attention. Which fused kernel a GPU takes is left to the daemon that has it (device/cuda/fused.py);
+    here is decided whether one can take it at all."""
+    operator = aten.scaled_dot_product_attention.default
+    if _autocast(operator):
+        told = (q, k, v, mask, dropout_p, is_causal)
+        return below(operator, q, *told, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+    if enable_gqa or (mask is not None and is_causal) or q.dim() != k.dim() or q.dim() != v.dim():
+        return _as_products(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+    if not _fused(q, k, v, mask, dropout_p):
+        return _as_products(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+    if mask is None and dropout_p == 0:
+        return below(operator, q, q, k, v, None, 0.0, is_causal, scale=scale)  # type: ignore[no-any-return]
+    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    bias = _bias(mask, q, k)
+    return aten._scaled_dot_product_efficient_attention.default(  # type: ignore[no-any-return]
+        q, k, v, bias, keeps, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+    if q.dim() != 4 or q.dtype not in (torch.float32, *_HALF) or {k.dtype, v.dtype} != {q.dtype}:
+        return False
+    if q.shape[-1] % ALIGNED or q.shape[-1] > WIDEST or {k.shape[-1], v.shape[-1]} != {q.shape[-1]}:
+        return False
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or not (q.numel() and k.numel()):
+        return False
+    if any(t.stride(-1) != 1 for t in (q, k, v)) or not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return False
+    if dropout_p > 0 and _tape is not None and _tape.rewinds:
+        return False  # recomputation draws the same mask again, which no fused kernel can be told
+    return mask is None or (mask.dtype in (torch.bool, q.dtype) and not mask.requires_grad)
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """As kernels take it: numbers to add, for every batch and head, in rows that begin where they can be read fast."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        nothing = torch.scalar_tensor(0.0, dtype=q.dtype, device=q.device)
+        mask = torch.where(mask, nothing, torch.scalar_tensor(float("-inf"), dtype=q.dtype, device=q.device))
+    columns = mask.shape[-1]
+    if columns % 16:
+        mask = torch.nn.functional.pad(mask, (0, 16 - columns % 16))[..., :columns]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _as_products(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    if mask is not None and mask.dtype == torch.bool:
+        nothing = torch.scalar_tensor(0.0, dtype=q.dtype, device=q.device)
+        mask = torch.where(mask, nothing, torch.scalar_tensor(float("-inf"), dtype=q.dtype, device=q.device))
+    made: Tensor = aten._scaled_dot_product_attention_math.default(
+        q, k, v, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return made
+
+
+# ---- which operators
+
+
+TOLD: dict[str, Callable[..., Any]] = {
+    "dropout": dropout,
+    "rms_norm": rms_norm,
+    "softmax.int": softmax,
+    "log_softmax.int": log_softmax,
+    "grid_sampler": grid_sampler,
+    "scaled_dot_product_attention": attention,
+    "lstm.input": recurrent.lstm,
+    "gru.input": recurrent.gru,
+    "rnn_tanh.input": recurrent.rnn_tanh,
+    "rnn_relu.input": recurrent.rnn_relu,
+    "lstm_cell": recurrent.lstm_cell,
+    "gru_cell": recurrent.gru_cell,
+}
+
+
+@cache
+def _register() -> tuple[torch.library.Library, ...]:
+    """Once a process; kept, as what is registered goes with the library."""
+    others, ours = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, NAME)
+    for name, kernel in TOLD.items():
+        ours.impl(name, kernel, NAME)
+    return others, ours
