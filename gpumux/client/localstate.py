@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from gpumux.client.remote import byte_view
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import DeviceLeaf, HostLeaf, thaw
 from gpumux.client.variants import State
+from gpumux.errors import ConfigError
 
 Pull = Callable[[Callable[[int, torch.Tensor], None]], None]
 
@@ -92,7 +93,14 @@ def _on_cpu(value: Any) -> Any:
 
 
 def load_local(table: StateTable, state: dict[str, Any]) -> None:
-    """Load dictionaries, as `dictionaries` gives them, into the local models and optimizers."""
+    """Load dictionaries, as `dictionaries` gives them, into the local models and optimizers. Raises ConfigError for what
+    holds neither, such as a model's own state_dict: nothing of it would be loaded."""
+    if not isinstance(state, Mapping) or not state.keys() & {"model", "optimizer"}:
+        found = "has neither 'model' nor 'optimizer'" if isinstance(state, Mapping) else f"is a {type(state).__name__}"
+        raise ConfigError(
+            f"the state to load {found}",
+            'give {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, or one of the two',
+        )
     for owners, key in ((table.models, "model"), (table.optimizers, "optimizer")):
         given = state.get(key)
         if given is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpumux.errors import ConfigError
+from gpumux.fuse import given
 
 if TYPE_CHECKING:
     from gpumux.fuse.models import Models
@@ -31,8 +32,8 @@ def save(array: Models, path: str | Path, models: Iterable[int]) -> None:
 
 
 def restore(array: Models, path: str | Path, model: int | None) -> None:
-    """Raises ConfigError for a file that is no checkpoint, of another number of models, or of models that differ in their
-    parameters; nothing is restored then."""
+    """Raises ConfigError for a file that is no checkpoint, of another number of models, or of models or optimizers that differ
+    from those here; nothing is restored then."""
     states = _read(Path(path))
     targets = range(len(array)) if model is None else [model]
     if len(states) != len(targets):
@@ -40,8 +41,10 @@ def restore(array: Models, path: str | Path, model: int | None) -> None:
             f"{path} holds {len(states)} models, and {len(targets)} are to be restored",
             "restore into an array of that size, or a checkpoint of one model into one",
         )
+    before = {b: array.state_dict(b) for b in targets}
     for b, state in zip(targets, states, strict=True):
-        here, there = (_shapes(found["model"]) for found in (array.state_dict(b), state))
+        given.check_random_state(state["random"])
+        here, there = (_shapes(found["model"]) for found in (before[b], state))
         if here != there:
             name = next(iter(dict(here.items() ^ there.items())))
             raise ConfigError(
@@ -49,7 +52,16 @@ def restore(array: Models, path: str | Path, model: int | None) -> None:
                 "restore into an array whose factory makes the models that were saved",
             )
     for b, state in zip(targets, states, strict=True):
-        array.load(b, {k: v for k, v in state.items() if k != "random"})
+        try:
+            array.load(b, {k: v for k, v in state.items() if k != "random"})
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:  # torch's, of another kind of optimizer
+            for loaded in targets[: list(targets).index(b)]:
+                array.load(loaded, before[loaded])
+            raise ConfigError(
+                f"{path} does not fit model {b}: {type(error).__name__}: {str(error).splitlines()[0]}",
+                "restore into an array whose factory makes the models and optimizers that were saved",
+            ) from error
+    for b, state in zip(targets, states, strict=True):
         array.set_random_state(b, state["random"])
 
 

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
+
 from gpumux.client.arguments import whole
 from gpumux.errors import ConfigError
 from gpumux.program import allowlist
@@ -70,6 +72,17 @@ def seeds_of(seeds: Any, models: int) -> list[int | None]:
 
 def seed_of(what: str, seed: Any) -> int:
     return whole(what, seed, 0, MAX_SEED, "use a whole number from 0 to 2**64 - 1")
+
+
+def check_random_state(state: Any) -> None:
+    """Raises ConfigError unless a random generator of the CPU takes it."""
+    try:
+        torch.Generator().set_state(state)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"{_shown(state)} is no state of a random generator: {str(error).splitlines()[0]}",
+            "give what random_state(), or torch.Generator().get_state(), returned",
+        ) from None
 
 
 def model_of(model: Any, models: int) -> int:

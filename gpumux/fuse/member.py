@@ -91,15 +91,17 @@ class Member:
         Raises ConfigError where it is of another model."""
         with self.guard.quiet(writes=True):
             kept.put_back(self.table)
-        self.adopt(None)
+            self._adopt()
 
-    def adopt(self, state: dict[str, Any] | None) -> None:
+    def adopt(self, state: dict[str, Any]) -> None:
         """Take the local state, with `state` loaded into it first, for the array's: the caller copies the buffers."""
         with self.guard.quiet(writes=True):
-            if state is not None:
-                load_local(self.table, state)
-            self.table.refresh()
-            structure, host = from_local(self.table)
+            load_local(self.table, state)
+            self._adopt()
+
+    def _adopt(self) -> None:
+        self.table.refresh()
+        structure, host = from_local(self.table)
         keep = self.state.keep | frozenset(i for i, _ in structure.kept)
         self.state = State(self._intern(structure), host, keep)
         self.guard.stale = False

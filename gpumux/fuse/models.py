@@ -258,7 +258,8 @@ class Models:
         return member.dictionaries(self._memory.pull(model, member.table))
 
     def load(self, model: int, state: dict[str, Any]) -> None:
-        """Load dictionaries, as state_dict gives them, into one model."""
+        """Load dictionaries, as state_dict gives them, into one model. Raises ConfigError for what holds neither, and what
+        the model's and the optimizer's load_state_dict raise; the model goes on as it was then."""
         self._check_open()
         member = self._members[self._index(model)]
         self._fetch()
@@ -274,8 +275,10 @@ class Models:
         return self._memory.part(STREAM, index).clone()
 
     def set_random_state(self, model: int, state: torch.Tensor) -> None:
+        """Raises ConfigError for what random_state() does not give; nothing is set then."""
         self._check_open()
         index = self._index(model)
+        given.check_random_state(state)
         self._fetch()
         self._memory.part(STREAM, index).copy_(state)
         self._send()

@@ -209,8 +209,35 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path):
         torch.save(found, tmp_path / "other.pt")
         with pytest.raises(ConfigError, match=rf"does not fit model 2: {name} is \(1, 2, 3\)"):
             array.restore(tmp_path / "other.pt")
+        for key, value, said in (
+            ("optimizer", {"state": {}, "param_groups": []}, "does not fit model 2: ValueError: .* parameter groups"),
+            ("random", torch.zeros(3, dtype=torch.uint8), "no state of a random generator"),
+        ):
+            found = torch.load(tmp_path / "all.pt", weights_only=True)
+            found["models"][2][key] = value
+            torch.save(found, tmp_path / "other.pt")
+            with pytest.raises(ConfigError, match=said):
+                array.restore(tmp_path / "other.pt")
         for b, state in enumerate(before):
             assert all(torch.equal(array.state_dict(b)["model"][key], value) for key, value in state.items())
+
+
+def test_a_state_that_is_none_is_refused():
+    """A model's own dictionary would load nothing, and a number would be every byte of a random state."""
+    with one_thread(), array_of(training(dropping, adam), configs(), DATA[0]) as array:
+        array.step(*DATA[0])
+        for state in ({}, array.state_dict(0)["model"]):
+            with pytest.raises(ConfigError, match="has neither 'model' nor 'optimizer' — give"):
+                array.load(0, state)
+        with pytest.raises(ConfigError, match="is a NoneType"):
+            array.load(0, None)  # type: ignore[arg-type]
+        before = array.random_state(1)
+        for drawn in (3, before[:5], torch.zeros_like(before)):
+            with pytest.raises(ConfigError, match=r"no state of a random generator: .* — give what random_state\(\)"):
+                array.set_random_state(1, drawn)  # type: ignore[arg-type]
+        assert torch.equal(array.random_state(1), before)
+        array.load(0, {"model": array.state_dict(1)["model"]})
+        assert torch.equal(array.state_dict(0)["model"]["1.weight"], array.state_dict(1)["model"]["1.weight"])
 
 
 def test_a_factory_that_fails_is_told_with_the_configuration():
