@@ -191,7 +191,11 @@ def targets(measured: dict[str, Any], size: str, device: str, ours: str) -> dict
 
 
 def line(ways: dict[str, Any]) -> str:
-    return ", ".join(f"{way} {_ratio(found)}" for way, found in ways.items())
+    def said(found: dict[str, Any]) -> str:
+        held = _mebibytes(found)
+        return " and ".join([_ratio(found), *([f"{held} MiB"] if held else [])])
+
+    return ", ".join(f"{way} {said(found)}" for way, found in ways.items())
 
 
 def _ratio(found: dict[str, Any] | None) -> str:

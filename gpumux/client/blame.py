@@ -67,6 +67,13 @@ def optimizer_inside() -> Any:
     return found
 
 
+def by_numbers() -> bool:
+    """Whether an optimizer is on the stack that keeps numbers as tensors of its state and reads them in its Python at each step."""
+    import torch
+
+    return isinstance(optimizer_inside(), torch.optim.ASGD)
+
+
 def traceback_line(error: BaseException) -> str:
     """ "FILE:LINE" of the innermost user frame an exception passed through."""
     best = "an unknown line"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpumux.client.blame import optimizer_inside, user_line
+from gpumux.client.blame import by_numbers, user_line
 from gpumux.client.host import Scope, is_symbol
 from gpumux.errors import CaptureError, DataDependent
 
@@ -175,8 +175,8 @@ def _fused_wrapper(scope: Scope, name: str) -> Callable[..., Any]:
 
 
 def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
-    """torch.as_tensor, which asks a symbol for its plain value. Optimizers make their numbers into state with it (ASGD)."""
-    if not is_symbol(data) or optimizer_inside() is None:
+    """torch.as_tensor, which asks a symbol for its plain value. ASGD makes its numbers into state with it."""
+    if not is_symbol(data) or not by_numbers():
         return _AS_TENSOR(data, dtype=dtype, device=device)
     kind = dtype or (torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64)
     return torch.zeros((), dtype=kind).fill_(data)
@@ -211,10 +211,11 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
         (torch.Tensor, "numpy", _value_guard("numpy")),
         *((torch.amp.GradScaler, name, _here(getattr(torch.amp.GradScaler, name), _scaler_guard(name))) for name in _SCALER),
         *((torch, name, _here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
-        (torch, "as_tensor", _here(torch.as_tensor, _as_tensor)),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
-    if gpu:
+    if not gpu:
+        swaps.append((torch, "as_tensor", _here(torch.as_tensor, _as_tensor)))
+    else:
         on_gpu: dict[str, Callable[..., Any]] = {
             "get_rng_state": lambda *_, **__: tape.save(), "set_rng_state": lambda token, *_, **__: tape.restore(token),
             **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _refuse_seed),

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.client import hostops
 from gpumux.client.advice import instead_of, value_read
-from gpumux.client.blame import optimizer_inside, user_line
+from gpumux.client.blame import by_numbers, user_line
 from gpumux.client.executed import Observer
 from gpumux.client.host import Expr, Scope, is_symbol
 from gpumux.client.layers import Layers
@@ -38,7 +38,8 @@ from gpumux.program.metafix import fake_call
 
 aten = torch.ops.aten
 
-# How an optimizer may begin a number of its state (ASGD's step, eta, mu), of which its Python later reads the value.
+# How ASGD begins the numbers of its state (step, mu), of which its Python later reads the values. Others that begin so (the
+# fused and capturable ones) leave them to the device.
 _FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
 
 _FIXED = "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step"
@@ -192,7 +193,7 @@ class Recorder(TorchDispatchMode):
                 "drop generator=; the job has its own, seeded by submit(seed=...)",
             )
         tensors = [t for t in found if isinstance(t, torch.Tensor)]
-        if func in _FILLED and args and not args[0] and optimizer_inside() is not None:
+        if func in _FILLED and args and not args[0] and not self._gpu and by_numbers():
             done, out = hostops.filled(self, _FILLED[func], kwargs.get("dtype"))
             if done:
                 return out
