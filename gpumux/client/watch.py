@@ -251,14 +251,15 @@ def modes() -> Watch:
         torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype
     )  # fmt: skip
     deterministic, default = c._get_deterministic_algorithms, torch.get_default_dtype
-    mkldnn, flash, efficient, plain = (
-        c._get_mkldnn_enabled, c._get_flash_sdp_enabled, c._get_mem_efficient_sdp_enabled, c._get_math_sdp_enabled
+    mkldnn, cudnn, flash, efficient, plain = (
+        c._get_mkldnn_enabled, c._get_cudnn_enabled, c._get_flash_sdp_enabled, c._get_mem_efficient_sdp_enabled,
+        c._get_math_sdp_enabled,
     )  # fmt: skip
 
     def read() -> Reading:
         return (
             grad(), inference(), autocast("cpu"), autocast("cuda"), dtype("cpu"), deterministic(), default(),
-            mkldnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled, *precisions(),
+            mkldnn(), cudnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled, *precisions(),
         )  # fmt: skip
 
     return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", lambda old: None)

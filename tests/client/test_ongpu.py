@@ -16,6 +16,7 @@ from torch import nn
 import gpumux
 from gpumux.client import ongpu
 from gpumux.client.patches import RngTape
+from gpumux.client.watch import modes
 from microbench.cuda.operators import CALLS, Operators, asked
 
 RECORDED: dict[str, Any] = json.loads(
@@ -173,3 +174,22 @@ def test_autocast_has_operators_first(name: str) -> None:
     assert not got.startswith("!"), got
     assert ("_to_copy" in got) == (name in ("attention with a mask", "lstm", "gru cell"))
     assert ("_scaled_dot_product_efficient_attention" in got) == (name == "attention with a mask")
+
+
+@pytest.mark.parametrize("setting", ["cudnn", "mem_efficient_sdp"])
+def test_a_setting_that_chooses_is_looked_at_at_every_call(setting: str) -> None:
+    watch = modes()
+    set_to, now = (
+        getattr(torch._C, f"_set_{'cudnn_enabled' if setting == 'cudnn' else 'sdp_use_mem_efficient'}"),
+        watch.read(),
+    )
+    name = {"cudnn": "lstm", "mem_efficient_sdp": "attention with dropout"}[setting]
+    operator = {"cudnn": "_cudnn_rnn", "mem_efficient_sdp": "_scaled_dot_product_efficient_attention"}[setting]
+    assert operator in told(name, torch.float32)
+    set_to(False)
+    try:
+        assert watch.read() != now
+        assert operator not in told(name, torch.float32)
+    finally:
+        set_to(True)
+    assert watch.read() == now
