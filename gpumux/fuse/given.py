@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from gpumux.client.arguments import whole
+from gpumux.client.arguments import several, whole
+from gpumux.client.state import StateTable
 from gpumux.errors import ConfigError
 from gpumux.program import allowlist
 
@@ -56,6 +57,31 @@ def explain(error: Exception, factory: Any, config: Any) -> ConfigError | None:
         f"factory({_shown(config)}) raised TypeError: {error}",
         "each of configs is what factory is called with: give it what it reads, such as {'lr': 0.1}",
     )
+
+
+def check_own(model: Any, optimizer: Any, before: Sequence[StateTable], config: Any) -> None:
+    """Raises ConfigError where factory(config) returned another model's optimizer, or a model that holds a layer or parameter of
+    another one: each model has its own state and is watched for changes by itself."""
+    optimizers = {id(o) for table in before for o in table.optimizers}
+    if any(id(o) in optimizers for o in several(optimizer, torch.optim.Optimizer, "optimizer")):
+        raise ConfigError(
+            f"factory({config!r}) returned the optimizer of another model",
+            "make a model and an optimizer anew at each call",
+        )
+    taken = {
+        id(held): number for number, table in enumerate(before) for held in (*_modules(table.models), *table.params)
+    }
+    for part in several(model, torch.nn.Module, "model"):
+        for name, held in (*part.named_modules(), *part.named_parameters()):
+            if id(held) in taken:
+                raise ConfigError(
+                    f"factory({config!r}) returned a model whose {name or type(held).__name__} is that of model {taken[id(held)]} too",
+                    "make each model's layers at each call of factory; copy.deepcopy() what they are to begin with",
+                )
+
+
+def _modules(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [module for model in models for module in model.modules()]
 
 
 def seeds_of(seeds: Any, models: int) -> list[int | None]:

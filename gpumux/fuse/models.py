@@ -99,11 +99,7 @@ class Models:
             raise
         if not isinstance(made, tuple) or len(made) != 3:
             raise ConfigError(f"factory({config!r}) is no tuple of three", "return (step, model, optimizer)")
-        if made[2] is not None and any(made[2] is o for member in self._members for o in member.table.optimizers):
-            raise ConfigError(
-                f"factory({config!r}) returned the optimizer of another model",
-                "make a model and an optimizer anew at each call",
-            )
+        given.check_own(made[1], made[2], [member.table for member in self._members], config)
         stream = (
             torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,22 @@ def test_the_local_models_are_stale_until_sync():
         with pytest.raises(LocalWrite):
             array.step(*DATA[0])
     made[1][1](DATA[0][0])
+
+
+@pytest.mark.parametrize("part", [nn.Linear(5, 5).requires_grad_(False), nn.ReLU()])
+def test_a_layer_of_two_models_is_refused(part: nn.Module):
+    with pytest.raises(ConfigError, match=r"a model whose 0 is that of model 0 too — .*copy\.deepcopy"):
+        array_of(training(lambda: nn.Sequential(part, nn.Linear(5, 4))), configs(), DATA[0])
+    weight = nn.Parameter(torch.ones(4, 5, dtype=torch.float64))
+
+    def tied() -> nn.Module:
+        layer = nn.Linear(5, 4)
+        layer.weight = weight
+        return layer
+
+    with pytest.raises(ConfigError, match=r"a model whose weight is that of model 0 too"):
+        array_of(training(tied), configs(), DATA[0])
+    array_of(training(lambda: nn.Sequential(copy.deepcopy(part), nn.Linear(5, 4))), configs(), DATA[0]).close()
 
 
 def test_what_an_array_can_not_be_made_of():
