@@ -57,8 +57,44 @@ _CONTIGUOUS = frozenset(
 )  # fmt: skip
 
 
+# Whose kernels take floating-point tensors of one type only, and whose shape rules take any: what a Program does with a batch of
+# another type would fail when it runs, and the job's state with it.
+_ONE_TYPE = frozenset(
+    (
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default, aten.mv.default,
+        aten.addmv.default, aten.linear.default, aten.convolution_backward.default,
+        aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default, aten.nll_loss_forward.default,
+        aten.nll_loss_backward.default, aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default,
+        aten.index_add.default, aten.index_add_.default, aten.index_copy.default, aten.index_copy_.default,
+        aten.index_put.default, aten.index_put_.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default,
+        aten._cdist_forward.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._softmax_backward_data.default,
+        aten._log_softmax_backward_data.default,
+    )
+)  # fmt: skip
+# Where the classes are that these losses are told, in int64 or uint8.
+_CLASSES = {
+    aten.nll_loss_forward.default: 1, aten.nll_loss2d_forward.default: 1,
+    aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 2,
+}  # fmt: skip
+# These take parameters in float32 beside data of low precision, too.
+_NORMS = frozenset((aten.native_batch_norm.default, aten.native_layer_norm.default, aten.native_group_norm.default))
+
+
+def _check_types(func: Any, args: tuple[Any, ...]) -> None:
+    found = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.dtype.is_floating_point]
+    mixed = func in _NORMS and found[:1] in ([torch.bfloat16], [torch.float16])
+    for dtype in found:
+        if dtype is not found[0] and not (mixed and dtype is torch.float32):
+            raise RuntimeError(f"{func} takes tensors of one type, not {found[0]} and {dtype}")
+    if func in _CLASSES and args[_CLASSES[func]].dtype not in (torch.int64, torch.uint8):
+        raise RuntimeError(f"{func} takes classes in int64 or uint8, not {args[_CLASSES[func]].dtype}")
+
+
 def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
     """`func(*args, **kwargs)` under the FakeTensorMode that is active."""
+    if func in _ONE_TYPE or func in _NORMS:
+        _check_types(func, args)
     if func in _LIKE:
         return torch.empty_like(args[_LIKE[func]])
     if func in _FUSED:

@@ -405,6 +405,27 @@ def test_a_batch_of_something_else(endpoint: str) -> None:
         client.submit(lambda x: x, example=(object(),), endpoint=endpoint)
 
 
+def test_a_batch_of_another_type_costs_nothing(endpoint: str) -> None:
+    """Its kernels would refuse it when they run, and the job's state would be lost."""
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    x, y = torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
+    with client.submit(step, example=(x, y), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        first = float(job.step(x, y).result())
+        for other, said in (((x.float(), y), "tensors of one type"), ((x, y.int()), "classes in int64")):
+            with pytest.raises(errors.CaptureError, match=said):
+                job.step(*other).result()
+        assert float(job.step(x, y).result()) < first
+
+
 def test_no_daemon() -> None:
     with pytest.raises(errors.DaemonGone) as caught:
         client.submit(lambda x: x, example=(X,), endpoint="ipc:///tmp/no-gpumux-here.sock")

@@ -140,3 +140,39 @@ def test_fused_optimizers_get_lists_that_fit(grads: list[tuple[int, ...]]):
         for func, args, kwargs in calls:
             with pytest.raises(ValueError, match="takes"):
                 fake_call(func, args, kwargs, "cpu")
+
+
+def of_unlike_types():
+    x, w, one = ones(2, 3), ones(3, 4, dtype=torch.float64), ones(1, dtype=torch.float64)
+    image, kernel = ones(1, 2, 5, 5), ones(3, 2, 3, 3)
+    wide = image.double()
+    places = torch.zeros(2, dtype=torch.long)
+    return {
+        "mm": (aten.mm.default, (x, w)),
+        "mv": (aten.mv.default, (x, ones(3, dtype=torch.float64))),
+        "addmm": (aten.addmm.default, (one, x, ones(3, 4))),
+        "convolution backward": (
+            aten.convolution_backward.default,
+            (ones(1, 3, 3, 3), wide, kernel, [3], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3),
+        ),
+        "layer norm": (aten.native_layer_norm.default, (x, [3], w[:, 0], w[:, 0], 1e-5)),
+        "float16 among doubles": (aten.native_layer_norm.default, (x.half(), [3], w[:, 0], w[:, 0], 1e-5)),
+        "binary cross entropy": (aten.binary_cross_entropy.default, (ones(3), ones(3, dtype=torch.float64))),
+        "weights of classes": (aten.nll_loss_forward.default, (x, places, w[:, 0], 1, -100)),
+        "classes in int32": (aten.nll_loss_forward.default, (x, places.int(), None, 1, -100)),
+        "index add": (aten.index_add.default, (ones(5), 0, places, ones(2, dtype=torch.float64))),
+        "index put": (aten.index_put.default, (ones(5), [places], ones(2, dtype=torch.float64))),
+        "prelu": (aten._prelu_kernel.default, (x, one)),
+        "grid sampler": (aten.grid_sampler_2d.default, (image, ones(1, 2, 2, 2, dtype=torch.float64), 0, 0, False)),
+        "softmax backward": (aten._softmax_backward_data.default, (x, x.double(), 0, torch.float32)),
+    }
+
+
+@pytest.mark.parametrize(("func", "args"), of_unlike_types().values(), ids=of_unlike_types())
+def test_types_that_a_kernel_refuses_are_refused(func, args):
+    with pytest.raises(RuntimeError):
+        func(*args)
+    with FakeTensorMode() as mode:
+        fakes = torch.utils._pytree.tree_map(lambda a: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a, args)
+        with pytest.raises(RuntimeError, match="takes"):
+            fake_call(func, fakes, {}, "cpu")
