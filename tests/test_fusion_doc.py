@@ -48,17 +48,11 @@ def test_eight_small_models_over_the_plain_loops():
 
 
 def test_the_memory_of_eight():
-    found = result("fusion-memory")["workloads"]["cnn"]
-    assert found["batch"] == 4
-    named = {
-        "plain loops": "serial",
-        "one process a model": "processes",
-        "by hand": "hand",
-        "vmap": "vmap",
-        "an array": "fused",
-    }
-    said = ", ".join(f"{name} {found['models']['8'][way]['bytes'] / 2**20:.0f}" for name, way in named.items())
-    assert f"in MiB: {said}, making it" in FUSION
+    workloads = result("fusion-memory")["workloads"]
+    for row, name in (("8 CNNs", "cnn"), ("8 Transformers", "transformer")):
+        assert workloads[name]["batch"] == 4
+        ways = [workloads[name]["models"]["8"][way] for way in ("serial", "processes", "hand", "vmap", "fused")]
+        assert cells(FUSION, row) == [f"{way['bytes'] / 2**20:.0f}" for way in ways]
 
 
 def test_every_workload_at_tiny_sizes():
