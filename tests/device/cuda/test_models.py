@@ -44,6 +44,8 @@ def test_every_operator_of_a_workload_is_known_on_a_gpu(name: str, monkeypatch: 
     targets = {op.target for op in program.ops}
     if name in ("transformer", "bert_medium", "cnn"):
         assert "aten.native_dropout.default" in targets
+    if name in ("transformer", "bert_medium"):
+        assert "aten._scaled_dot_product_efficient_attention_backward.default" in targets
     assert "aten.bernoulli_.float" not in targets
     told = {target for target in targets if target in RECORDED["without_kernel"]}
     assert told <= {
