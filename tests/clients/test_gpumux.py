@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from clients import compare, demo, digits_cnn, digits_gan, digits_inference, dig
 from clients.common import INTERRUPTED
 from microbench import common
 from microbench.daemon import RunningDaemon, running_daemon
+from tests.clients.leaving import jobs_left
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,6 @@ def test_no_daemon_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert digits_cnn.main(["--size", "tiny", "--endpoint", f"ipc://{tmp_path}/none.sock"]) == 1
     assert "Traceback" not in (err := capsys.readouterr().err)
     assert "digits_cnn" in err or "none.sock" in err
-
-
-def jobs_left(daemon: RunningDaemon) -> list[str]:
-    """Jobs that don't go. A client may leave before its job's executor, at the lowest priority, has died."""
-    end = time.monotonic() + 30
-    while (left := [job["name"] for job in daemon.status()["jobs"]]) and time.monotonic() < end:
-        pass
-    return left
 
 
 def test_ctrl_c_closes_the_job(daemon: RunningDaemon):

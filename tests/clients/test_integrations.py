@@ -18,6 +18,7 @@ import pytest
 from clients import integrations
 from microbench.daemon import RunningDaemon, running_daemon
 from tests.client.parity import assert_same
+from tests.clients.leaving import jobs_left
 
 MOST = 5  # lines that a user changes
 HOME = Path(integrations.__file__).parent
@@ -81,7 +82,7 @@ def test_the_results_and_the_logs_are_the_same(
     losses = [value for _, value in logged["train/loss" if name == "huggingface" else "loss"]]
     assert len(losses) >= 10
     assert len(set(losses)) > 5, "something was trained"
-    assert daemon.status()["jobs"] == [], "no job is left open"
+    assert jobs_left(daemon) == []
 
 
 @pytest.mark.slow
