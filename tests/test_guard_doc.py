@@ -1,0 +1,68 @@
+"""What docs/multiplexing.md, docs/architecture.md and the README say was measured of the guard is what lies in microbench/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MULTIPLEXING, ARCHITECTURE, README = (
+    (ROOT / page).read_text() for page in ("docs/multiplexing.md", "docs/architecture.md", "README.md")
+)
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / f"microbench/results/{name}.json").read_text())
+
+
+def cell(page: str, first: str) -> str:
+    """The last cell but the command's of the one row whose first begins so."""
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {first}")]
+    return row.strip().strip("|").split("|")[1].strip()
+
+
+def test_the_sweep():
+    pairs = result("sim-sweep")
+    feasible = [pair for pair in pairs if pair["feasible"]]
+    shares = [pair["harvest_share"] for pair in feasible]
+    worst = {key: max(pair[key] for pair in pairs) for key in pairs[0] if key.endswith("slowdown")}
+    below = [str(pair["pair"]) for pair in feasible if pair["harvest_share"] < 0.8]
+    assert len(pairs) == 100
+    assert {pair["seed"] for pair in pairs} == {0}
+    assert cell(MULTIPLEXING, "worst mean, worst 99th percentile") == (
+        f"{worst['mean_slowdown']:.3f}, {worst['p99_slowdown']:.4f}: kept in every one of them"
+    )
+    assert worst["mean_slowdown"] <= 1.05
+    assert worst["p99_slowdown"] <= 1.10
+    assert cell(MULTIPLEXING, f"share of the oracle's harvest, mean of the {len(feasible)} feasible pairs") == (
+        f"{sum(shares) / len(shares):.2f}"
+    )
+    harvested, possible = (sum(pair[key] for pair in feasible) for key in ("harvest", "oracle_harvest"))
+    assert cell(MULTIPLEXING, "of all work") == f"{harvested / possible:.2f}"
+    assert cell(MULTIPLEXING, "pairs below 0.80") == f"{len(below)} ({', '.join(below)}); lowest {min(shares):.2f}"
+    assert cell(MULTIPLEXING, "worst mean while learning") == f"{worst['learning_mean_slowdown']:.3f}"
+
+
+def test_the_guards_cost():
+    found = result("cpu-core_rate")
+    paced, guarded = (found["events_per_second"][policy] for policy in ("paced", "guarded"))
+    event, launch = (
+        [found[key][jobs]["median"] for jobs in ("10", "100", "1000")] for key in ("cost", "cost_of_a_launch")
+    )
+    rates = [f"{round(paced[jobs]['median'], -3):,.0f}" for jobs in ("100", "1000")]
+    assert cell(README, "core events a second of processor time under `paced`") == " and ".join(rates)
+    assert cell(README, "an event under `guarded` over one under `paced`") == "{:.1f}, {:.1f} and {:.1f}".format(*event)
+    micros = [1e6 / of[jobs]["median"] for of in (guarded, paced) for jobs in ("10", "100", "1000")]
+    told = (
+        "{:.1f} times with 10 jobs, {:.1f} with 100 and {:.1f} with 1,000 ".format(*event)
+        + f"({min(micros[:3]):.0f} to {max(micros[:3]):.0f} us against {min(micros[3:]):.0f} to {max(micros[3:]):.0f}, in Python), "
+        + "and for a launch {:.1f}, {:.1f} and {:.1f}".format(*launch)
+    )
+    assert told in " ".join(ARCHITECTURE.split())
+
+
+def test_a_high_job_next_to_a_greedy_one():
+    slowdowns = {policy: of["slowdown"]["median"] for policy, of in result("cpu-priority")["policies"].items()}
+    said = [f"{slowdowns[policy]:.{1 if slowdowns[policy] >= 10 else 2}f} `{policy}`" for policy in sorted(slowdowns)]
+    assert cell(README, "a high job's step next to a greedy low one") == ", ".join(said)
