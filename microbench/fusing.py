@@ -6,6 +6,7 @@ are each way's own, and nothing is imported twice.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import resource
 import time
@@ -134,6 +135,8 @@ def _turns(pipe: Connection, setting: Setting, ways: Sequence[str]) -> None:
                 found[way] = {"error": str(error)}
                 continue
             trains[way], found[way] = train, {"samples": []}
+        gc.collect()
+        gc.freeze()  # a collection that walks all that was captured takes as long as a turn, whoever's turn it falls into
         for repeat in range(setting.repeats):
             for way, train in list(trains.items())[:: -1 if repeat % 2 else 1]:
                 found[way]["samples"].append(setting.models * _rate(setting, train))
