@@ -59,15 +59,16 @@ def test_every_workload_at_tiny_sizes():
     found = result("fusion-floor")
     workloads = found["workloads"]
     assert (found["size"], found["threads"], set(workloads)) == ("tiny", 1, set(ORDER))
-    lowest = []
-    for models in ("2", "8"):
+    fewest = []
+    for models in ("1", "2", "4", "8"):
         figures = [workloads[name]["models"][models]["fused"]["over_serial"] for name in ORDER]
         assert cells(FUSION, models) == [f"{f['median']:.2f}" for f in figures]
         assert {f["repeats"] for f in figures} == {5}
-        lowest += [f["low"] for f in figures]
+        fewest.append(min(f["median"] for f in figures))
+        if models != "1":
+            assert min(f["low"] for f in figures) >= 0.95, "no workload is slower as an array, in no turn"
     assert {w["batch"] for w in workloads.values()} == {4}
-    assert f"medians of 5 turns, the lowest turn of all {min(lowest):.2f})" in FUSION
-    assert min(lowest) >= 0.95, "no workload is slower as an array"
+    assert min(fewest) >= 0.95
 
 
 def test_the_sweep_by_each_scheduler():
