@@ -26,11 +26,16 @@ def endpoint() -> Iterator[str]:
         yield endpoint
 
 
-def training(net: Callable[[], nn.Module], shape: tuple[int, ...] = (4, 3, 16)) -> Callable[[], Work]:
+def training(
+    net: Callable[[], nn.Module],
+    shape: tuple[int, ...] = (4, 3, 16),
+    dtype: torch.dtype = torch.float64,
+    momentum: float = 0.9,
+) -> Callable[[], Work]:
     def make() -> Work:
-        model = net().double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        data = [(x.double(), y) for x, y in batches(shape)]
+        model = net().to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+        data = [(x.to(dtype), y) for x, y in batches(shape)]
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
@@ -169,21 +174,7 @@ def test_attention_with_a_mask_or_dropout_goes_through_the_fused_operator(
     mask: str, dropout: float, heads: int, endpoint: str
 ) -> None:
     """In float32, as no fused kernel takes float64. Four heads leave rows of 4, which none takes either."""
-
-    def make() -> Work:
-        model = Attending(mask, dropout, heads)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        data = batches((4, 8, 16))
-
-        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return Work([model], [optimizer], [(step, data[0])], simple_loop(data, STEPS))
-
+    make = training(lambda: Attending(mask, dropout, heads), (4, 8, 16), torch.float32, momentum=0.0)
     with of_a_gpu(), as_on_a_gpu(RngTape(), True):
         want, want_state = plain(make)
     got, got_state = through(make, endpoint)
