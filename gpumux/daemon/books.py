@@ -85,11 +85,16 @@ class JobRecord:
     changes: deque[tuple[SessionRecord, int]] = field(default_factory=deque)  # whose ChangeJob is not in force yet
     stopped_by: str = ""  # who closed it, if somebody else than its client
     finished: bool = False  # its client closed it when its work was done
+    closing: bool = False  # somebody asked for its end
     last_step: int = -1
     last_transfer: int = -1
     unloading: bool = False  # the device was told to let go of it
     over: bool = False  # CloseJob was executed: the client has been told
     device_answers: bool = False  # the device has the session's lane, to answer steps itself
+
+    @property
+    def ending(self) -> bool:
+        return self.closing or self.unloading or self.over
 
     def close_segments(self) -> None:
         """Let go of all shared memory of this job. Idempotent."""

@@ -33,6 +33,7 @@ from gpumux.wire import messages as msg
 
 EXPIRE_EVERY_S = 600.0
 MAX_NOTES_BYTES = 16 * k.MAX_NOTES  # of all snapshots that are not written yet
+MAX_FINDS = 8  # of one session, that wait for a job to end
 REACT_S = 1.0  # for a client to answer SnapshotWanted, before a leaving daemon gives up on it
 _LOOK_S = 0.05
 
@@ -65,6 +66,7 @@ class Keeping:
         self._jobs: dict[JobId, _Snapshots] = {}
         self._transfers = OwnTransfers(desk)
         self._restoring = Restoring(desk, link, self._transfers)
+        self._finds: list[tuple[JobId, SessionRecord, k.FindKept]] = []  # what waits for the end of a job
         self._wanted: dict[JobId, int] = {}  # asked for before leaving: the last number there was
         self._wanted_at = inf
         # Not at once: after a kill, clients whose snapshots these are have still to come back.
@@ -195,32 +197,60 @@ class Keeping:
         return [(j.session.peer.uid, j.id) for j in jobs if uid is None or j.session.peer.uid == uid]
 
     def _find(self, session: SessionRecord, m: k.FindKept, frames: Sequence[bytes]) -> None:
+        writer, mine = self._writer, session.peer.uid
         for job in self._desk.books.jobs.values():
-            if job.session.peer.uid == session.peer.uid and job.spec.name == m.name and job.id in self._jobs:
-                raise AdmissionRefused(
-                    f"job {m.name!r} is still open (process {job.session.peer.pid})",
-                    "wait until it has ended, or stop it (gpumux jobs stop)",
-                )
+            if job.session.peer.uid == mine and job.spec.name == m.name and job.id in self._jobs:
+                self._still_open(job, session, m)
+                return
 
         def found(answer: Any) -> None:
             if isinstance(answer, GpumuxError):
                 self._desk.refuse(session, m.ref, answer)
-            else:
+                return
+            job = self._desk.books.jobs.get(answer["job"])
+            if job is None or job.session.peer.uid != mine:
                 self._desk.reply(session, k.KeptFound(m.ref, answer["job"], answer["numbers"]))
+                return
+            try:  # resumed, and without a snapshot of its own until now
+                self._still_open(job, session, m)
+            except GpumuxError as error:
+                self._desk.refuse(session, m.ref, error)
 
-        self._writer.ask("find", {"uid": session.peer.uid, "name": m.name}, [], found)
+        writer.ask("find", {"uid": mine, "name": m.name}, [], found)
+
+    def _still_open(self, job: JobRecord, session: SessionRecord, m: k.FindKept) -> None:
+        """What becomes of a job that is ending is known when nothing of it is left: the answer waits for that. Raises
+        AdmissionRefused for one that isn't."""
+        if not job.ending and job.session.id in self._desk.books.sessions:
+            raise AdmissionRefused(
+                f"job {m.name!r} is still open (process {job.session.peer.pid})",
+                "wait until it has ended, or stop it (gpumux jobs stop)",
+            )
+        if sum(waits is session for _, waits, _ in self._finds) >= MAX_FINDS:
+            raise AdmissionRefused("this session's other questions for kept jobs wait still", "try again in a second")
+        self._finds.append((job.id, session, m))
+
+    def _ask_again(self, gone: JobId) -> None:
+        """Those who waited for the end of this job."""
+        there_still = [entry for entry in self._finds if entry[1].id in self._desk.books.sessions]
+        self._finds = [entry for entry in there_still if entry[0] != gone]
+        for session, m in [(session, m) for job, session, m in there_still if job == gone]:
+            try:
+                self._find(session, m, ())
+            except GpumuxError as error:
+                self._desk.refuse(session, m.ref, error)
 
     # ---- the end of jobs, and of the daemon
 
     def forgotten(self, job: JobRecord) -> None:
-        """Nothing of the job is left. One that was finished is not kept."""
+        """Nothing of the job is left. One that was finished is not kept, and neither are snapshots it had before it was
+        resumed."""
         state = self._jobs.pop(job.id, None)
-        if state is None:
-            return
-        if state.staging is not None:
+        if state is not None and state.staging is not None:
             state.staging.close()
         if job.finished and self._link is not None:
             self._link.ask("forget", {"uid": job.session.peer.uid, "job": job.id}, [], _expected)
+        self._ask_again(job.id)
 
     def close(self) -> None:
         """Let go of memory that no snapshot was taken to."""

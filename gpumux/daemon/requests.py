@@ -128,6 +128,7 @@ class Requests:
 
     def _close(self, session: SessionRecord, m: msg.CloseJob, frames: Sequence[bytes]) -> None:
         record = self._governed(session, m.job)
+        record.closing = True
         record.finished = m.drain and record.session is session
         record.stopped_by = "" if record.session is session else f"user {session.peer.uid}"
         who = record.stopped_by or "its client"

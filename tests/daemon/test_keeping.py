@@ -155,6 +155,52 @@ def test_a_finished_job_is_forgotten_and_one_whose_client_left_is_kept(daemon: D
     assert daemon.loop.segments.used_bytes == 0
 
 
+def test_a_resumed_job_that_is_finished_before_its_first_snapshot_is_forgotten_too(daemon: Daemon, link: FakeLink):
+    """The snapshots it had are of an earlier session, maybe of an earlier daemon."""
+    daemon.say("s", msg.CloseJob(20, JOB, True))
+    assert link.asked == [("forget", {"uid": 1000, "job": JOB}, [])]
+
+
+def test_a_name_asked_for_while_its_job_ends_is_answered_when_nothing_of_it_is_left(daemon: Daemon, link: FakeLink):
+    take(daemon)
+    daemon.connect("t")
+    daemon.say("s", step(0))
+    daemon.say("s", msg.CloseJob(20, JOB, True))  # the copy and the step are still to come
+    assert daemon.say("t", k.FindKept(1, "sweep")) == []
+    for _ in range(2):
+        daemon.device.finish()
+        daemon.turn()
+    link.answer(1)  # the snapshot was written
+    daemon.turn()
+    assert [verb for verb, _, _ in link.asked] == ["save", "forget", "find"]
+    link.answer(None)
+    link.answer(UnknownJob("no job called 'sweep' of yours was kept", ""))
+    assert only(daemon.hear("t")).code == "unknown_job"
+
+
+def test_questions_for_a_job_that_ends_are_bounded_and_go_with_their_session(daemon: Daemon, link: FakeLink):
+    take(daemon)
+    daemon.connect("t")
+    daemon.say("s", msg.CloseJob(20, JOB, True))
+    for ref in range(8):
+        assert daemon.say("t", k.FindKept(ref, "sweep")) == []
+    assert only(daemon.say("t", k.FindKept(8, "sweep"))).code == "admission_refused"
+    daemon.disconnect("t")
+    daemon.device.finish()
+    daemon.turn()
+    link.answer(1)
+    daemon.turn()
+    assert [verb for verb, _, _ in link.asked] == ["save", "forget"]
+    assert daemon.loop._keeping._finds == []
+
+
+def test_a_resumed_job_is_open_though_it_has_no_snapshot_of_its_own_yet(daemon: Daemon, link: FakeLink):
+    daemon.connect("t")
+    assert daemon.say("t", k.FindKept(1, "sweep")) == []
+    link.answer({"job": JOB, "numbers": [4, 3]})
+    assert only(daemon.hear("t")).code == "admission_refused"
+
+
 def test_what_was_kept_long_enough_goes_and_not_right_after_a_start(daemon: Daemon, link: FakeLink):
     daemon.now += 599.0
     daemon.turn()
