@@ -2,7 +2,8 @@
 
 Torch makes most choices by device below autograd, in kernels. Some it makes above, so that another device gets other
 operators: dropout, attention, recurrent layers. While a step for a GPU is traced, such operators are met at a dispatch key of
-their own, above autograd and below Python, whoever calls them, and told as torch tells them for a GPU. The key is one
+their own, above autograd and below Python, whoever calls them, cast as autocast has it there (casts.py), and told as torch
+tells them for a GPU. The key is one
 that torch reserves for a device it no longer has; nothing is registered under it but this, and nothing reaches it but a
 trace. What was looked for, and how, is in docs/gpu-notes.md ("Operators by device").
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpumux.client import recurrent
+from gpumux.client import casts, recurrent
 from gpumux.client.patches import RngTape
 
 Tensor = torch.Tensor
@@ -24,31 +25,31 @@ aten = torch.ops.aten
 NAME = "AutocastIPU"
 KEY = getattr(torch._C.DispatchKey, NAME)
 # What the operators here pass by: all of them are made of others. Whoever names the keys has to leave these out.
-_PASSED, _CAST = (
-    (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.BackendSelect),
-    torch._C.DispatchKey.AutocastCPU,
-)
+_PASSED = (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.BackendSelect)
 _HALF = (torch.float16, torch.bfloat16)
 ALIGNED, WIDEST = 8, 128  # elements a head, for which every GPU has fused attention with a backward
 
-_tape: RngTape | None = None  # of the trace under way: there is one at a time
+# Of the trace under way: there is one at a time.
+_tape: RngTape | None = None
+_told = True
 
 
 @contextmanager
-def as_on_a_gpu(tape: RngTape, gpu: bool) -> Iterator[None]:
-    """For the length of a trace, in the thread that traces. `gpu`: whether a GPU is to run the step."""
-    global _tape
+def as_on_a_gpu(tape: RngTape, gpu: bool, told: bool = True) -> Iterator[None]:
+    """For the length of a trace, in the thread that traces. `gpu`: whether a GPU is concerned, whose autocast is the step's;
+    `told`: whether operators are the GPU's, too."""
+    global _tape, _told
     if not gpu:
         yield
         return
     _register()
-    before, _tape = _tape, tape
+    before, (_tape, _told) = (_tape, _told), (tape, told)
     _switch(True)
     try:
         yield
     finally:
         _switch(False)
-        _tape = before
+        _tape, _told = before
 
 
 @contextmanager
@@ -68,15 +69,9 @@ def below(operator: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The operator as it is, and what it calls in turn as on a GPU."""
     keys = torch._C._dispatch_keys(like) | torch._C._dispatch_tls_local_include_set()
     keys = (keys - torch._C._dispatch_tls_local_exclude_set()) & torch._C._dispatch_keyset_full_after(KEY)
-    for passed in _PASSED if _autocast(operator) else (*_PASSED, _CAST):
+    for passed in _PASSED:
         keys = keys.remove(passed)
     return operator.redispatch(keys, *args, **kwargs)
-
-
-def _autocast(operator: Any) -> bool:
-    """Whether autocast is to have the operator first. It comes back when arguments are cast."""
-    excluded = torch._C._dispatch_tls_local_exclude_set().has(_CAST)
-    return not excluded and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU")
 
 
 # ---- dropout, norms, softmax
@@ -96,7 +91,7 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps:
         or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
         or (x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous())
     )
-    if plain or _autocast(aten.rms_norm.default) or list(x.shape[x.dim() - len(shape) :]) != list(shape):
+    if plain or list(x.shape[x.dim() - len(shape) :]) != list(shape):
         return below(aten.rms_norm.default, x, x, shape, weight, eps)  # type: ignore[no-any-return]
     return _RmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -122,13 +117,13 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    if x.dtype == torch.float16 and dtype == torch.float32 and not _autocast(aten.softmax.int):
+    if x.dtype == torch.float16 and dtype == torch.float32:
         return aten._softmax.default(x, dim, True)  # type: ignore[no-any-return]
     return below(aten.softmax.int, x, x, dim, dtype)  # type: ignore[no-any-return]
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    if x.dtype == torch.float16 and dtype == torch.float32 and not _autocast(aten.log_softmax.int):
+    if x.dtype == torch.float16 and dtype == torch.float32:
         return aten._log_softmax.default(x, dim, True)  # type: ignore[no-any-return]
     return below(aten.log_softmax.int, x, x, dim, dtype)  # type: ignore[no-any-return]
 
@@ -150,9 +145,6 @@ def attention(
     """scaled_dot_product_attention. Which fused kernel a GPU takes is left to the daemon that has it (device/cuda/fused.py);
     here is decided whether one can take it at all."""
     operator = aten.scaled_dot_product_attention.default
-    if _autocast(operator):
-        told = (q, k, v, mask, dropout_p, is_causal)
-        return below(operator, q, *told, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
     if enable_gqa or (mask is not None and is_causal) or q.dim() != k.dim() or q.dim() != v.dim():
         return _as_products(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
     if not _fused(q, k, v, mask, dropout_p):
@@ -225,11 +217,43 @@ TOLD: dict[str, Callable[..., Any]] = {
 }
 
 
+def _kernel(operator: Any, rule: Callable[[casts.Call], casts.Call] | None) -> Callable[..., Any]:
+    """What an operator is met with: autocast has it first, as on a GPU, and nothing of what it is made of."""
+    told = TOLD.get(operator.name().removeprefix("aten::"))
+
+    def on(*args: Any, **kwargs: Any) -> Any:
+        if told is not None and _told:
+            return told(*args, **kwargs)
+        return below(operator, args[0], *args, **kwargs) if rule is None else _as_it_is(operator, args, kwargs)
+
+    if rule is None:
+        return on
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        if not casts.enabled():
+            return on(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(casts.CUDA):
+            with torch._C.DisableTorchFunction():
+                became, args, kwargs = rule((operator, args, kwargs))
+            return on(*args, **kwargs) if became is operator else _as_it_is(became, args, kwargs)
+
+    return cast
+
+
+def _as_it_is(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """None of what autocast has rules for is made of an operator that is told otherwise; so nothing in it need be met."""
+    with as_they_are(), torch._C.DisableTorchFunction():
+        return operator(*args, **kwargs)
+
+
 @cache
 def _register() -> tuple[torch.library.Library, ...]:
     """Once a process; kept, as what is registered goes with the library."""
     others, ours = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, NAME)
-    for name, kernel in TOLD.items():
-        ours.impl(name, kernel, NAME)
+    rules = casts.rules()
+    for name in {**TOLD, **rules}:
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(aten, packet), overload or "default")
+        ours.impl(name, _kernel(operator, rules.get(name)), NAME)
     return others, ours

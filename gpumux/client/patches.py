@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from gpumux.client.autocast import refuse_lost_scaling
 from gpumux.client.blame import by_numbers, user_line
 from gpumux.client.host import Scope, is_symbol
+from gpumux.client.swapping import here, swapped
 from gpumux.errors import CaptureError, DataDependent
 
 
@@ -75,23 +77,15 @@ class RngTape:
             )
 
 
-def _here(plain: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
-    """`new` in the thread that traces, `plain` in all others."""
-    tracing = threading.get_ident()
-
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        return (new if threading.get_ident() == tracing else plain)(*args, **kwargs)
-
-    return choose
-
-
-def _scaler_guard(name: str) -> Callable[..., Any]:
+def _scaler_guard(name: str, gpu: bool) -> Callable[..., Any]:
     """A GradScaler keeps its scale, and what it found of each optimizer's gradients, outside of the model, and decides in
     Python whether the optimizer's step is taken."""
     plain = getattr(torch.amp.GradScaler, name)
 
     def method(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled():
+            if gpu:
+                refuse_lost_scaling(f"GradScaler.{name}()")
             return plain(self, *args, **kwargs)
         raise CaptureError(
             f"{user_line()} calls GradScaler.{name}(), which decides in Python by what the gradients hold",
@@ -204,41 +198,31 @@ def patched(scope: Scope, tape: RngTape, gpu: bool = False) -> Iterator[None]:
         "seed": _refuse_seed,
     }
     swaps: list[tuple[Any, str, Any]] = [
-        *((torch, name, _here(getattr(torch, name), new)) for name, new in random.items()),
-        *((torch.random, name, _here(getattr(torch.random, name), new)) for name, new in random.items()),
+        *((torch, name, here(getattr(torch, name), new)) for name, new in random.items()),
+        *((torch.random, name, here(getattr(torch.random, name), new)) for name, new in random.items()),
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.Tensor, "tolist", _value_guard("tolist")),
         (torch.Tensor, "numpy", _value_guard("numpy")),
-        *((torch.amp.GradScaler, name, _here(getattr(torch.amp.GradScaler, name), _scaler_guard(name))) for name in _SCALER),
-        *((torch, name, _here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
+        *((torch.amp.GradScaler, name, here(getattr(torch.amp.GradScaler, name), _scaler_guard(name, gpu))) for name in _SCALER),
+        *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
     if not gpu:
-        swaps.append((torch, "as_tensor", _here(torch.as_tensor, _as_tensor)))
+        swaps.append((torch, "as_tensor", here(torch.as_tensor, _as_tensor)))
     else:
         on_gpu: dict[str, Callable[..., Any]] = {
             "get_rng_state": lambda *_, **__: tape.save(), "set_rng_state": lambda token, *_, **__: tape.restore(token),
             **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _refuse_seed),
         }  # fmt: skip
-        swaps += [(torch.cuda, name, _here(getattr(torch.cuda, name), new)) for name, new in on_gpu.items()]
+        swaps += [(torch.cuda, name, here(getattr(torch.cuda, name), new)) for name, new in on_gpu.items()]
         swaps += [
-            (module, _CAPTURABLE, _here(getattr(module, _CAPTURABLE), _and_cpu(getattr(module, _CAPTURABLE))))
+            (module, _CAPTURABLE, here(getattr(module, _CAPTURABLE), _and_cpu(getattr(module, _CAPTURABLE))))
             for name, module in list(sys.modules.items())
             if name.startswith("torch.optim.") and hasattr(module, _CAPTURABLE)
         ]
         name = "_get_foreach_kernels_supported_devices"
         optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim takes the name away from itself
         known = getattr(optimizers, name)
-        swaps.append((optimizers, name, _here(known, _and_cpu(known))))
-    missing = object()
-    before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in swaps]
-    try:
-        for owner, name, new in swaps:
-            setattr(owner, name, new)
+        swaps.append((optimizers, name, here(known, _and_cpu(known))))
+    with swapped(swaps):
         yield
-    finally:
-        for owner, name, old in before:
-            if old is missing:
-                delattr(owner, name)  # it was inherited
-            else:
-                setattr(owner, name, old)

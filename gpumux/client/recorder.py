@@ -255,12 +255,6 @@ class Recorder(TorchDispatchMode):
         return self._const(tensor)
 
     def _device_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._gpu and torch.is_autocast_enabled("cuda"):
-            raise CaptureError(
-                f"{user_line()} runs under torch.autocast('cuda'), which does nothing while the step is traced "
-                f"on the {self.device.type}",
-                f"use torch.autocast({self.device.type!r}, dtype=torch.bfloat16): the casts are part of the step",
-            )
         originals: dict[int, torch.Tensor] = {}
 
         def concrete(value: Any) -> Any:

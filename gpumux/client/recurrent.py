@@ -20,20 +20,6 @@ def cudnn_takes(x: Tensor) -> bool:
     return torch.backends.cudnn.enabled and x.dtype in _CUDNN and x.numel() > 0
 
 
-def cast(*tensors: Any) -> list[Any]:
-    """As autocast has them on a GPU, which casts what recurrent layers take."""
-    if not torch.is_autocast_enabled("cpu"):
-        return [*tensors]
-    dtype = torch.get_autocast_dtype("cpu")
-
-    def lower(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
-        return [lower(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-    return [lower(value) for value in tensors]
-
-
 def lstm(x: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *told: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _run(LSTM, x, tuple(hx), weights, *told)  # type: ignore[return-value]
 
@@ -51,7 +37,6 @@ def _run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The last layer's outputs, and what each state is at the end. Between layers dropout is torch's: what cuDNN would draw
     can't be captured, and comes of no generator."""
-    x, start, weights = cast(x, start, weights)
     ways = 2 if bidirectional else 1
     each = len(weights) // (num_layers * ways)
     drops = train and dropout > 0 and num_layers > 1
@@ -144,7 +129,6 @@ _CELLS: dict[int, Callable[[Tensor, State, Sequence[Tensor], bool], State]] = {
 def lstm_cell(
     x: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    x, hx, w_ih, w_hh, b_ih, b_hh = cast(x, hx, w_ih, w_hh, b_ih, b_hh)
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hx[0], w_hh.t())
     hy, cy, _ = aten._thnn_fused_lstm_cell.default(*gates, hx[1], b_ih, b_hh)
     return hy, cy
@@ -153,7 +137,6 @@ def lstm_cell(
 def gru_cell(
     x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    x, hx, w_ih, w_hh, b_ih, b_hh = cast(x, hx, w_ih, w_hh, b_ih, b_hh)
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())
     made: Tensor = aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
     return made

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.client import blame
+from gpumux.client.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.client.executed import Executed, Observer
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Expr, Guard, Number, Scope, is_symbol
@@ -124,11 +125,7 @@ class Tracer:
         rec = Recorder(
             scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device, layers, self.table.gpu
         )  # fmt: skip
-        if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
-            raise CaptureError(
-                "autocast is active around the step, where its cache of casted weights would outlive the step",
-                "enter torch.autocast inside the step",
-            )
+        refuse_around(self.table.gpu)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         before = prints.read()
         left = Leftovers(prints)
@@ -147,8 +144,9 @@ class Tracer:
             try:
                 with (
                     patched(scope, tape, self.table.gpu),
+                    autocast_of_a_gpu(self.table.gpu, self.table.home),
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
-                    as_on_a_gpu(tape, by_device),
+                    as_on_a_gpu(tape, self.table.gpu, by_device),
                     rec,
                     observer,
                 ):

@@ -250,6 +250,7 @@ def modes() -> Watch:
     grad, inference, autocast, dtype = (
         torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype
     )  # fmt: skip
+    cached = torch.is_autocast_cache_enabled
     deterministic, default = c._get_deterministic_algorithms, torch.get_default_dtype
     mkldnn, cudnn, flash, efficient, plain = (
         c._get_mkldnn_enabled, c._get_cudnn_enabled, c._get_flash_sdp_enabled, c._get_mem_efficient_sdp_enabled,
@@ -258,7 +259,7 @@ def modes() -> Watch:
 
     def read() -> Reading:
         return (
-            grad(), inference(), autocast("cpu"), autocast("cuda"), dtype("cpu"), deterministic(), default(),
+            grad(), inference(), autocast("cpu"), autocast("cuda"), dtype("cpu"), dtype("cuda"), cached(), deterministic(), default(),
             mkldnn(), cudnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled, *precisions(),
         )  # fmt: skip
 

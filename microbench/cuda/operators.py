@@ -41,22 +41,32 @@ _QUIET = {"aten.detach.default", "aten.empty.memory_format"}
 
 
 class Operators(TorchDispatchMode):
-    """Notes what reaches the backends."""
+    """Notes what reaches the backends; `typed`: with the types of its tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, typed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.typed = typed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten" and str(func) not in _QUIET:
-            self.names.append(str(func).removeprefix("aten.").removesuffix(".default"))
         with self.inside():
-            return fake_call(func, args, kwargs or {}, "")
+            out = fake_call(func, args, kwargs or {}, "")
+        if func.namespace == "aten" and str(func) not in _QUIET:
+            name = str(func).removeprefix("aten.").removesuffix(".default")
+            self.names.append(f"{name}({types_of(args)})>{types_of(out)}" if self.typed else name)
+        return out
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Around each operator's shape rule."""
         yield
+
+
+_SHORT = {torch.float32: "f", torch.float16: "h", torch.bfloat16: "b", torch.float64: "d"}
+
+
+def types_of(values: Any) -> str:
+    return "".join(_SHORT.get(t.dtype, "i") for t in pytree.tree_leaves(values) if isinstance(t, Tensor))
 
 
 def chosen(call: Callable[[], Any], device: str, operators: Operators, *, grad: bool = True) -> list[str]:

@@ -165,17 +165,6 @@ def test_every_allowed_operator_without_a_kernel_on_the_gpu_is_told_otherwise_or
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["attention with a mask", "lstm", "gru cell", "rms norm with weight", "softmax to float", "dropout"]
-)
-def test_autocast_has_operators_first(name: str) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = told(name, torch.float32)
-    assert not got.startswith("!"), got
-    assert ("_to_copy" in got) == (name in ("attention with a mask", "lstm", "gru cell"))
-    assert ("_scaled_dot_product_efficient_attention" in got) == (name == "attention with a mask")
-
-
 @pytest.mark.parametrize("setting", ["cudnn", "mem_efficient_sdp"])
 def test_a_setting_that_chooses_is_looked_at_at_every_call(setting: str) -> None:
     watch = modes()

@@ -4,6 +4,7 @@ layers and norms in numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,25 +17,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpumux.client.ongpu import as_on_a_gpu
 from gpumux.client.patches import RngTape
 from gpumux.device.cuda import fused
-from microbench.cuda.operators import CALLS, walk
-from tests.client.test_ongpu import DIFFER, LEFT_TO_THE_DAEMON, plain, told
+from microbench.cuda.casts import CAST, under
+from microbench.cuda.operators import CALLS, types_of, walk
+from tests.client.test_casts import ours
+from tests.client.test_casts import plain as without_windows
+from tests.client.test_ongpu import DIFFER, LEFT_TO_THE_DAEMON, UNTOLD, plain, told
 from tests.gpu.test_fused import captured
 
 
 class Names(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, typed: bool = False) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.typed = typed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and func not in (torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format):
-            self.names.append(str(func).removeprefix("aten.").removesuffix(".default"))
-        return func(*args, **(kwargs or {}))
+            name = str(func).removeprefix("aten.").removesuffix(".default")
+            self.names.append(f"{name}({types_of(args)})>{types_of(out)}" if self.typed else name)
+        return out
 
 
-def run_here(name: str, dtype: torch.dtype) -> str:
-    with torch.device("cuda"), Names() as names:
-        out = CALLS[name](dtype)
+def run_here(name: str, dtype: torch.dtype, low: torch.dtype | None = None) -> str:
+    """`low`: under autocast to it, with the types of all tensors."""
+    with torch.device("cuda"), Names(low is not None) as names, under(low) if low else nullcontext():
+        out = (CALLS | CAST)[name](dtype)
         names.names.append("-")
         with torch.no_grad():
             walk([t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None])
@@ -56,6 +64,22 @@ def test_a_call_is_told_as_this_card_runs_it(
         record_property(name, want)
         return
     assert plain(told(name, dtype)) == plain(want)
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted((CALLS | CAST).keys() - DIFFER.keys() - LEFT_TO_THE_DAEMON - UNTOLD))
+def test_a_call_is_cast_as_this_card_casts_it(
+    name: str, low: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
+    if name in ("attention of a product", "gru of halves", "quantile"):
+        return  # chosen by the card, and by cuDNN; refused
+    if name.endswith("unsafe"):
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            run_here(name, torch.float32, low)
+        return
+    want = run_here(name, torch.float32, low)
+    record_property(name, want)
+    assert without_windows(ours(name, low)) == without_windows(want)
 
 
 def attend(dropout: float, masked: bool, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from gpumux import client
 from gpumux.client import state
-from gpumux.errors import CaptureError, GpumuxError, JobFailed
+from gpumux.errors import GpumuxError, JobFailed
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.client.workload_jobs import near_the_reference
 from tests.conftest import PREFIX
@@ -224,15 +224,6 @@ def test_a_label_out_of_range_fails_its_job_alone(endpoint: str) -> None:
         with suppress(GpumuxError):
             job.close(drain=False)
         other.step(*good).result()
-
-
-def test_autocast_for_the_gpu_is_refused_where_it_would_do_nothing(endpoint: str, monkeypatch: Any) -> None:
-    model = nn.Linear(4, 3)
-    on = torch.is_autocast_enabled
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind == "cuda" or on(kind))
-    with pytest.raises(CaptureError, match="autocast") as raised:
-        client.submit(lambda x: model(x).sum(), example=(torch.ones(2, 4),), model=model, endpoint=endpoint)
-    assert "'cpu'" in raised.value.remedy
 
 
 def test_a_lost_gpu_is_told_to_its_clients_and_ends_the_daemon() -> None:

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gpumux import client
+from gpumux.client.autocast import autocast_of_a_gpu
 from gpumux.client.ongpu import as_on_a_gpu
 from gpumux.client.patches import RngTape
+from gpumux.errors import CaptureError
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.device.cuda.kernels import of_a_gpu
 from tests.device.cuda.test_client import close, serving
@@ -183,3 +186,168 @@ def test_attention_with_a_mask_or_dropout_goes_through_the_fused_operator(
     if not dropout:
         without, _ = plain(make)
         close(without, got, 1e-5)
+
+
+# ---- under torch.autocast("cuda"); what is cast, tests/client/test_casts.py holds against torch
+
+CLOSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+X = torch.ones(2, 4)
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(checkpoint(self.layer, x, use_reentrant=False).mean(1))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.GroupNorm(2, 6),
+        nn.Flatten(),
+        nn.Linear(54, 10),
+    )
+
+
+CAST_NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype]] = {
+    "transformer": (Layered, (4, 8, 16), torch.bfloat16),
+    "convolutions": (convolutional, (4, 1, 8, 8), torch.float16),
+    "lstm": (lambda: Recurrent(nn.LSTM, batch_first=True), (4, 3, 16), torch.float16),
+}
+
+
+def under_autocast(net: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Work]:
+    def make() -> Work:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        data = batches(shape)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype):
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss, out
+
+        return Work([model], [optimizer], [(step, data[0])], simple_loop(data, STEPS - 1))
+
+    return make
+
+
+@pytest.mark.parametrize("name", CAST_NETS)
+def test_training_is_that_of_a_run_that_casts_as_a_gpu_does(name: str, endpoint: str) -> None:
+    net, shape, dtype = CAST_NETS[name]
+    make = under_autocast(net, shape, dtype)
+    with of_a_gpu(), autocast_of_a_gpu(True, None), as_on_a_gpu(RngTape(), True):
+        want, want_state = plain(make)
+    got, got_state = through(make, endpoint)
+    close(want, got, CLOSE[dtype])
+    close(want_state, got_state, CLOSE[dtype])
+    assert {out.dtype for _, out in got} == {dtype}
+    assert {loss.dtype for loss, _ in got} == {torch.float32}
+    assert {value.dtype for value in got_state[0].values()} <= {torch.float32, torch.int64}
+
+
+def test_casts_are_those_one_would_write_by_hand(endpoint: str) -> None:
+    """Products in the lower type, norm, softmax and loss in float32, gradients of weights in float32."""
+    dtype = torch.bfloat16
+
+    class Net(nn.Module):
+        def __init__(self, by_hand: bool) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 10)
+            self.by_hand = by_hand
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.by_hand:
+                return self.last(F.relu(self.norm(self.first(x)))).softmax(-1)
+            x = F.linear(x.to(dtype), self.first.weight.to(dtype), self.first.bias.to(dtype))
+            x = F.relu(F.layer_norm(x.float(), (32,), self.norm.weight, self.norm.bias))
+            x = F.linear(x.to(dtype), self.last.weight.to(dtype), self.last.bias.to(dtype))
+            return x.float().softmax(-1)
+
+    def make(by_hand: bool) -> Work:
+        model = Net(by_hand)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = batches((4, 16))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype, enabled=not by_hand):
+                loss = F.mse_loss(model(x), F.one_hot(y, 10).to(torch.float32))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Work([model], [optimizer], [(step, data[0])], simple_loop(data, STEPS - 1))
+
+    by_hand, state_by_hand = through(lambda: make(True), endpoint)
+    got, got_state = through(lambda: make(False), endpoint)
+    close(by_hand, got, 0.0)
+    close(state_by_hand, got_state, 0.0)
+
+
+def test_a_flag_that_turns_autocast_on_selects_another_program(endpoint: str) -> None:
+    model = nn.Linear(4, 3)
+    model.cast = False
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=model.cast):
+            return model(x)
+
+    with client.submit(step, example=(X,), model=model, endpoint=endpoint) as job:
+        seen = []
+        for model.cast in (False, True, False, True):
+            seen.append(job.step(X).result().dtype)
+    assert seen == [torch.float32, torch.bfloat16] * 2
+
+
+def test_microbatches_are_cast_too(endpoint: str) -> None:
+    model = nn.Linear(4, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(x).exp()
+
+    with client.submit(step, example=(X,), model=model, endpoint=endpoint, microbatches=2) as job:
+        got = job.step(X).result()
+    with torch.no_grad():
+        want = F.linear(X.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16()).float().exp()
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_autocast_around_a_step_with_its_cache_is_refused(endpoint: str) -> None:
+    model = nn.Linear(4, 3)
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast("cuda") would be turned off here
+    try:
+        with pytest.raises(CaptureError, match="inside the step"):
+            client.submit(lambda x: model(x), example=(X,), model=model, endpoint=endpoint)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch turns none off where it sees a GPU")
+def test_a_scaler_that_torch_turned_off_is_not_taken_for_one(endpoint: str) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.warns(UserWarning, match="GradScaler is enabled, but CUDA is not available"):
+        scaler = torch.amp.GradScaler("cuda")
+
+    def step(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with torch.autocast("cuda", dtype):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    with pytest.raises(CaptureError, match="would not be scaled") as raised:
+        client.submit(lambda x: step(x, torch.float16), example=(X,), model=model, endpoint=endpoint)
+    assert "Loss scaling" in raised.value.remedy
+    client.submit(lambda x: step(x, torch.bfloat16), example=(X,), model=model, endpoint=endpoint).close()
