@@ -3,9 +3,8 @@
 Torch makes most choices by device below autograd, in kernels. Some it makes above, so that another device gets other
 operators: dropout, attention, recurrent layers. While a step for a GPU is traced, such operators are met at a dispatch key of
 their own, above autograd and below Python, whoever calls them, cast as autocast has it there (casts.py), and told as torch
-tells them for a GPU. The key is one
-that torch reserves for a device it no longer has; nothing is registered under it but this, and nothing reaches it but a
-trace. What was looked for, and how, is in docs/gpu-notes.md ("Operators by device").
+tells them for a GPU. The key is one that torch reserves for a device it no longer has; nothing is registered under it but
+this, and nothing reaches it but a trace. What was looked for, and how, is in docs/gpu-notes.md ("Operators by device").
 """
 
 from __future__ import annotations
