@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, training
+from tests.fuse.serial import batches, check, steady
 
 nn = torch.nn
 F = torch.nn.functional
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize("mask", ["", "keys", "all", "heads", "causal"])
 def test_the_kernel(mask: str, per_model: bool):
-    array = check(training(lambda: Attention(mask)), batches(3, 4, 6), per_model=per_model)
+    array = check(steady(lambda: Attention(mask)), batches(3, 4, 6), per_model=per_model)
     assert by(array, "rule") >= {KERNEL, f"{KERNEL}_backward"}
     assert by(array, "batched", "per-model") <= BATCHED
 
@@ -57,7 +57,7 @@ def test_a_mask_of_the_batch_is_shared():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.attention(x, x, x, key_padding_mask=x[:, :, 0] > 1, need_weights=True)[0]
 
-    array = check(training(Padded), batches(3, 4, 6))
+    array = check(steady(Padded), batches(3, 4, 6))
     assert by(array, "per-model") == set()
 
 
@@ -79,13 +79,13 @@ class Heads(nn.Module):
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_dropout_inside_attention(padded: bool, weights: bool):
-    array = check(training(lambda: Heads(padded, weights, dropout=0.3)), batches(3, 4, 6))
+    array = check(steady(lambda: Heads(padded, weights, dropout=0.3)), batches(3, 4, 6))
     assert by(array, "per-model") == {"bernoulli_.float"}
 
 
 def test_heads_of_other_sizes_and_more_keys():
     options = {"kdim": 6, "vdim": 6, "add_bias_kv": True, "add_zero_attn": True}
-    array = check(training(lambda: Heads(False, True, **options)), batches(3, 4, 6))
+    array = check(steady(lambda: Heads(False, True, **options)), batches(3, 4, 6))
     assert by(array, "per-model") == set()
 
 
@@ -97,7 +97,7 @@ def test_encoders_with_dropout_wherever_they_have_it(norm_first: bool):
         )
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
-    array = check(training(module), batches(3, 4, 6))
+    array = check(steady(module), batches(3, 4, 6))
     assert by(array, "per-model") == {"bernoulli_.float"}
 
 
@@ -110,7 +110,7 @@ def layers(**options: Any) -> nn.Module:
 def test_encoder_layers(per_model: bool):
     """With the residual connections where they belong."""
     array = check(
-        training(lambda: nn.Sequential(layers(), layers(norm_first=True))), batches(3, 4, 6), per_model=per_model,
+        steady(lambda: nn.Sequential(layers(), layers(norm_first=True))), batches(3, 4, 6), per_model=per_model,
         noise=dict.fromkeys(["0.self_attn.in_proj_bias", "1.self_attn.in_proj_bias"], KEYS),
     )  # fmt: skip
     assert by(array, "batched", "per-model") <= BATCHED
@@ -126,11 +126,11 @@ def test_a_decoder_layer():
             return self.layer(x, x * 2, tgt_is_causal=True, tgt_mask=nn.Transformer.generate_square_subsequent_mask(4))
 
     noise = dict.fromkeys(["layer.self_attn.in_proj_bias", "layer.multihead_attn.in_proj_bias"], KEYS)
-    array = check(training(Decoder), batches(3, 4, 6), noise=noise)
+    array = check(steady(Decoder), batches(3, 4, 6), noise=noise)
     assert by(array, "per-model") == set()
 
 
 def test_a_layer_of_many_models_has_few_operators_more_than_one():
-    array = check(training(layers), batches(3, 4, 6), noise={"self_attn.in_proj_bias": KEYS})
+    array = check(steady(layers), batches(3, 4, 6), noise={"self_attn.in_proj_bias": KEYS})
     program = array.programs[0]
     assert len(program.ops) <= 1.3 * len(array.decisions)

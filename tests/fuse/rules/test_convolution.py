@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, training
+from tests.fuse.serial import batches, check, steady
 
 nn = torch.nn
 
@@ -26,7 +26,7 @@ def stack(dim: int, transposed: bool) -> nn.Sequential:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dim", SPACE)
 def test_convolutions(dim: int, transposed: bool, per_model: bool):
-    array = check(training(lambda: stack(dim, transposed)), batches(2, 4, *SPACE[dim]), per_model=per_model)
+    array = check(steady(lambda: stack(dim, transposed)), batches(2, 4, *SPACE[dim]), per_model=per_model)
     assert by(array, "rule") >= {"convolution", "convolution_backward"}
     assert by(array, "batched", "per-model") == {"mean"}
 
@@ -34,13 +34,13 @@ def test_convolutions(dim: int, transposed: bool, per_model: bool):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_first_layer_with_groups(transposed: bool):
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
-    array = check(training(lambda: kind(4, 8, 3, groups=4)), batches(2, 4, 5, 5))
+    array = check(steady(lambda: kind(4, 8, 3, groups=4)), batches(2, 4, 5, 5))
     assert by(array, "batched", "per-model") == {"mean"}
 
 
 def test_one_input_for_all_is_not_copied():
     """Filters side by side: the input stays one tensor, and nothing but the convolution touches it."""
-    array = check(training(lambda: nn.Conv2d(3, 4, 3)), batches(2, 3, 6, 6))
+    array = check(steady(lambda: nn.Conv2d(3, 4, 3)), batches(2, 3, 6, 6))
     program = array.programs[0]
     sizes = [
         [program.views[ref.view].size for ref in op.args[:2]]
@@ -64,5 +64,5 @@ def test_the_gradient_of_an_input_that_all_models_share():
             (grad,) = torch.autograd.grad(out, x)
             return self.inner(x + grad.detach() * 0.01)
 
-    array = check(training(Penalty), batches(2, 3, 6, 6))
+    array = check(steady(Penalty), batches(2, 3, 6, 6))
     assert by(array, "rule") >= {"convolution", "convolution_backward"}

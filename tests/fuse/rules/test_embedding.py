@@ -10,7 +10,7 @@ import torch
 from gpumux import fuse
 from gpumux.errors import GpumuxError
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, configs, training
+from tests.fuse.serial import batches, check, configs, steady
 
 nn = torch.nn
 
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_embeddings(case: str, per_model: bool):
-    array = check(training(lambda: Words(**CASES[case])), batches(3, 5), per_model=per_model)
+    array = check(steady(lambda: Words(**CASES[case])), batches(3, 5), per_model=per_model)
     expected = {"embedding", "embedding_dense_backward"} | ({"embedding_renorm_"} if case == "short rows" else set())
     assert by(array, "rule") >= expected
     assert by(array, "batched", "per-model") <= {"mean", "sum.dim_IntList"}
@@ -54,10 +54,10 @@ def test_indices_that_a_model_makes_itself():
             scores = self.first(x)
             return self.table(scores.argmax(-1)) * scores.softmax(-1).amax(-1, keepdim=True)
 
-    array = check(training(Chosen), batches(6, 5))
+    array = check(steady(Chosen), batches(6, 5))
     assert by(array, "rule") >= {"embedding", "embedding_dense_backward"}
 
 
 def test_sparse_gradients_are_refused():
     with pytest.raises(GpumuxError, match=r"[Ss]parse"):
-        fuse.Array(training(lambda: Words(sparse=True)), configs(), batches(3, 5)[0])
+        fuse.Array(steady(lambda: Words(sparse=True)), configs(), batches(3, 5)[0])

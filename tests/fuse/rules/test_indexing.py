@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, training
+from tests.fuse.serial import batches, check, steady
 
 nn = torch.nn
 F = torch.nn.functional
@@ -47,7 +47,7 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_indices(case: str):
-    array = check(training(lambda: Through(CASES[case])), batches(4, 5))
+    array = check(steady(lambda: Through(CASES[case])), batches(4, 5))
     assert by(array, "per-model") == set()
 
 
@@ -55,7 +55,7 @@ def test_what_a_mask_counts_runs_once_a_model_and_says_why():
     def masked(y: Tensor) -> Tensor:
         return torch.zeros_like(y).masked_scatter(y > 0, y).sum() + F.pdist(y)
 
-    array = check(training(lambda: Through(masked)), batches(4, 5))
+    array = check(steady(lambda: Through(masked)), batches(4, 5))
     assert by(array, "per-model") == {f"masked_scatter{e}" for e in ("", "_backward")} | {
         "_pdist_forward",
         "_pdist_backward",

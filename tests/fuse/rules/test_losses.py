@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, training
+from tests.fuse.serial import batches, check, steady
 
 nn = torch.nn
 F = torch.nn.functional
@@ -42,7 +42,7 @@ LABELLED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("case", LABELLED)
 def test_cross_entropy(case: str, per_model: bool):
     array = check(
-        training(Weighted, loss=lambda out, y: LABELLED[case](*out, y)), batches(6, 5, classes=4), per_model=per_model
+        steady(Weighted, loss=lambda out, y: LABELLED[case](*out, y)), batches(6, 5, classes=4), per_model=per_model
     )
     assert by(array, "rule") >= {"nll_loss_forward", "nll_loss_backward"}
     assert by(array, "per-model") == set()
@@ -55,7 +55,7 @@ def test_cross_entropy_of_images(per_model: bool):
         labels = (out[:, 0].detach().abs() * 3).long().clamp(0, 3)
         return F.cross_entropy(out, labels, w, ignore_index=1) + F.cross_entropy(out, labels, reduction="sum")
 
-    array = check(training(lambda: Weighted(2), loss=loss), batches(2, 3, 4, 5), per_model=per_model)
+    array = check(steady(lambda: Weighted(2), loss=loss), batches(2, 3, 4, 5), per_model=per_model)
     assert by(array, "rule") >= {"nll_loss2d_forward", "nll_loss2d_backward"}
 
 
@@ -77,7 +77,7 @@ def some(y: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", MARGINS)
 def test_margins(case: str, per_model: bool):
     array = check(
-        training(Weighted, loss=lambda out, y: MARGINS[case](*out, y)), batches(6, 5, classes=4), per_model=per_model
+        steady(Weighted, loss=lambda out, y: MARGINS[case](*out, y)), batches(6, 5, classes=4), per_model=per_model
     )
     kinds = {"one label": {"multi_margin_loss"}, "some labels": {"multilabel_margin_loss_forward"}}
     assert by(array, "rule") >= kinds.get(case, kinds["one label"] | kinds["some labels"])
@@ -111,7 +111,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_losses_element_by_element(case: str, per_model: bool):
     array = check(
-        training(Weighted, loss=lambda out, y: OTHERS[case](*out, y)), batches(6, 5, classes=4), per_model=per_model
+        steady(Weighted, loss=lambda out, y: OTHERS[case](*out, y)), batches(6, 5, classes=4), per_model=per_model
     )
     known = {t for t in by(array, "batched", "per-model") if "loss" in t or "entropy" in t}
     assert not known & {
@@ -121,5 +121,5 @@ def test_losses_element_by_element(case: str, per_model: bool):
 
 
 def test_a_loss_of_few_operators():
-    array = check(training(lambda: nn.Linear(5, 4), loss=F.cross_entropy), batches(6, 5, classes=4))
+    array = check(steady(lambda: nn.Linear(5, 4), loss=F.cross_entropy), batches(6, 5, classes=4))
     assert len(array.programs[0].ops) <= len(array.decisions) + 8

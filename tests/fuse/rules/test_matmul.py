@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, training
+from tests.fuse.serial import batches, check, steady
 
 nn = torch.nn
 
@@ -26,6 +26,6 @@ class Products(nn.Module):
 
 @pytest.mark.parametrize("per_model", [False, True])
 def test_products(per_model: bool):
-    array = check(training(Products), batches(4, 5), per_model=per_model)
+    array = check(steady(Products), batches(4, 5), per_model=per_model)
     assert "_trilinear" in by(array, "rule")
     assert by(array, "per-model") == set()

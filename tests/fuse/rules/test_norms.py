@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import Config, batches, check, training
+from tests.fuse.serial import Config, batches, check, steady
 
 nn = torch.nn
 
@@ -34,7 +34,7 @@ def test_norms_over_channels(kind: str, dim: int, per_model: bool):
     def module() -> nn.Module:  # the first norm sees the batch itself
         return nn.Sequential(norm(kind, dim), conv(4, 4, 2, padding=1, bias=False), norm(kind, dim), nn.Tanh())
 
-    array = check(training(module), batches(3, 4, *SPACE[dim]), per_model=per_model)
+    array = check(steady(module), batches(3, 4, *SPACE[dim]), per_model=per_model)
     name = "native_group_norm" if kind == "group" else "native_batch_norm"
     assert by(array, "rule") >= {name, f"{name}_backward"}
     more = {"repeat", "mean.dim", "sum.dim_IntList"} if kind == "instance" else set()
@@ -52,7 +52,7 @@ def test_batch_norm_of_features(per_model: bool):
             nn.BatchNorm1d(4),
         )
 
-    array = check(training(module), batches(5, 6), per_model=per_model)
+    array = check(steady(module), batches(5, 6), per_model=per_model)
     assert by(array, "batched", "per-model") == {"mean", "elu_backward"}
 
 
@@ -66,7 +66,7 @@ def test_batch_norm_by_fixed_statistics():
                 buffer.uniform_(0.5, 1.5)
         return model.eval()
 
-    array = check(training(module), batches(2, 3, 4, 4))
+    array = check(steady(module), batches(2, 3, 4, 4))
     assert by(array, "batched", "per-model") == {"mean"}
 
 
@@ -74,14 +74,12 @@ def test_statistics_in_training_without_running_ones():
     def module() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU())
 
-    check(training(module), batches(2, 3, 4, 4))
+    check(steady(module), batches(2, 3, 4, 4))
 
 
 def test_momentum_of_another_value_for_each_model():
     def factory(config: Config) -> Any:
-        return training(lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, momentum=config.lr)))(
-            config
-        )
+        return steady(lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, momentum=config.lr)))(config)
 
     array = check(factory, batches(5, 4))
     assert by(array, "per-model") == {"native_batch_norm"}
@@ -100,9 +98,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", LAYERS)
 def test_norms_over_features(kind: str, per_model: bool):
     make = LAYERS[kind]
-    array = check(
-        training(lambda: nn.Sequential(make(), nn.Linear(6, 6), make())), batches(3, 4, 6), per_model=per_model
-    )
+    array = check(steady(lambda: nn.Sequential(make(), nn.Linear(6, 6), make())), batches(3, 4, 6), per_model=per_model)
     expected = {"mean", "sum.dim_IntList"}
     if kind == "root mean square":
         expected |= {"mean.dim"}
@@ -118,7 +114,7 @@ def test_weights_of_a_direction_and_a_length(dim: int):
         first, second = (nn.utils.parametrizations.weight_norm(layer, dim=dim) for layer in layers)
         return nn.Sequential(first, nn.Tanh(), second)
 
-    array = check(training(module), batches(3, 4, 6))
+    array = check(steady(module), batches(3, 4, 6))
     assert by(array, "rule") >= {"_weight_norm_interface", "_weight_norm_interface_backward"}
     assert by(array, "per-model") == set()
 
@@ -132,7 +128,7 @@ def test_layer_norm_between_convolutions_and_of_one_sample():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.norm(self.conv(x)).tanh().sum((0, 2)))
 
-    check(training(Net), batches(3, 4, 5))
+    check(steady(Net), batches(3, 4, 5))
 
 
 @pytest.mark.parametrize("per_model", [False, True])
@@ -140,7 +136,7 @@ def test_a_layer_norm_of_another_epsilon_for_each_model(per_model: bool):
     """Forward runs once a model, backward for all: the operands of one kernel then lie in different orders."""
 
     def factory(config: Config) -> Any:
-        return training(lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, eps=10.0 ** -(config.seed + 2))))(config)
+        return steady(lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, eps=10.0 ** -(config.seed + 2))))(config)
 
     array = check(factory, batches(4, 5), per_model=per_model)
     assert "native_layer_norm" in by(array, "per-model")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import apart, array_of, batches, check, configs, training
+from tests.fuse.serial import apart, array_of, batches, check, configs, steady
 from tests.threads import one_thread
 
 nn = torch.nn
@@ -38,7 +38,7 @@ def test_activations():
     def module() -> nn.Module:
         return Each(nn.Linear(5, 6), [kind() for kind in ACTIVATIONS])
 
-    array = check(training(module), batches(4, 5))
+    array = check(steady(module), batches(4, 5))
     assert by(array, "per-model") == set()
 
 
@@ -83,7 +83,7 @@ SIZES = {"elements": (4, 5), "channels": (4, 3, 5), "planes": (4, 3, 5, 2), "vol
 
 @pytest.mark.parametrize("case", DROPOUTS)
 def test_each_model_draws_its_own_masks(case: str):
-    array = check(training(DROPOUTS[case]), batches(*SIZES[case]))
+    array = check(steady(DROPOUTS[case]), batches(*SIZES[case]))
     drawn = by(array, "per-model")
     assert drawn
     assert all("bernoulli" in name or "rrelu" in name or "uniform" in name for name in drawn)
@@ -97,7 +97,7 @@ def test_a_number_that_is_an_operators_default_in_some_models(layer: Any, number
     """A Program leaves such a number out: it is one that differs all the same."""
 
     def factory(config: Any) -> Any:
-        return training(lambda: nn.Sequential(nn.Linear(5, 6), layer(numbers[config.seed])))(config)
+        return steady(lambda: nn.Sequential(nn.Linear(5, 6), layer(numbers[config.seed])))(config)
 
     with one_thread(), array_of(factory, configs(), batches(4, 5)[0], partial=partial) as array:
         losses = [array.step(*batch) for batch in batches(4, 5)]
@@ -113,7 +113,7 @@ def test_a_number_that_is_an_operators_default_in_some_models(layer: Any, number
 def test_a_number_that_is_not_one_is_of_its_model_alone(bad: int):
     def factory(config: Any) -> Any:
         slope = float("nan") if config.seed == bad else 0.2
-        return training(lambda: nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(slope)))(config)
+        return steady(lambda: nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(slope)))(config)
 
     with one_thread(), array_of(factory, configs(), batches(4, 5)[0]) as array:
         losses = array.step(*batches(4, 5)[0])

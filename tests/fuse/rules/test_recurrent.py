@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, training
+from tests.fuse.serial import batches, check, steady
 
 nn = torch.nn
 LENGTH = 3
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_layers(case: str, per_model: bool):
     kind, options = CASES[case]
-    array = check(training(lambda: Recurrent(kind, **options)), batches(2, LENGTH, 4), per_model=per_model)
+    array = check(steady(lambda: Recurrent(kind, **options)), batches(2, LENGTH, 4), per_model=per_model)
     assert by(array, "per-model") == ({"bernoulli_.float"} if "dropout" in options else set())
 
 
@@ -61,5 +61,5 @@ def test_cells():
                 r = self.rnn(g, r)
             return torch.cat([c, g, r], 1)
 
-    array = check(training(Cells), batches(2, LENGTH, 4))
+    array = check(steady(Cells), batches(2, LENGTH, 4))
     assert by(array, "per-model") == set()

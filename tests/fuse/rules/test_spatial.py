@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fuse.rules.found import by
-from tests.fuse.serial import batches, check, training
+from tests.fuse.serial import batches, check, steady
 
 nn = torch.nn
 F = torch.nn.functional
@@ -56,7 +56,7 @@ def paddings(dim: int) -> list[Callable[[Tensor], Tensor]]:
 def test_by_channel(dim: int, channels: bool):
     views = pools(dim) + resamplings(dim) + paddings(dim)
     array = check(
-        training(lambda: Sum(dim, views, channels)), batches(2, 4, *SPACE[dim]), per_model=channels and dim == 2
+        steady(lambda: Sum(dim, views, channels)), batches(2, 4, *SPACE[dim]), per_model=channels and dim == 2
     )
     assert not {t for t in by(array, "batched") if any(w in t for w in ("pool", "sample", "reflection", "replication"))}
     assert by(array, "per-model") == set()
@@ -67,7 +67,7 @@ def test_random_windows_and_grids():
         lambda x: F.fractional_max_pool2d(x, 2, output_size=(3, 4)),
         lambda x: F.affine_grid(x[:, 0, :2, :3], [2, 1, 3, 3], align_corners=False),
     ]  # fmt: skip
-    array = check(training(lambda: Sum(2, views, True)), batches(2, 4, *SPACE[2]))
+    array = check(steady(lambda: Sum(2, views, True)), batches(2, 4, *SPACE[2]))
     assert by(array, "rule") >= {"fractional_max_pool2d", "fractional_max_pool2d_backward", "affine_grid_generator"}
     assert by(array, "per-model") == {"rand"}
 
@@ -82,6 +82,6 @@ def test_unpooling_and_rearrangements():
         lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1).tanh(), align_corners=False),
         lambda x: F.local_response_norm(x, 2), lambda x: F.lp_pool2d(x, 2, 2),
     ]  # fmt: skip
-    array = check(training(lambda: Sum(2, views, True)), batches(2, 4, *SPACE[2]))
+    array = check(steady(lambda: Sum(2, views, True)), batches(2, 4, *SPACE[2]))
     assert "max_unpool2d" in by(array, "rule")
     assert by(array, "per-model") == set()
