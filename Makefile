@@ -22,10 +22,12 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS)
 RUN := $(VENV)/bin/python -m
 SOURCES := gpumux clients microbench tests
-# A file's tests stay together, as they share a daemon; a worker takes half a gigabyte, so there are few.
-BESIDE := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A file's tests stay together, as they share a daemon. One worker more than cores, since many wait for processes they
+# started; each takes half a gigabyte, so there are few.
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
+BESIDE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast lint fmt gpu clean
+.PHONY: help demo test test-fast lint ruff fmt gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,16 +35,20 @@ help: ## this list
 demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about two minutes with set-up)
 	@$(RUN) clients.demo
 
-test: lint ## everything CI runs: lint, types, all tests
-	$(RUN) pytest $(BESIDE) --durations=15
+test: ruff ## everything CI runs: lint, types, all tests
+	@echo "$(RUN) mypy, beside the tests"; $(RUN) mypy >$(VENV)/mypy.log 2>&1 & types=$$!; failed=0; trap "kill $$types" INT TERM; \
+	echo "$(RUN) pytest $(BESIDE) --durations=15"; $(RUN) pytest $(BESIDE) --durations=15 || failed=1; \
+	wait $$types || failed=1; cat $(VENV)/mypy.log; exit $$failed
 
 test-fast: $(VENV)/.dev ## the tests that take less than ten seconds each
 	$(RUN) pytest $(BESIDE) -m "not slow" --durations=5
 
-lint: $(VENV)/.dev ## ruff and mypy --strict, no changes made
+lint: ruff ## ruff and mypy --strict, no changes made
+	$(RUN) mypy
+
+ruff: $(VENV)/.dev
 	$(RUN) ruff check $(SOURCES)
 	$(RUN) ruff format --check $(SOURCES)
-	$(RUN) mypy
 
 fmt: $(VENV)/.dev ## format and mend what ruff can
 	$(RUN) ruff check --fix $(SOURCES)

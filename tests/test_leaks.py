@@ -11,11 +11,12 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 import zmq
 
-from tests.leaks import SHM, leaked, snapshot
+from tests.leaks import SHM, growth, leaked, snapshot
 
 
 @contextmanager
@@ -68,7 +69,10 @@ def a_mapping() -> Iterator[None]:
 
 @contextmanager
 def a_zmq_context() -> Iterator[None]:
+    before = snapshot().zmq_contexts
     with zmq.Context() as context, context.socket(zmq.PAIR):
+        while snapshot().zmq_contexts == before:  # its thread has yet to name itself
+            pass
         yield
 
 
@@ -145,6 +149,11 @@ def test_shared_memory_that_a_stranger_has_mapped_is_no_leak_of_ours(ours: bool)
 def test_what_was_there_before_is_no_leak():
     with a_socket(), a_thread():
         assert leaked(snapshot(), settle_s=0) == []
+
+
+def test_a_context_whose_thread_names_itself_late_is_no_new_one():
+    before = snapshot()
+    assert growth(before, replace(before, zmq_contexts=before.zmq_contexts + 1)) == []
 
 
 def test_teardown_that_takes_a_moment_is_waited_for():
