@@ -17,7 +17,7 @@ from gpumux.fuse import rules, trial
 from gpumux.fuse.choice import END, Timed, cheapest
 from gpumux.program.builder import ProgramBuilder
 from gpumux.program.ir import Program
-from tests.fuse.serial import array_of, batches, check, configs, training, ways
+from tests.fuse.serial import array_of, batches, check, configs, steady, ways
 
 nn = torch.nn
 
@@ -72,7 +72,7 @@ def by_operator(**dear: float) -> Any:
 
 def test_what_is_quicker_once_a_model_runs_so(monkeypatch: pytest.MonkeyPatch):
     with_times(monkeypatch, by_operator(baddbmm=100.0, cat=0.1))
-    array = check(training(mlp), batches(6, 5), choose="measured")
+    array = check(steady(mlp), batches(6, 5), choose="measured")
     found = ways(array)
     assert found["aten.addmm.default"] == {"rule", "per-model"}  # the first has one batch for all and is one product
     assert found["aten.tanh.default"] == {"pointwise"}
@@ -86,7 +86,7 @@ def test_what_is_quicker_once_a_model_runs_so(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_join_that_costs_more_than_it_saves_is_not_made(monkeypatch: pytest.MonkeyPatch):
     with_times(monkeypatch, by_operator(baddbmm=5.0, cat=100.0))
-    array = check(training(mlp), batches(6, 5), choose="measured")
+    array = check(steady(mlp), batches(6, 5), choose="measured")
     assert ways(array)["aten.addmm.default"] == {"rule"}
 
 
@@ -99,7 +99,7 @@ def test_models_one_after_another_where_fusion_does_not_pay(monkeypatch: pytest.
         return by_operator()(program)
 
     with_times(monkeypatch, measure)
-    array = check(training(mlp), batches(6, 5), choose="measured")
+    array = check(steady(mlp), batches(6, 5), choose="measured")
     assert {w for r in ways(array).values() for w in r} == {"per-model", "alike"}
     assert array.plan().whole_s == (0.5, 0.5)
 
@@ -107,7 +107,7 @@ def test_models_one_after_another_where_fusion_does_not_pay(monkeypatch: pytest.
 def test_the_clock_is_real(tmp_path: Path):
     """Only that it measures, and remembers in its file."""
     file = tmp_path / "deep" / "times.json"
-    array = check(training(mlp), batches(6, 5, count=2), choose="measured", times_file=file)
+    array = check(steady(mlp), batches(6, 5, count=2), choose="measured", times_file=file)
     assert all(r.fused_s is None or 0 < r.fused_s < 60 for r in array.plan().rows)
     assert file.exists()
 
@@ -146,7 +146,7 @@ def test_a_wrong_rule_is_found_before_a_step_runs(monkeypatch: pytest.MonkeyPatc
     with_times(monkeypatch, by_operator())
     monkeypatch.setitem(rules.RULES, "aten.tanh.default", lambda call: torch.tanh(call["self"].all()) * 1.01)
     with pytest.raises(NotFusible, match=r"result 0 .* fused wrongly: .*aten\.tanh\.default"):
-        fuse.Array(training(mlp), configs(), batches(6, 5)[0])
+        fuse.Array(steady(mlp), configs(), batches(6, 5)[0])
 
 
 def normed() -> nn.Module:
@@ -157,7 +157,7 @@ def test_what_is_only_rounding_is_no_wrong_rule(monkeypatch: pytest.MonkeyPatch)
     """The gradient of a bias before a batch norm is truly zero: in each order of summation something else is left of it."""
     with_times(monkeypatch, by_operator())
     array = check(
-        training(normed), batches(6, 5), choose="measured", noise=dict.fromkeys(["0.bias", "1.bias"], slice(None))
+        steady(normed), batches(6, 5), choose="measured", noise=dict.fromkeys(["0.bias", "1.bias"], slice(None))
     )
     assert ways(array)["aten.native_batch_norm.default"] == {"rule"}
 
@@ -173,7 +173,7 @@ def test_a_rule_that_is_wrong_by_little_is_found(target: str, monkeypatch: pytes
         return (made[0] * 1.00001, *made[1:]) if isinstance(made, tuple) else made * 1.00001
 
     def single(config: Any) -> Any:
-        _, model, _ = training(normed)(config)
+        _, model, _ = steady(normed)(config)
         optimizer = torch.optim.Adam(model.float().parameters(), lr=config.lr)
 
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -194,11 +194,11 @@ def test_draws_are_alike_in_what_is_compared(monkeypatch: pytest.MonkeyPatch):
     with_times(monkeypatch, by_operator())
     module = lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 4))  # noqa: E731
     operators = ["aten.native_batch_norm.default", "aten.native_batch_norm_backward.default"]
-    check(training(module), batches(6, 5), choose="measured", per_model_operators=operators)
+    check(steady(module), batches(6, 5), choose="measured", per_model_operators=operators)
 
 
 def test_a_plan_needs_a_step():
-    with array_of(training(mlp), configs(), batches(6, 5)[0]) as array, pytest.raises(ConfigError, match="no step"):
+    with array_of(steady(mlp), configs(), batches(6, 5)[0]) as array, pytest.raises(ConfigError, match="no step"):
         array.plan()
     with pytest.raises(ConfigError, match="choose is 'best'"):
-        fuse.Array(training(mlp), configs(), batches(6, 5)[0], choose="best")  # type: ignore[arg-type]
+        fuse.Array(steady(mlp), configs(), batches(6, 5)[0], choose="best")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from gpumux import fuse
 from gpumux.device import inductor
 from gpumux.errors import ConfigError, ProgramError
-from tests.fuse.serial import batches, check, configs, training
+from tests.fuse.serial import batches, check, configs, steady
 
 
 def module() -> torch.nn.Module:
@@ -26,7 +26,7 @@ def test_units_of_an_array_are_compiled_and_train_as_each_model_alone(monkeypatc
 
     monkeypatch.setattr(inductor, "find_compiler", lambda device: None)
     monkeypatch.setattr(inductor, "_compile", as_it_is)
-    array = check(training(module), batches(6, 5), compile=True)
+    array = check(steady(module), batches(6, 5), compile=True)
     assert {program.kind for program in array.programs} == {"compiled"}
     assert compiled
 
@@ -34,6 +34,6 @@ def test_units_of_an_array_are_compiled_and_train_as_each_model_alone(monkeypatc
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
     with pytest.raises(ProgramError, match=r"no C\+\+ compiler"):
-        fuse.Array(training(module), configs(), batches(6, 5)[0], choose="fused", compile=True)
+        fuse.Array(steady(module), configs(), batches(6, 5)[0], choose="fused", compile=True)
     with pytest.raises(ConfigError, match="compile is 1"):
-        fuse.Array(training(module), configs(), batches(6, 5)[0], compile=1)  # type: ignore[arg-type]
+        fuse.Array(steady(module), configs(), batches(6, 5)[0], compile=1)  # type: ignore[arg-type]

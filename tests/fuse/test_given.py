@@ -10,7 +10,7 @@ import torch
 
 from gpumux import fuse
 from gpumux.errors import ConfigError, JobClosed
-from tests.fuse.serial import array_of, batches, configs, training
+from tests.fuse.serial import array_of, batches, configs, steady
 
 nn = torch.nn
 DATA = batches(6, 5)
@@ -21,7 +21,7 @@ def mlp() -> nn.Module:
 
 
 def by_key(config: Any) -> Any:
-    return training(mlp)(config["config"])
+    return steady(mlp)(config["config"])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_configs_that_are_none_are_refused(given: Any, said: str):
 
 def test_a_type_error_that_is_not_the_configurations_stays_what_it_is():
     def deeper(config: Any) -> Any:
-        return training(mlp)(config).missing
+        return steady(mlp)(config).missing
 
     def broken(config: Any) -> Any:
         return int([])  # type: ignore[call-overload]
@@ -65,10 +65,10 @@ def test_a_type_error_that_is_not_the_configurations_stays_what_it_is():
 def test_seeds_that_are_none_are_refused(seed: Any):
     """torch takes some of them, each for another number than it looks."""
     with pytest.raises(ConfigError, match=r"seeds\[1\] is .* — use a whole number from 0 to"):
-        array_of(training(mlp), configs(), DATA[0], seeds=[1, seed, 2])
+        array_of(steady(mlp), configs(), DATA[0], seeds=[1, seed, 2])
     if seed is not None:
         with (
-            array_of(training(mlp), configs(), DATA[0]) as array,
+            array_of(steady(mlp), configs(), DATA[0]) as array,
             pytest.raises(ConfigError, match=r"seed is .* — use a whole number from 0 to"),
         ):
             array.add(configs()[0], seed)
@@ -77,14 +77,14 @@ def test_seeds_that_are_none_are_refused(seed: Any):
 @pytest.mark.parametrize("seeds", [3, "123", {1: 2}, iter([1, 2, 3])])
 def test_seeds_come_as_a_list(seeds: Any):
     with pytest.raises(ConfigError, match=r"seeds is .* — give a list"):
-        array_of(training(mlp), configs(), DATA[0], seeds=seeds)
+        array_of(steady(mlp), configs(), DATA[0], seeds=seeds)
 
 
 def test_any_whole_number_is_a_seed():
     import numpy
 
     for seeds in ([0, 2**64 - 1, 7], range(3), numpy.arange(3), [numpy.int64(4)] * 3):
-        array_of(training(mlp), configs(), DATA[0], seeds=seeds).close()
+        array_of(steady(mlp), configs(), DATA[0], seeds=seeds).close()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_any_whole_number_is_a_seed():
 )
 def test_an_operator_that_is_none_is_not_passed_over(name: Any, said: str):
     with pytest.raises(ConfigError, match=said):
-        array_of(training(mlp), configs(), DATA[0], per_model_operators=["aten.tanh.default", name])
+        array_of(steady(mlp), configs(), DATA[0], per_model_operators=["aten.tanh.default", name])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_an_operator_that_is_none_is_not_passed_over(name: Any, said: str):
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
-        array_of(training(mlp), configs(), DATA[0], **options)
+        array_of(steady(mlp), configs(), DATA[0], **options)
 
 
 def test_a_factory_is_a_function():
@@ -130,14 +130,14 @@ def test_a_factory_is_a_function():
 @pytest.mark.parametrize("model", [3, -1, "0", 0.0, True, None])
 def test_a_model_is_named_by_its_number(model: Any):
     with (
-        array_of(training(mlp), configs(), DATA[0]) as array,
+        array_of(steady(mlp), configs(), DATA[0]) as array,
         pytest.raises(ConfigError, match=r"there is no model .* among 3 — count from 0"),
     ):
         array.state_dict(model)
 
 
 def test_a_closed_array_trains_no_more_and_is_read_still(tmp_path: Path):
-    array = array_of(training(mlp), configs(), DATA[0])
+    array = array_of(steady(mlp), configs(), DATA[0])
     array.step(*DATA[0])
     array.save(tmp_path / "before.pt")
     states, random = [array.state_dict(b) for b in range(3)], array.random_state(0)
@@ -152,7 +152,7 @@ def test_a_closed_array_trains_no_more_and_is_read_still(tmp_path: Path):
             change()
     array.close()
     array.save(tmp_path / "after.pt")
-    with array_of(training(mlp), configs(), DATA[0]) as other:
+    with array_of(steady(mlp), configs(), DATA[0]) as other:
         other.restore(tmp_path / "after.pt")
         for b in range(3):
             for key, value in states[b]["model"].items():
@@ -164,7 +164,7 @@ def test_sync_after_close_brings_the_trained_state():
     made = []
 
     def factory(config: Any) -> Any:
-        made.append(training(mlp)(config))
+        made.append(steady(mlp)(config))
         return made[-1]
 
     with array_of(factory, configs(), DATA[0]) as array:
