@@ -24,8 +24,8 @@ from gpumux.cli.jobs import find
 from gpumux.errors import GpumuxError
 
 GPUMUX = (sys.executable, "-m", "gpumux.cli.main")
-START_S = 60.0  # the warm executor imports torch, which a cold disk makes slow
-STOP_S = 20.0
+START_S = 180.0  # the warm executor imports torch, which a cold disk makes slow
+STOP_S = 60.0
 # Runs before the daemon, in its process: it keeps to the cores it was given, and gets SIGTERM when
 # whoever started it dies, however that comes about (PR_SET_PDEATHSIG is 1, and survives exec).
 LAUNCHER = """
@@ -51,7 +51,7 @@ class RunningDaemon:
     directory: Path
     log: Path
 
-    def status(self, timeout_s: float = 10.0) -> dict[str, Any]:
+    def status(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """What `gpumux status --json` says. Raises DaemonFailed when there is no answer."""
         try:
             with Control(self.endpoint, timeout_s) as control:
@@ -59,7 +59,7 @@ class RunningDaemon:
         except GpumuxError as error:
             raise DaemonFailed(f"gpumux status failed: {error}") from error
 
-    def change(self, verb: str, name: str, timeout_s: float = 10.0) -> None:
+    def change(self, verb: str, name: str, timeout_s: float = 60.0) -> None:
         """What `gpumux jobs VERB NAME` does; `verb` is pause, resume or stop. Raises GpumuxError."""
         with Control(self.endpoint, timeout_s) as control:
             control.change(verb, find(control.status()["jobs"], name)["job"])

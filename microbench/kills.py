@@ -38,8 +38,8 @@ from microbench import common
 from microbench.daemon import GPUMUX
 from microbench.killed import TRIALS, Trial, plain
 
-START_S = 60.0
-STOP_S = 30.0
+START_S = 180.0
+STOP_S = 60.0
 SNAPSHOT_S = 0.4
 LAST = 20  # turns of each loop after the last blow
 QUICK = 0.25  # of the blows come within QUICK_S of the start, while jobs are being brought back

@@ -26,13 +26,17 @@ from gpumux.config import Config
 from microbench import common, workloads
 from microbench.daemon import running_daemon
 
+LONGEST_S = 60.0  # of a turn that waits for a snapshot, on a machine whose disk or processor is busy
 
-def run_turn(job: client.Job, work: workloads.Workload, seconds: float) -> tuple[list[float], float]:
-    """Seconds of each step of one turn, and of the turn."""
+
+def run_turn(
+    job: client.Job, work: workloads.Workload, seconds: float, snapshots: int = 0
+) -> tuple[list[float], float]:
+    """Seconds of each step of one turn, and of the turn, which goes on until the job has asked for so many snapshots."""
     steps = []
     began = now = time.perf_counter()
     i = 0
-    while now - began < seconds:
+    while now - began < (seconds if snapshots_of(job) >= snapshots else LONGEST_S):
         job.step(*work.batch(i)).result()
         i += 1
         before, now = now, time.perf_counter()
@@ -72,7 +76,8 @@ def measure(width: int, args: argparse.Namespace) -> dict[str, Any]:
                 before = snapshots_of(jobs["kept"])
                 took = {}
                 for name, job in jobs.items():
-                    each, seconds = run_turn(job, works[name], args.seconds)
+                    least = before + 1 if name == "kept" else 0
+                    each, seconds = run_turn(job, works[name], args.seconds, least)
                     steps[name] += each
                     took[name] = seconds / len(each)
                     rates[name].append(1 / took[name])

@@ -193,7 +193,7 @@ def test_nothing_pickles_or_evaluates():
 def loaded_after(code: str) -> set[str]:
     """Top-level modules in a fresh interpreter after `code`."""
     script = f"import sys\n{code}\nprint('|'.join(sorted({{m.split('.')[0] for m in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     return set(done.stdout.strip().splitlines()[-1].split("|"))
 
 

@@ -39,7 +39,7 @@ def bash(tmp_path_factory):
         environ = {**os.environ, "PATH": f"{home}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "--norc", "-c", ASK, "bash", str(home / "script"), *words],
-            capture_output=True, text=True, env=environ, cwd=home, timeout=60,
+            capture_output=True, text=True, env=environ, cwd=home, timeout=120,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), done
         return done.stdout.split()
@@ -89,7 +89,7 @@ def test_an_interactive_bash_uses_it(bash):
     """`complete -p` knows the function, as a shell would that is asked for words."""
     done = subprocess.run(
         ["bash", "--norc", "-c", f'eval "$(cat {bash.home}/script)"; complete -p gpumux'],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.strip() == "complete -F _gpumux gpumux"
 
@@ -113,7 +113,7 @@ def test_other_shells_find_no_mistake_in_their_script(packages, tmp_path):
     path = tmp_path / "script"
     path.write_text(script(packages[0]) + "\n")
     environ = {**os.environ, **libraries(tool), "HOME": str(tmp_path)}
-    done = subprocess.run([tool, "-n", path], capture_output=True, text=True, timeout=60, env=environ)
+    done = subprocess.run([tool, "-n", path], capture_output=True, text=True, timeout=120, env=environ)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -128,7 +128,7 @@ def test_fish_completes(tmp_path):
         # One that was unpacked, and not installed, looks for its own functions elsewhere.
         own = Path(tool).parents[1] / "share" / "fish" / "functions"
         ask = f"set -p fish_function_path {own}; source {path}; complete -C '{line}'"
-        done = subprocess.run([tool, "-c", ask], capture_output=True, text=True, timeout=60, env=environ)
+        done = subprocess.run([tool, "-c", ask], capture_output=True, text=True, timeout=120, env=environ)
         assert done.returncode == 0, done.stderr
         return [word.split("\t")[0] for word in done.stdout.splitlines()]
 

@@ -196,7 +196,7 @@ def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
         "from gpumux.cli.main import main\n"
         f"sys.exit(main(['simulate', '--high', 'transformer-b2', '--steps', '2', '--plot', {str(tmp_path / 'x.png')!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == EX_CONFIG
     assert "pip install gpumux[plot]" in done.stderr
 
@@ -220,7 +220,7 @@ def test_nothing_is_drawn_or_loaded_that_was_not_asked_for(measured: str) -> Non
         f"code = main(['simulate', '--high', {measured!r}, '--steps', '3', '--warmup', '0', '--json'])\n"
         "assert code == 0 and not {'torch', 'matplotlib', 'numpy', 'zmq'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=120)
 
 
 def test_the_names_the_command_line_knows_are_the_real_ones() -> None:

@@ -7,7 +7,7 @@ import time
 
 from microbench.daemon import RunningDaemon
 
-GONE_S = 30.0
+GONE_S = 120.0
 
 
 def jobs_left(daemon: RunningDaemon) -> list[str]:

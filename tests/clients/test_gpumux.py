@@ -80,7 +80,7 @@ def test_ctrl_c_closes_the_job(daemon: RunningDaemon):
         assert "accuracy" in child.stdout.readline()
         assert [job["name"] for job in daemon.status()["jobs"]] == ["digits-cnn"]
         os.kill(child.pid, signal.SIGINT)
-        _, err = child.communicate(timeout=60)
+        _, err = child.communicate(timeout=120)
     assert child.returncode == INTERRUPTED
     assert err.strip().endswith("interrupted")
     assert "Traceback" not in err

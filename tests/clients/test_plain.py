@@ -141,6 +141,6 @@ def test_ctrl_c_ends_it_with_a_word():
         assert child.stdout is not None
         assert re.search("accuracy", child.stdout.readline())
         os.kill(child.pid, signal.SIGINT)
-        _, err = child.communicate(timeout=30)
+        _, err = child.communicate(timeout=120)
     assert child.returncode == INTERRUPTED
     assert err.strip() == "interrupted"

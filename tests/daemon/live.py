@@ -22,7 +22,7 @@ from gpumux.wire import messages as msg
 # Flags for tests of the daemon's own work, which no device has a part in: the simulated one opens in no time (the CPU's
 # imports torch in a process of its own), takes any program, and returns zeros. The last --device counts.
 QUICK = ("--device", "sim")
-SOON_S = 60.0  # generous: how long anything may take on a machine that is busy with other things
+SOON_S = 120.0  # generous: how long anything may take on a machine that is busy with other things
 
 
 class LiveDaemon:

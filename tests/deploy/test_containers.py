@@ -57,7 +57,7 @@ def test_the_entry_point_sets_the_umask_and_hands_arguments_through(tmp_path):
     tool.chmod(0o755)
     command = [*json.loads(instruction("ENTRYPOINT")), *json.loads(instruction("CMD"))]
     done = subprocess.run(
-        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60
+        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=120
     )
     mask, arguments = done.stdout.splitlines()
     assert int(mask, 8) == 0o007
@@ -123,6 +123,6 @@ def test_labels_ports_and_times_fit():
 
 def test_kustomize_puts_the_manifests_together():
     kubectl = need("kubectl", "kubernetes-client")
-    done = subprocess.run([kubectl, "kustomize", KUBERNETES], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([kubectl, "kustomize", KUBERNETES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [item["kind"] for item in yaml.safe_load_all(done.stdout)] == ["Namespace", "DaemonSet"]

@@ -41,7 +41,7 @@ def server():
 
 
 def ask(server, path, method="GET"):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     connection.request(method, path)
     answer = connection.getresponse()
     content = answer.read()

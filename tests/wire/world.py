@@ -23,7 +23,7 @@ from gpumux.wire.sidechannel import HEADER
 
 JOB = "0123456789abcdef" * 2
 MOST = 100_000  # bytes of a message on a client's end of a lane
-WAIT_MS = 20_000  # a bound for a broken test, never reached by a working one
+WAIT_MS = 60_000  # a bound for a broken test, never reached by a working one
 HELLO = m.Hello(m.PROTOCOL_VERSION, "test", "client", 0, "", False)
 
 
