@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,15 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imports_of(name: str, source: str, *, is_package: bool) -> list[Import]:
     """Every import of a module, also those inside functions and under TYPE_CHECKING."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             found += [Import(name, alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -90,6 +96,7 @@ def imports_of(name: str, source: str, *, is_package: bool) -> list[Import]:
     return found
 
 
+@cache
 def all_imports() -> list[Import]:
     return [
         found
@@ -175,7 +182,7 @@ def test_nothing_pickles_or_evaluates():
     calls = []
     reads = []
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pickle":
                 reads += [f"{name}:{node.lineno} {node.attr}"] if node.attr != "dumps" else []
             if isinstance(node, ast.ImportFrom) and node.module == "pickle":
