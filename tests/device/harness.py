@@ -13,6 +13,7 @@ import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from time import sleep
 from typing import TypeVar
 
 from gpumux.device.contract import (
@@ -42,7 +43,8 @@ _numbers = itertools.count(1)
 def wait_polled(device: Device) -> None:
     """Wait as the daemon's loop does: a device that is due is looked at without a word."""
     if device.due() < inf:
-        select.select(device.filenos(), [], [], 0)
+        if not any(select.select(device.filenos(), [], [], 0)):
+            sleep(50e-6)  # processes of the device's may be at work, and need the processor
         return
     ready, _, _ = select.select(device.filenos(), [], [], GIVE_UP_S)
     assert ready, "the device said nothing for too long"
