@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,10 +56,11 @@ def turns(run: Run, count: int) -> None:
 
 
 def until_saved(run: Run, number: int = 1) -> None:
-    """Turns until a snapshot was confirmed."""
+    """Turns until a snapshot was confirmed; few of them, as who writes it is the last to get the processor."""
     log = run.job._recovery.told.log
     while not any(point.saved and n >= number for n, point in log._points.items()):
         run.turn()
+        threading.Event().wait(0.01)
 
 
 def as_undisturbed(run: Run, make: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def test_a_killed_daemon_costs_a_remote_job_time_and_no_training(
             daemon.kill()  # nothing was saved yet
             while not any(point.saved and number >= 1 for number, point in log._points.items()):
                 run.turn()
+                threading.Event().wait(0.01)  # who writes it is the last to get the processor
             run.turn()
             daemon.kill()
             for _ in range(6):

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -49,11 +50,12 @@ def session(daemon):
 
 
 def status_when(control, condition):
-    """The first status for which `condition` holds; asking is the only waiting."""
+    """The first status for which `condition` holds. What is waited for needs the processor, too."""
     for _ in range(100_000):
         body = control.status()
         if condition(body):
             return body
+        threading.Event().wait(0.002)
     raise AssertionError(f"never came true: {body}")
 
 
@@ -243,6 +245,7 @@ def scrape_when(daemon, condition):
         text = scrape(daemon)
         if condition(text):
             return text
+        threading.Event().wait(0.01)
     raise AssertionError(f"never came true:\n{text}")
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,7 @@ def test_a_recorder_that_is_killed_leaves_nothing_behind(daemon, tmp_path):
         for _ in range(100_000):  # until the daemon has heard of it
             if control.status()["sessions"] == 1:
                 break
+            threading.Event().wait(0.002)
         assert control.record(0.01).reason == ""
     assert list(tmp_path.iterdir()) == []
 

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgpack
@@ -220,6 +221,7 @@ def test_a_vanished_client_is_found_when_written_to(world, make_client):
     for _ in range(100_000):  # ZeroMQ's own thread has yet to see the connection end
         if not world.router.send(opened.session, m.Done(1)):
             break
+        threading.Event().wait(0.001)
     assert world.next(Closed).session == opened.session
 
 

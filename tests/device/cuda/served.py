@@ -28,9 +28,11 @@ class RunningDriver(FakeDriver):
 
     def _run(self) -> None:
         try:
+            idle = 0
             while True:
-                if not self._one():
-                    sleep(50e-6)
+                idle = 0 if self._one() else idle + 1
+                if idle:  # one without work for long leaves the processor to others
+                    sleep(50e-6 if idle < 200 else 1e-3)
         except BaseException:  # noqa: BLE001  without its GPU the daemon would wait for ever
             traceback.print_exc()
             os._exit(3)
