@@ -51,14 +51,14 @@ def images(model: Any, optimizer: Any, size: int) -> Work:
     return Work([model], [optimizer], [(step, data[0])], loop)
 
 
-def bert() -> Work:
+def bert(**options: Any) -> Work:
     model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL))
     model.train()
-    return text(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 50)
+    return text(model, torch.optim.AdamW(model.parameters(), lr=1e-3, **options), 50)
 
 
 def bert_checkpointed() -> Work:
-    work = bert()
+    work = bert(foreach=True)  # fewer operators to capture
     work.models[0].activation_checkpointing_enable()
     return work
 
@@ -74,7 +74,7 @@ def vit() -> Work:
     config = transformers.ViTConfig(image_size=16, patch_size=8, num_labels=5, hidden_dropout_prob=0.1, **SMALL)
     model = transformers.ViTForImageClassification(config)
     model.train()
-    return images(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 16)
+    return images(model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True), 16)
 
 
 def resnet() -> Work:
