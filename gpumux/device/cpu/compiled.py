@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from gpumux.device import inductor
 from gpumux.device.cpu.frame import Context, Frame
 from gpumux.device.cpu.interp import Interpreter, failed, names
 from gpumux.device.cpu.operands import window
+from gpumux.device.cpu.stopwatch import Stopwatch
 from gpumux.device.units import Unit, units
 from gpumux.program.ir import View
 
@@ -42,19 +42,23 @@ class CompiledProgram:
         ops = self._context.program.ops
         return {op.target: "not compiled" for u in self.units if not u.compiled for op in ops[u.start : u.stop]}
 
-    def run(self, frame: Frame, start: int, stop: int) -> list[float]:
-        """Run the units between two of their boundaries. Seconds of each operator: a unit's are put down to its first.
+    def run(self, frame: Frame, start: int, stop: int, *, watch: Stopwatch | None = None) -> list[float]:
+        """Run the units between two of their boundaries. Seconds of each operator, if there is a watch: a unit's are put
+        down to its first.
         Raises JobFailed."""
         seconds: list[float] = []
         for unit in self.units:
             if not start <= unit.start < stop:
                 continue
             if not unit.compiled:
-                seconds += self._interpreter.run(frame, unit.start, unit.stop)
+                seconds += self._interpreter.run(frame, unit.start, unit.stop, watch=watch)
                 continue
-            began = perf_counter()
+            if watch is None:
+                self._run(frame, unit)
+                continue
+            watch.start()
             self._run(frame, unit)
-            seconds += [perf_counter() - began, *[0.0] * (unit.stop - unit.start - 1)]
+            seconds += [watch.stop(), *[0.0] * (unit.stop - unit.start - 1)]
         return seconds
 
     def _run(self, frame: Frame, unit: Unit) -> None:

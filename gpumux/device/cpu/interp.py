@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from gpumux.device.cpu.frame import Context, Frame
 from gpumux.device.cpu.randomness import standing_in
 from gpumux.device.cpu.schema import DTYPES, evaluate, overload, takes_generator
+from gpumux.device.cpu.stopwatch import Stopwatch
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.ir import Op, Out, Program, View
 
@@ -49,9 +49,11 @@ class Interpreter:
             if last < len(program.ops):
                 self._dies[last].append(storage)
 
-    def run(self, frame: Frame, start: int, stop: int, *, verify: bool = False) -> list[float]:
-        """Run operators start..stop-1; their seconds. With `verify`, compare every output with its
-        declaration. Raises JobFailed when an operator does, ProgramError when one is not as declared."""
+    def run(
+        self, frame: Frame, start: int, stop: int, *, verify: bool = False, watch: Stopwatch | None = None
+    ) -> list[float]:
+        """Run operators start..stop-1; their seconds, if there is a watch. With `verify`, compare every output with
+        its declaration. Raises JobFailed when an operator does, ProgramError when one is not as declared."""
         ops, context = self.context.program.ops, self.context
         seconds: list[float] = []
         if verify and start == 0:
@@ -66,9 +68,12 @@ class Interpreter:
                 args = [evaluate(arg, tensor, frame.scalars) for arg in op.args]
                 kwargs = {name: evaluate(arg, tensor, frame.scalars) for name, arg in op.kwargs}
                 self._progress(index)
-                began = perf_counter()
-                returned = self._call(frame, index, op, args, kwargs)
-                seconds.append(perf_counter() - began)
+                if watch is None:
+                    returned = self._call(frame, index, op, args, kwargs)
+                else:
+                    watch.start()
+                    returned = self._call(frame, index, op, args, kwargs)
+                    seconds.append(watch.stop())
             except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
                 raise failed(error, f"operator {index} ({op.target})") from error
             self._keep(frame, op, index, returned, verify)

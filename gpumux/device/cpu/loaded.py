@@ -1,7 +1,8 @@
 """A program ready to run in an executor: its cuts, and the measuring that leads from one to the next.
 
     cut 0   guessed: pieces of equal numbers of operators, run one by one through Python. The first step
-            verifies every output (and warms caches: its times are not used), the second is timed.
+            verifies every output and warms caches. Both are timed, on a core of their own (stopwatch.py), and
+            the lesser time of each operator counts.
     cut 1   by measured time, as graphs. After SETTLE_STEPS steps the pieces' own times are compared with
             the prediction; if they are far from the target the program is cut once more:
     cut 2   by those times.
@@ -16,8 +17,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import inf
 from statistics import median
-from time import gmtime, perf_counter, strftime
+from time import gmtime, strftime
 
 import torch
 
@@ -29,6 +31,7 @@ from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.operands import Operands
 from gpumux.device.cpu.pieces import Piece, PieceBuilder, sources
 from gpumux.device.cpu.randomness import Replays, Streams, repeated_slots
+from gpumux.device.cpu.stopwatch import Stopwatch
 from gpumux.device.units import cut_units
 from gpumux.errors import ProgramError
 from gpumux.program.cut import GUESSED_OP_SECONDS, cut, piece_seconds
@@ -66,7 +69,8 @@ class LoadedProgram:
         self._builder: PieceBuilder | None = None
         self._frame: Frame | None = None
         self._steps = 0  # whole steps done under the newest cut
-        self._op_s: list[float] = []
+        self._watch = Stopwatch()
+        self._op_s = [inf] * len(program.ops)
         self._piece_s: list[list[float]] = []
         self.newest = 0
         self._gates = sorted({gate.op for gate in program.gates})
@@ -98,15 +102,15 @@ class LoadedProgram:
         if cut == 0:
             start, stop = bounds[piece], bounds[piece + 1]
             if self._compiled is not None:
-                seconds = self._compiled.run(frame, start, stop)
+                seconds = self._compiled.run(frame, start, stop, watch=self._watch)
             else:
-                seconds = self._interpreter.run(frame, start, stop, verify=self._first(0))
-            if self._first(1):
-                self._op_s.extend(seconds)
+                seconds = self._interpreter.run(frame, start, stop, verify=self._first(0), watch=self._watch)
+            if self.newest == 0:
+                self._op_s[start:stop] = map(min, self._op_s[start:stop], seconds)
         elif self._settling(cut):
-            began = perf_counter()
+            self._watch.start()
             self._run_piece(frame, cut, piece)
-            self._piece_s[piece].append(perf_counter() - began)
+            self._piece_s[piece].append(self._watch.stop())
         else:
             self._run_piece(frame, cut, piece)
         frame.next_piece += 1
