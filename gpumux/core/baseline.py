@@ -4,7 +4,8 @@ A solo sample is rarely wrong but can be noisy (a host that paused, a clock that
 estimate is a median. Two samples in a row that disagree with it in the same direction are no noise:
 the work itself changed (another clock rate, other data), and they replace what was known. Where
 samples always differ (a CPU that other programs use, too) that would be found all the time, and each time
-low work would have to wait for a calibration: what counts as disagreement grows with the usual difference.
+low work would have to wait for a calibration: what counts as disagreement grows with the usual difference. There
+the mean is not the median either; `late` is by how much.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ KEPT = 5  # samples: a median of these ignores two bad ones
 CHANGED = 0.10  # a sample this far off, relative, may mean that the work changed
 NOISY = 3.0  # usual differences that a sample is off by before it may mean that
 USUAL_PART = 0.1  # of the newest difference in the usual one: a change has no time to pass for noise
+KEEP = 0.99  # of what samples told of their mean, with each new one: a hundred count
+DOUBT = 8.0  # samples without a difference that this begins with
+ALIKE = 0.05  # a difference, relative, that is none
+MOST_LATE = 3.0  # times the estimate: what a sample counts for at most
 WANTED = 2  # samples before an estimate is relied on
 
 
 class Baseline:
     """Seconds without low work. `value` is 0.0 while nothing is known."""
 
-    __slots__ = ("_suspects", "count", "drifts", "noise", "samples", "value")
+    __slots__ = ("_newest", "_suspects", "_weight", "count", "drifts", "late", "noise", "samples", "value")
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -27,6 +32,9 @@ class Baseline:
         self.drifts = 0  # how often the work was found to have changed
         self.noise = 0.0  # by what part of the lesser of the two samples usually differ from the estimate
         self.samples: list[float] = []
+        self.late = 0.0  # seconds by which samples are over the estimate on average, if they are
+        self._weight = 0.0  # of those samples
+        self._newest = 0.0  # by how much the newest one does, which shows later whether it is one of them
         self._suspects = 0  # samples in a row that disagree: positive when slower, negative when faster
 
     @property
@@ -60,7 +68,17 @@ class Baseline:
                 self._suspects = 0
                 self.drifts += 1
                 self.value = min(samples)
+                self._newest = 0.0
                 return True
+        self._weight = KEEP * self._weight + 1.0
+        if self._newest or self.late:
+            late = self.late + (self._newest - self.late) / (self._weight + DOUBT)
+            self.late = late if late > 0.0 else 0.0
+        if off <= ALIKE * value or not value:
+            self._newest = 0.0
+        else:
+            most = MOST_LATE * value
+            self._newest = seconds - value if seconds - value < most else most
         if len(samples) > KEPT:
             del samples[0]
         self.value = sorted(samples)[(len(samples) - 1) // 2]

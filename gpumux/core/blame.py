@@ -7,11 +7,13 @@ from collections.abc import Iterable
 
 from gpumux.core.board import Launch
 from gpumux.core.cells import GAP, Cell
+from gpumux.core.controller import Account
 from gpumux.core.estimates import HighModel, Pair
 
 RECENT = 8  # low launches that ended, kept to be blamed
 UNKNOWN = 0.05  # weight of a launch nothing is known of: what all share equally
 OVERLAPPING = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
+DOUBTFUL = 0.5  # of what a step may lose: what a launch has to seem to cost for it to be doubted
 LEAST_S = 1e-6  # a piece shorter than this tells nothing
 LEAST_OVERLAP = 0.25  # of a piece: what is blamed on less is spread over so much
 
@@ -30,7 +32,7 @@ class Recent:
         if launch.spots:
             self.open.append(launch)
 
-    def settle(self, until: float, step: int) -> None:
+    def settle(self, until: float, step: int, account: Account) -> None:
         """High pieces that began before `until` are done: what launches that ended by then cost is known."""
         still: list[Launch] | None = None
         for launch in self.open:
@@ -41,7 +43,9 @@ class Recent:
                 continue
             peak = launch.peak if launch.peak > launch.here else launch.here
             for pair, spot in launch.spots:
-                if spot[0] != GAP or launch.caught:
+                if (spot[0] != GAP or launch.caught) and (
+                    account.doubts == 1 or pair.believes(spot, peak, account.doubts, DOUBTFUL * account.limit)
+                ):
                     pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step, launch.exposed)
         self.open = still if still is not None else []
 

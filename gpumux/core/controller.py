@@ -6,6 +6,8 @@ has to wait. So the mean is held whatever the estimates are worth. A *tail limit
 step loses at most twice the credit, scaled by a factor that falls when a step that should not have
 exceeded it did, and recovers slowly: balanced at about one step in 180. Whatever the cause, steps over the limit are paid from
 *tokens*, of which there is one in 170 steps: with some, what is not known may be tried; owing some, steps may lose less.
+Steps that would lose as much without low work are not charged to it: of those beside low work as many tokens are given
+back as they would cost, had each lost besides what a step may lose on average (noise.py), and the mean is over such steps' mean.
 
 The *price* says how many low seconds one high second is worth waiting for. A low piece costs least
 beside certain ranges; anywhere else it may run as long as what that costs more, at the price, is less
@@ -14,6 +16,8 @@ over, so the credit goes where it buys most. A piece is never held by the price 
 """
 
 from __future__ import annotations
+
+from gpumux.core.noise import KEEP, Noise
 
 MARGIN = 0.92  # of the credit is spent: the rest is for what the core does not see, a host that is busy with low work
 BANK = 3.0  # credits an account holds at most
@@ -49,11 +53,15 @@ class Account:
     """One high job's. Seconds, but for `price` (low seconds for a high second) and factors."""
 
     __slots__ = (
-        "balance", "credit", "full", "learned", "limit", "price", "short", "slack", "tail", "tokens", "unseen", "unshared", "used",
+        "balance", "beside", "credit", "doubts", "full", "learned", "limit", "noise", "price", "short", "slack", "tail", "tokens",
+        "unseen", "unshared", "used",
     )  # fmt: skip
 
     def __init__(self, max_slowdown: float) -> None:
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
+        self.noise = Noise()
+        self.doubts = 1  # launches in a row, see Noise.doubts
+        self.beside = 0.0  # steps beside low work, the newest hundred
         self.balance = 0.0
         self.credit = 0.0  # of the step that runs
         self.limit = 0.0  # the most it may lose
@@ -72,6 +80,11 @@ class Account:
         self.credit = self.slack * solo_step * MARGIN
         self.used = 0.0
         self._limit()
+
+    @property
+    def most(self) -> float:
+        """Seconds a step may lose without counting as over the limit."""
+        return NEAR * TAIL * self.credit / MARGIN
 
     def learn_no_more(self) -> None:
         """From now on steps over the limit count."""
@@ -102,17 +115,38 @@ class Account:
             return "budget"
         return ""
 
-    def end(self, excess: float, shared: bool, foreseen: bool, unseen: float) -> None:
+    def alone(self, excess: float) -> None:
+        """A step without low work is about to end `excess` seconds late."""
+        before = self.noise.toll
+        self.noise.add(self._toll(excess + self.credit / MARGIN))
+        self.doubts = self.noise.doubts()
+        # What earlier steps beside low work were charged rests on it, too.
+        self.tokens = max(-MOST_OWED, min(self.tokens + (self.noise.toll - before) * self.beside, TOKENS))
+
+    def _toll(self, excess: float) -> float:
+        """Tokens that a step costs which loses so much."""
+        if excess <= self.most:
+            return 0.0
+        unpaid = excess - DEBT * self.credit
+        return 1.0 + (unpaid / (UNPAID * self.credit) if unpaid > 0.0 and self.credit > 0.0 else 0.0)
+
+    def end(self, excess: float, shared: bool, foreseen: bool, unseen: float, late: float = 0.0) -> None:
         """A step ended `excess` seconds late; `shared`: low work ran beside it, so that the loss is ours;
-        `foreseen`: none of it was there to find out what it costs; `unseen`: seconds it may have waited for the core."""
+        `foreseen`: none of it was there to find out what it costs; `unseen`: seconds it may have waited for the core;
+        `late`: by how much such steps are late on average without low work."""
         self.unseen = unseen
-        credit = self.credit
+        credit, noise = self.credit, self.noise
         if shared:
-            if excess <= NEAR * TAIL * credit / MARGIN:
+            toll = self._toll(excess)
+            excess -= late
+            self.beside = self.beside * KEEP + 1.0
+            if noise.toll:
+                self.tokens += noise.toll
+                self.tail = min(TAIL_MOST, self.tail * TAIL_FALL**-noise.over)
+            if not toll:
                 self.tail = min(TAIL_MOST, self.tail * TAIL_RISE)
             else:
-                unpaid = max(0.0, excess - DEBT * credit)
-                self.tokens = max(self.tokens - 1.0 - (unpaid / (UNPAID * credit) if credit > 0.0 else 0.0), -MOST_OWED)
+                self.tokens = max(self.tokens - toll, -MOST_OWED)
                 if foreseen:
                     self.tail = max(TAIL_LEAST, self.tail * TAIL_FALL)
             self.balance -= min(max(excess, -credit), DEBT * credit)

@@ -38,6 +38,7 @@ class Pair:
         "banned",
         "bests",
         "cells",
+        "doubted",
         "key",
         "known",
         "launches",
@@ -63,6 +64,7 @@ class Pair:
         self.launches: dict[tuple[int, int, int], Launched] = {}  # by Spot
         self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low span
         self.bests: dict[int, tuple[int, float]] = {}  # see `best`
+        self.doubted: dict[int, int] = {}  # launches in a row that were not believed to cost so much, by low span
         self.lows: dict[int, Launched] = {}  # wherever they were made, by low span
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.typical = Cell()  # the same, where one outlier counts for little: what people are told
@@ -94,6 +96,17 @@ class Pair:
             return 1.0
         harm = known.rate / self.rate
         return LEAST_HARM if harm < LEAST_HARM else MOST_HARM if harm > MOST_HARM else harm
+
+    def believes(self, spot: Spot, peak: float, doubts: int, much: float) -> bool:
+        """Whether a launch that was blamed for `peak` in a step is to be learned from. One that seems to have cost `much` is not,
+        until `doubts` of its kind have in a row: steps are that late without low work, too."""
+        low = spot[2]
+        if peak <= much:
+            self.doubted.pop(low, None)
+            return True
+        seen = self.doubted.get(low, 0) + 1
+        self.doubted[low] = seen if seen < doubts else 0
+        return seen >= doubts
 
     def learn(self, spot: Spot, cost: float, peak: float, seconds: float, step: int, exposed: float) -> None:
         """A launch of `seconds`, `exposed` of them beside the high job, was blamed for `cost`, `peak` in one step."""

@@ -22,6 +22,7 @@ from gpumux.model import JobId, Priority
 
 MOST_BANS = 8
 WILD = 8.0  # times what a step may lose on average
+NOTEWORTHY = 0.02  # of the steps without low work lose much
 NAMES = 3  # operators of a range that are named
 
 
@@ -125,6 +126,12 @@ def _alone(core: CoreState, guard: Guard, track: Track) -> list[str]:
         often = "once" if drifts == 1 else f"{drifts} times"
         lines.append(
             f"What its steps take alone was found to have changed {often}: that is its own work, and no job is blamed for it."
+        )
+    if (noise := track.account.noise.over) >= NOTEWORTHY:
+        said = f"Without low work its steps differ, too: about {100 * noise:.0f} in 100 lose what low work might be blamed for. "
+        lines.append(
+            said
+            + "That many are charged to nobody, and what seems to cost much is believed to after several times in a row."
         )
     others = [_name(core, other) for other in guard.tracks if other != track.job.id and other in core.jobs]
     if track.company and others:

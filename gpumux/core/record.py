@@ -201,7 +201,7 @@ class Record:
                     out.spots = ()
         span = ended - start
         if recent.open:
-            recent.settle(start, track.steps)
+            recent.settle(start, track.steps, track.account)
         if found and not track.watching:
             self._unwatched(track, model, piece, span, beside)
         elif found:
@@ -252,8 +252,8 @@ class Record:
             if not track.calibrating:
                 track.calibrate(1)
             return
-        excess = span - baseline.value
-        track.excess += excess
+        track.excess += span - baseline.value
+        excess = span - baseline.value - baseline.late
         track.account.used += excess
         if piece == 0 and track.from_idle:
             early = [(low, seconds) for low, seconds in found if low.at < track.arrived]
@@ -289,7 +289,7 @@ class Record:
         if baseline.count:
             excess = span - baseline.value
             track.excess += excess
-            track.account.used += excess
+            track.account.used += excess - baseline.late
 
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)

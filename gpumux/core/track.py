@@ -146,11 +146,15 @@ class Track:
         seconds = ended - self.began
         clean = not self.shared
         baseline = model.steps[self.from_idle]
-        if clean and not self.beside and baseline.add(seconds):
-            self.calibrate(WANTED)
+        if clean and not self.beside:
+            if baseline.known:
+                self.account.alone(seconds - baseline.value)
+            if baseline.add(seconds):
+                self.account.noise.changed()
+                self.calibrate(WANTED)
         solo = self.solo_step()
         excess = self.excess if self.beside or not model.step_known() else seconds - solo
-        self.account.end(excess, self.shared, not self.tried, UNSEEN_S if self.from_idle else 0.0)
+        self.account.end(excess, self.shared, not self.tried, UNSEEN_S if self.from_idle else 0.0, baseline.late)
         self.steps += 1
         self.company += self.beside
         if excess > self.account.limit and self.shared:  # not so well known, then

@@ -51,3 +51,17 @@ def test_a_change_beyond_the_noise_is_noticed_all_the_same(factor):
     assert [baseline.add(factor * 1e-3), baseline.add(factor * 1e-3)] == [False, True]
     assert baseline.drifts == before + 1
     assert baseline.value == factor * 1e-3
+
+
+def test_where_samples_are_often_late_it_is_known_by_how_much():
+    random = Random(2)
+    baseline = told([1e-3 * random.choice((1.0, 1.0, 1.0, 1.8)) for _ in range(600)])
+    assert baseline.value == 1e-3
+    assert 0.05e-3 < baseline.late < 0.3e-3
+
+
+def test_what_always_takes_the_same_is_not_late_and_neither_is_what_changed():
+    random = Random(3)
+    assert told([1e-3 * random.uniform(0.98, 1.02) for _ in range(300)]).late == 0.0
+    assert told([1e-3] * 50 + [2e-3] * 50).late == 0.0, "the first two of these are no noise"
+    assert told([1e-3, 1e-3, 1e-3, 0.2e-3, *[1e-3] * 20]).late == 0.0, "it is never early"
