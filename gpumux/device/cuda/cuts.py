@@ -1,7 +1,7 @@
 """How a program is cut into pieces, and when to cut it again. Pure: it is told times.
 
-    cut 0   guessed, and run operator by operator: the first step warms up, the second is timed
-    cut 1   by those times, as graphs. Operators launched one by one are timed with the gaps between them, so
+    cut 0   guessed, and run operator by operator: the first step warms up, both are timed
+    cut 1   by the lesser times, as graphs. Operators launched one by one are timed with the gaps between them, so
     cut 2   after SETTLE_STEPS steps the pieces' own times count, if they are far from what was aimed at
 
 Whoever launches them may want pieces of another length (`aim`): further cuts follow, each after a step of the newest.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 from statistics import median
 
 from gpumux.device.units import Unit, cut_units
@@ -19,6 +20,7 @@ from gpumux.program.cut import cut, cut_unmeasured, piece_seconds
 
 LOW_S, HIGH_S, HIGH_LEAST_S = 300e-6, 500e-6, 250e-6  # how long pieces should be, by class
 GUESSED_OP_S = 20e-6
+TIMED_STEPS = 2
 SETTLE_STEPS = 8
 FAR = 1.5  # pieces this many times longer or shorter than aimed at are worth cutting again
 LEAST_OP_S = 0.5e-6
@@ -48,6 +50,7 @@ class Cuts:
         self._pieces: list[list[float]] = []
         self.newest = 0
         self.op_s: tuple[float, ...] = ()
+        self._timed = [inf] * operators
         self._predicted = {0: piece_seconds(guessed, self._bounds[0])}
 
     def aim(self, target_s: float | None) -> None:
@@ -70,11 +73,13 @@ class Cuts:
     @property
     def timing(self) -> bool:
         """Whether the operators of the next step of cut 0 are to be timed."""
-        return self.newest == 0 and self._steps == 1
+        return self.newest == 0 and self._steps < TIMED_STEPS
 
-    def timed(self, op_s: Sequence[float]) -> None:
-        """What the operators of the next piece took, in order, while `timing`."""
-        self.op_s += tuple(max(seconds, LEAST_OP_S) for seconds in op_s)
+    def timed(self, start: int, op_s: Sequence[float]) -> None:
+        """What operators from `start` on took, while `timing`. The least of each counts: another job's kernels may have been in
+        between, and a piece thought far longer than it is would never be let in beside a high job."""
+        for op, seconds in enumerate(op_s, start):
+            self._timed[op] = max(min(self._timed[op], seconds), LEAST_OP_S)
 
     def ran(self, number: int, piece: int, seconds: float) -> None:
         """A piece ran as a graph."""
@@ -89,7 +94,10 @@ class Cuts:
         """Asked after a whole step: a new cut, if there is reason for one. `cut` makes it the newest."""
         if self.newest == 0:
             self._target_s = self._wanted_s
-            return self._cut(self.op_s) if self._steps == 2 else None
+            if self._steps != TIMED_STEPS:
+                return None
+            self.op_s = tuple(self._timed)
+            return self._cut(self.op_s)
         if self._wanted_s != self._target_s and self._steps:
             self._target_s, op_s = self._wanted_s, self._scaled()
             again = self._cut(op_s)

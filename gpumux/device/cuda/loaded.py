@@ -108,7 +108,7 @@ class LoadedProgram:
             if timing:
                 mark()
                 wait(self.driver, stream)
-                self.cuts.timed([self.driver.elapsed(a, b) for a, b in pairwise(marks)])
+                self.cuts.timed(start, [self.driver.elapsed(a, b) for a, b in pairwise(marks)])
         finally:
             for event in marks:
                 self.driver.destroy_event(event)

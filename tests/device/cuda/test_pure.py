@@ -109,15 +109,17 @@ def test_a_class_without_streams_uses_the_one_below() -> None:
 
 
 def run_cut_0(cuts: Cuts, op_s: list[float]) -> None:
+    """In two steps; in each another operator waits for somebody else's kernels."""
     for step in range(2):
-        assert (cuts.warming, cuts.timing) == (step == 0, step == 1)
-        if cuts.timing:
-            cuts.timed(op_s)
+        assert (cuts.warming, cuts.timing) == (step == 0, True)
+        delayed = [seconds + 80e-3 * (index == step) for index, seconds in enumerate(op_s)]
+        cuts.timed(0, delayed[:1])
+        cuts.timed(1, delayed[1:])
         assert cuts.wanted() is None
         cuts.stepped(0)
 
 
-def test_the_second_step_is_timed_and_cut_by() -> None:
+def test_the_first_two_steps_are_timed_and_cut_by() -> None:
     cuts = Cuts(4, 100e-6)
     run_cut_0(cuts, [100e-6] * 4)
     bounds = cuts.wanted()
