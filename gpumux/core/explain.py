@@ -10,6 +10,7 @@ from collections.abc import Callable
 from math import inf
 
 from gpumux.core.bans import Ban
+from gpumux.core.blameless import by_itself, outlier
 from gpumux.core.estimates import MAX_RATE, HighModel
 from gpumux.core.figures import promise
 from gpumux.core.holds import Hold
@@ -21,8 +22,6 @@ from gpumux.core.track import Track
 from gpumux.model import JobId, Priority
 
 MOST_BANS = 8
-WILD = 8.0  # times what a step may lose on average
-NOTEWORTHY = 0.02  # of the steps without low work lose much
 NAMES = 3  # operators of a range that are named
 
 
@@ -109,52 +108,14 @@ def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
             f"({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are "
             f"{1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {track.over} of {track.steps} steps were slower than promised."
         )
-    lines += _alone(core, guard, track) + _outlier(track) + _neighbours(core, guard, track)
+    others = [_name(core, other) for other in guard.tracks if other != job.id and other in core.jobs]
+    lines += by_itself(track, others) + outlier(track) + _neighbours(core, guard, track)
     if track.host_wait > 0.0 and track.steps:
         lines.append(
             f"The device waited {track.host_wait * 1e3:.3f} ms in all for the host to hand its pieces over "
             f"({track.host_wait / track.steps * 1e6:.0f} us a step)."
         )
     return lines
-
-
-def _alone(core: CoreState, guard: Guard, track: Track) -> list[str]:
-    """What makes it slower or faster and is nobody's to answer for: its own work, and other high jobs."""
-    model, lines = track.model, []
-    drifts = sum([baseline.drifts for baseline in model.steps]) if model is not None else 0
-    if drifts:
-        often = "once" if drifts == 1 else f"{drifts} times"
-        lines.append(
-            f"What its steps take alone was found to have changed {often}: that is its own work, and no job is blamed for it."
-        )
-    if (noise := track.account.noise.over) >= NOTEWORTHY:
-        said = f"Without low work its steps differ, too: about {100 * noise:.0f} in 100 lose what low work might be blamed for. "
-        lines.append(
-            said
-            + "That many are charged to nobody, and what seems to cost much is believed to after several times in a row."
-        )
-    others = [_name(core, other) for other in guard.tracks if other != track.job.id and other in core.jobs]
-    if track.company and others:
-        lines.append(
-            f"{track.company} of its {track.steps} steps ran beside {' and '.join(others)}, of high priority, too: high jobs share the "
-            "device by weight, and what that costs is no part of the promise."
-        )
-    return lines
-
-
-def _outlier(track: Track) -> list[str]:
-    """A step so slow that what low work is known to cost does not explain it."""
-    model, slowest = track.model, max(track.ratios, default=1.0)
-    if model is None or slowest <= 1.0 + WILD * track.account.slack:
-        return []
-    known = max([low.cell.upper for pair in model.pairs.values() for low in pair.lows.values()], default=0.0)
-    if known > (slowest - 1.0) / 4 * track.solo_step():
-        return []
-    ago = len(track.ratios) - 1 - list(track.ratios).index(slowest)
-    return [
-        f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to cost more "
-        f"than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
-    ]
 
 
 def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:

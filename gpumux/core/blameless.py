@@ -1,0 +1,48 @@
+"""What made a high job slower or faster that no low work has to answer for, in sentences (explain.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpumux.core.track import Track
+
+WILD = 8.0  # times what a step may lose on average
+NOTEWORTHY = 0.02  # of the steps without low work lose much
+
+
+def by_itself(track: Track, others: Sequence[str]) -> list[str]:
+    """What makes it slower or faster and is nobody's to answer for: its own work, noise, and other high jobs, which are `others`."""
+    model, lines = track.model, []
+    drifts = sum([baseline.drifts for baseline in model.steps]) if model is not None else 0
+    if drifts:
+        often = "once" if drifts == 1 else f"{drifts} times"
+        lines.append(
+            f"What its steps take alone was found to have changed {often}: that is its own work, and no job is blamed for it."
+        )
+    if (noise := track.account.noise.over) >= NOTEWORTHY:
+        said = f"Without low work its steps differ, too: about {100 * noise:.0f} in 100 lose what low work might be blamed for. "
+        lines.append(
+            said
+            + "That many are charged to nobody, and what seems to cost much is believed to after several times in a row."
+        )
+    if track.company and others:
+        lines.append(
+            f"{track.company} of its {track.steps} steps ran beside {' and '.join(others)}, of high priority, too: high jobs share the "
+            "device by weight, and what that costs is no part of the promise."
+        )
+    return lines
+
+
+def outlier(track: Track) -> list[str]:
+    """A step so slow that what low work is known to cost does not explain it."""
+    model, slowest = track.model, max(track.ratios, default=1.0)
+    if model is None or slowest <= 1.0 + WILD * track.account.slack:
+        return []
+    known = max([low.cell.upper for pair in model.pairs.values() for low in pair.lows.values()], default=0.0)
+    if known > (slowest - 1.0) / 4 * track.solo_step():
+        return []
+    ago = len(track.ratios) - 1 - list(track.ratios).index(slowest)
+    return [
+        f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to cost more "
+        f"than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
+    ]
