@@ -26,12 +26,13 @@ class Part:
     repeats: int
     steps: int
     low_s: float = priority.LOW_S
+    warmup: int | None = None  # steps: a guard learns in the first hundreds
 
 
 def parts(quick: bool) -> tuple[Part, Part]:
     if quick:
         return Part("fifo", 1, 4, 0.008), Part("guarded", 1, 12, 0.008)
-    return (Part("fifo", 2, 12), Part("guarded", 5, 60))
+    return (Part("fifo", 2, 12), Part("guarded", 5, 60, warmup=250))
 
 
 def measure(quick: bool) -> dict[str, dict[str, Any]]:
@@ -43,7 +44,13 @@ def measure(quick: bool) -> dict[str, dict[str, Any]]:
     try:
         return {
             part.policy: priority.measure(
-                part.policy, device, part.repeats, part.steps, low_s=part.low_s, max_slowdown=MAX_SLOWDOWN
+                part.policy,
+                device,
+                part.repeats,
+                part.steps,
+                low_s=part.low_s,
+                max_slowdown=MAX_SLOWDOWN,
+                warmup=part.warmup,
             )
             for part in parts(quick)
         }

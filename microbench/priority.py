@@ -43,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=5, help="turns alone and turns shared, for each policy")
     arguments.add_argument("--steps", type=int, default=50, help="high steps a turn")
+    arguments.add_argument(
+        "--warmup", type=int, default=300, help="high steps of the first turns, alone and shared, which don't count"
+    )
     arguments.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="default: all")
     arguments.add_argument("--greedy", metavar="ENDPOINT", help=argparse.SUPPRESS)
     arguments.add_argument("--greedy-seconds", type=float, default=LOW_S, help="of a plain step of the low job")
@@ -57,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     os.sched_setaffinity(0, every - {device} or every)  # and the greedy client's, which inherits it
     try:
         measured = {
-            policy: measure(policy, device, args.repeats, args.steps, low_s=args.greedy_seconds)
+            policy: measure(policy, device, args.repeats, args.steps, low_s=args.greedy_seconds, warmup=args.warmup)
             for policy in args.policies
         }
     finally:
@@ -82,10 +85,17 @@ def targets(measured: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def measure(
-    policy: str, core: int, repeats: int, steps: int, *, low_s: float = LOW_S, max_slowdown: float = 1.10
+    policy: str,
+    core: int,
+    repeats: int,
+    steps: int,
+    *,
+    low_s: float = LOW_S,
+    max_slowdown: float = 1.10,
+    warmup: int | None = None,
 ) -> dict[str, Any]:
     """Median high step seconds of each turn, alone and shared, and what the low job got done. `low_s`: how long a plain
-    step of it takes; `max_slowdown`: what the high job is promised."""
+    step of it takes; `max_slowdown`: what the high job is promised; `warmup`: steps of the first turns (default: as many)."""
     workload = high_workload()
     alone: list[float] = []
     shared: list[float] = []
@@ -105,13 +115,14 @@ def measure(
         greedy_client(daemon, low_s),
     ):
         for repeat in range(repeats + 1):
+            count = steps if repeat or warmup is None else warmup
             daemon.change("pause", GREEDY)
-            solo = median_step(job, workload, steps)
+            solo = median_step(job, workload, count)
             daemon.change("resume", GREEDY)
             before, began = low_steps(daemon.status()), time.monotonic()
-            next_to_low = median_step(job, workload, steps)
+            next_to_low = median_step(job, workload, count)
             rate = (low_steps(daemon.status()) - before) / (time.monotonic() - began)
-            if repeat:  # the first turn warms up: the daemon measures and cuts both programs
+            if repeat:  # the first turns warm up: the daemon measures and cuts both programs, and a guard learns
                 alone.append(solo)
                 shared.append(next_to_low)
                 low_rates.append(rate)

@@ -16,7 +16,19 @@ Report = dict[str, Any]
 
 QUICK = {
     "overhead": ["--repeats", "2", "--steps", "5"],
-    "priority": ["--repeats", "1", "--steps", "3", "--greedy-seconds", "0.008", "--policies", "fifo", "paced"],
+    "priority": [
+        "--repeats",
+        "1",
+        "--steps",
+        "3",
+        "--warmup",
+        "2",
+        "--greedy-seconds",
+        "0.008",
+        "--policies",
+        "fifo",
+        "paced",
+    ],
     "rtt": ["--repeats", "2", "--trips", "20"],
     "copies": ["--repeats", "3"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
