@@ -9,7 +9,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver, Facts
+from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver, Facts, bindings
+from gpumux.device.cuda.faults import STICKY
 from gpumux.errors import ConfigError
 from tests.device.cuda.test_driver import (  # noqa: F401  its tests run here on the card below
     Card,
@@ -54,6 +55,12 @@ def test_a_gpu_that_is_not_there_is_a_matter_of_configuration() -> None:
     with pytest.raises(ConfigError, match="no such GPU") as raised:
         CudaDriver().open(99)
     assert "--gpu" in raised.value.remedy
+
+
+def test_every_error_that_only_a_new_process_helps_against_is_known_for_one() -> None:
+    """By what the bindings say of each, which may be more with each of their versions."""
+    told = {result.name for result in bindings().CUresult if "terminated and relaunched" in (result.__doc__ or "")}
+    assert told - STICKY.keys() == set()
 
 
 def test_work_may_be_confined_to_a_share(opened: tuple[CudaDriver, Facts]) -> None:

@@ -18,6 +18,7 @@ STICKY: dict[str, str] = {
     "CUDA_ERROR_HARDWARE_STACK_ERROR": "a kernel's stack was corrupted",
     "CUDA_ERROR_ASSERT": "a kernel found a value it can't take (an index out of range, for instance)",
     "CUDA_ERROR_LAUNCH_FAILED": "a kernel failed",
+    "CUDA_ERROR_TENSOR_MEMORY_LEAK": "a kernel ended without giving back the tensor memory it took",
     "CUDA_ERROR_LAUNCH_TIMEOUT": "a kernel ran longer than the display driver lets it",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the GPU's memory has an error that can't be corrected",
     "CUDA_ERROR_NVLINK_UNCORRECTABLE": "a link between GPUs has an error that can't be corrected",
