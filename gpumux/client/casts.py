@@ -74,11 +74,12 @@ class Cast:
         weight = (
             lower and value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
         )
-        if not weight or not torch.is_autocast_cache_enabled():
+        if not weight or not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
             return value.to(dtype)
         known = self._weights.get(id(value))
         if known is None:
-            known = self._weights[id(value)] = value, value.to(dtype)
+            with torch.enable_grad():  # a later use may want gradients, though this one is under no_grad
+                known = self._weights[id(value)] = value, value.to(dtype)
         return known[1]
 
     def all_to(self, dtype: torch.dtype, call: Call) -> Call:

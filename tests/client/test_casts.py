@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpumux
 from gpumux.client import casts
@@ -259,6 +260,36 @@ def test_both_names_mean_the_jobs_autocast() -> None:
         assert state() == OFF
     assert state() == OFF
     assert (x @ w).dtype == torch.float32
+
+
+class Casts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("modes", ["gg", "nn", "gn", "ng", "ngn", "gng", "ig", "ing"])
+def test_a_weight_is_cast_once_and_has_its_gradient_whoever_casts_it_first(modes: str) -> None:
+    """As torch does on the CPU, by the code that it has for GPUs, too: with gradients, under no_grad, in inference mode."""
+    w, x = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4, dtype=torch.bfloat16)
+    under_way = {"g": torch.enable_grad, "n": torch.no_grad, "i": torch.inference_mode}
+
+    def uses(device: str) -> tuple[int, list[bool]]:
+        wanted = []
+        with Casts() as casts, torch.autocast(device, torch.bfloat16):
+            for mode in modes:
+                with under_way[mode]():
+                    wanted.append((x @ w).requires_grad)
+        return casts.count, wanted
+
+    want = uses("cpu")
+    assert want[1] == [mode == "g" for mode in modes]
+    with traced():
+        assert uses("cuda") == want
 
 
 def test_where_the_model_lies_on_a_gpu_its_types_are_meant() -> None:
