@@ -197,7 +197,7 @@ class StepFunction:
             self._cases.clear()
         try:
             return self._choose(args, kwargs, state)
-        except NotRepeatable:
+        except CaptureError:
             for change in self._settling:
                 change.restore()
             self._settling = None

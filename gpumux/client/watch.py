@@ -263,7 +263,20 @@ def modes() -> Watch:
             mkldnn(), cudnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled, *precisions(),
         )  # fmt: skip
 
-    return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", lambda old: None)
+    set_grad, set_on, set_dtype = torch.set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype
+    set_cached, set_default = torch.set_autocast_cache_enabled, torch.set_default_dtype
+
+    def restore(old: Reading) -> None:
+        """What is a switch of the thread's; precision and the choice of kernels are the process's, and left alone."""
+        set_grad(old[0])
+        set_on("cpu", old[2])
+        set_on("cuda", old[3])
+        set_dtype("cpu", old[4])
+        set_dtype("cuda", old[5])
+        set_cached(old[6])
+        set_default(old[8])
+
+    return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", restore)
 
 
 def generator_state(source: Any) -> str:

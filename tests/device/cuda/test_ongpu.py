@@ -15,6 +15,7 @@ from gpumux import client
 from gpumux.client.autocast import autocast_of_a_gpu
 from gpumux.client.ongpu import as_on_a_gpu
 from gpumux.client.patches import RngTape
+from gpumux.client.watch import modes
 from gpumux.errors import CaptureError
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.device.cuda.kernels import of_a_gpu
@@ -333,6 +334,24 @@ def test_autocast_around_a_step_with_its_cache_is_refused(endpoint: str) -> None
             client.submit(lambda x: model(x), example=(X,), model=model, endpoint=endpoint)
     finally:
         torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("how", ["raises", "leaves it on"])
+def test_a_step_that_is_refused_leaves_torchs_autocast_as_it_was(how: str, endpoint: str) -> None:
+    model = nn.Linear(4, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        if how == "raises":
+            torch.set_grad_enabled(False)
+            raise ValueError("in the middle")
+        return model(x)
+
+    before = modes().read()
+    with pytest.raises(CaptureError):
+        client.submit(step, example=(X,), model=model, endpoint=endpoint)
+    assert modes().read() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch turns none off where it sees a GPU")
