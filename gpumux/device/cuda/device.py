@@ -81,7 +81,6 @@ class CudaDevice(Dispatch):
         self._compute, self._clock = compute, clock
         self._checks_at_once = max(2, (os.cpu_count() or 2) // 4)
         super().__init__(Checks(self._checks_at_once, limits, allow_ops), parallel)
-        self._streams: list[int] = []
         self._parts: list[Callable[[], object]] = []  # how to give back what is open, in order of opening
         self._total = 0
 
