@@ -245,6 +245,11 @@ def test_two_checks_run_side_by_side_on_two_cores(driver: Driver) -> None:
     driver.device.check(hog.job, ProgramId(1), long(40_000))
     job.load(samples.counter(), [4])
     assert not any(isinstance(event, ProgramChecked) for event in driver.unread)
+    assert isinstance(driver.device, CpuDevice)
+    driver.unload(driver.jobs.pop(hog.job).job)
+    while driver.device._checks.running:  # its process is killed, and somebody has to hear of it
+        driver.case.wait(driver.device)
+        driver.poll()
 
 
 def test_an_allowed_operator_that_torch_lacks_is_named() -> None:
