@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def low_workload(seconds: float) -> Workload:
 def main(argv: list[str] | None = None) -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=5, help="turns alone and turns shared, for each policy")
-    arguments.add_argument("--steps", type=int, default=50, help="high steps a turn")
+    arguments.add_argument("--steps", type=int, default=500, help="high steps a turn, at most")
+    arguments.add_argument("--seconds", type=float, default=2.0, help="a turn, at most: some policies make steps long")
     arguments.add_argument(
         "--warmup", type=int, default=300, help="high steps of the first turns, alone and shared, which don't count"
     )
@@ -60,7 +62,15 @@ def main(argv: list[str] | None = None) -> int:
     os.sched_setaffinity(0, every - {device} or every)  # and the greedy client's, which inherits it
     try:
         measured = {
-            policy: measure(policy, device, args.repeats, args.steps, low_s=args.greedy_seconds, warmup=args.warmup)
+            policy: measure(
+                policy,
+                device,
+                args.repeats,
+                args.steps,
+                low_s=args.greedy_seconds,
+                warmup=args.warmup,
+                seconds=args.seconds,
+            )
             for policy in args.policies
         }
     finally:
@@ -93,9 +103,11 @@ def measure(
     low_s: float = LOW_S,
     max_slowdown: float = 1.10,
     warmup: int | None = None,
+    seconds: float = inf,
 ) -> dict[str, Any]:
     """Median high step seconds of each turn, alone and shared, and what the low job got done. `low_s`: how long a plain
-    step of it takes; `max_slowdown`: what the high job is promised; `warmup`: steps of the first turns (default: as many)."""
+    step of it takes; `max_slowdown`: what the high job is promised; `warmup`: steps of the first turns (default: as many);
+    `seconds`: after which a turn ends, whatever its steps are."""
     workload = high_workload()
     alone: list[float] = []
     shared: list[float] = []
@@ -117,10 +129,10 @@ def measure(
         for repeat in range(repeats + 1):
             count = steps if repeat or warmup is None else warmup
             daemon.change("pause", GREEDY)
-            solo = median_step(job, workload, count)
+            solo = median_step(job, workload, count, seconds)
             daemon.change("resume", GREEDY)
             before, began = low_steps(daemon.status()), time.monotonic()
-            next_to_low = median_step(job, workload, count)
+            next_to_low = median_step(job, workload, count, seconds)
             rate = (low_steps(daemon.status()) - before) / (time.monotonic() - began)
             if repeat:  # the first turns warm up: the daemon measures and cuts both programs, and a guard learns
                 alone.append(solo)
@@ -137,14 +149,15 @@ def measure(
     }
 
 
-def median_step(job: Any, workload: Workload, steps: int) -> float:
-    """Median seconds from asking for a step to having its answer."""
-    times = []
-    for index in range(steps):
+def median_step(job: Any, workload: Workload, steps: int, seconds: float = inf) -> float:
+    """Median seconds from asking for a step to having its answer, of so many steps, or as many as `seconds` are enough for."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < steps and (not times or time.perf_counter() < end):
         began = time.perf_counter()
-        job.step(*workload.batch(index)).result()
+        job.step(*workload.batch(len(times))).result()
         times.append(time.perf_counter() - began)
-    return sorted(times)[steps // 2]
+    return sorted(times)[len(times) // 2]
 
 
 def low_steps(status: dict[str, Any]) -> int:
