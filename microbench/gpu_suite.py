@@ -3,8 +3,8 @@
 Each part writes gpu-PART.json and gpu-PART.txt into --out after every program it ran. Run again with the same --out (or with
 the earlier files' folder as --resume) it goes on where it was; --fresh begins anew.
 
-Exit status: 0 all of it ran and passed; 1 something failed; 69 there is no CUDA device (what would run is listed); 75 the time
-was up first, run the same command again; 64 wrong usage; 130 interrupted.
+Exit status: 0 all of it ran, and passed or was skipped by name; 1 something failed; 69 there is no CUDA device (what would run
+is listed); 75 the time was up first, run the same command again; 64 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from microbench.suite_parts import PARTS, Job
 
 LIMIT_S = 520.0  # of a part: below nine minutes with what starting and ending takes
 PASSED, FAILED, PARTLY = "passed", "failed", "partly"
+SKIPPED = "skipped"  # tests of which none ran: each says what this card or driver lacks
 BROKEN, USAGE, NO_DEVICE, OVER, INTERRUPTED = 1, 64, 69, 75, 130  # exit statuses
 TAIL = 4000  # characters of a failed program's output that are kept
 END_S = 10.0  # for a program to end in order
@@ -180,6 +181,9 @@ def run_job(job: Job, within_s: float, earlier: Any) -> dict[str, Any]:
         "command": " ".join(job.command(Path("FILE"), within_s)),
     }
     state = PASSED if status == 0 else PARTLY if status in (OVER, None) and job.resumes else FAILED
+    counts = result.get("counts") if isinstance(result, dict) else None
+    if state == PASSED and counts and not counts.get("passed"):
+        state = SKIPPED
     shown = job.shown(output, result) if state != FAILED else f"{output}\n{errors}"[-TAIL:]
     if status is None:
         shown += f"\nended after {within_s:.0f} s, which is all it was given"

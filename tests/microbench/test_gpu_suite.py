@@ -172,6 +172,22 @@ def test_results_of_tests_are_read(tmp_path: Path):
     assert suite_parts.read(path) is None
 
 
+def test_tests_that_were_all_skipped_have_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A file that skips for want of something would else look proven."""
+
+    def writes(cases: str) -> str:
+        xml = f'<?xml version="1.0"?><testsuites><testsuite>{cases}</testsuite></testsuites>'
+        return f"import sys; open(sys.argv[1], 'w').write({xml!r})"
+
+    skip, passed = '<testcase name="a"><skipped message="no shares"/></testcase>', '<testcase name="b"/>'
+    jobs = [job("none", writes(skip)), job("some", writes(skip + passed))]
+    assert suite(jobs, tmp_path).run(60.0) == 0
+    assert [written(tmp_path)["programs"][name]["status"] for name in ("none", "some")] == ["skipped", "passed"]
+    capsys.readouterr()
+    assert suite(jobs, tmp_path).run(60.0) == 0
+    assert "left] none" not in capsys.readouterr().out, "it would be skipped again"
+
+
 def test_the_probe_names_a_card_or_says_why_there_is_none():
     found = probe.look()
     assert bool(found.card) != bool(found.why)
