@@ -44,6 +44,20 @@ def test_the_sweep():
     assert cell(MULTIPLEXING, "worst mean while learning") == f"{worst['learning_mean_slowdown']:.3f}"
 
 
+def test_the_sweep_of_another_seed():
+    pairs = result("sim-sweep-seed-1")
+    shares = [pair["harvest_share"] for pair in pairs if pair["feasible"]]
+    mean, tail = (max(pair[key] for pair in pairs) for key in ("mean_slowdown", "p99_slowdown"))
+    assert (len(pairs), {pair["seed"] for pair in pairs}) == (100, {1})
+    assert mean <= 1.05
+    assert tail <= 1.10
+    told = (
+        f"worst mean {mean:.3f}, worst 99th percentile {tail:.4f}; of the {len(shares)} feasible pairs "
+        f"{sum(shares) / len(shares):.2f} of the oracle's harvest on average and {sum(s < 0.8 for s in shares)} below 0.80"
+    )
+    assert told in " ".join(MULTIPLEXING.split())
+
+
 def test_the_guards_cost():
     found = result("cpu-core_rate")
     paced, guarded = (found["events_per_second"][policy] for policy in ("paced", "guarded"))
