@@ -17,7 +17,8 @@ over, so the credit goes where it buys most. A piece is never held by the price 
 
 from __future__ import annotations
 
-from gpumux.core.noise import KEEP, Noise
+from gpumux.core.baseline import KEEP
+from gpumux.core.noise import Noise
 
 MARGIN = 0.92  # of the credit is spent: the rest is for what the core does not see, a host that is busy with low work
 BANK = 3.0  # credits an account holds at most

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from math import ceil, log
 
-KEEP = 0.99  # of what such steps told, with each new one: a hundred count
-DOUBT = 8.0  # steps without a loss that are taken to have been there before; they fade with the first 32 true ones
+from gpumux.core.baseline import DOUBT, KEEP
+
 CHANCE = 0.01
 LIKELY = 0.5  # no noise is taken to be likelier
 MOST_DOUBTS = 5
@@ -30,7 +30,7 @@ class Noise:
             self._count = self._count * KEEP + 1.0
             self._over = self._over * KEEP + (before > 0.0)
             self._toll = self._toll * KEEP + before
-            doubtful = self._count + max(0.0, DOUBT - self._count / 4)
+            doubtful = self._count + max(0.0, DOUBT - self._count / 4)  # what it begins with has faded after 32
             self.over, self.toll = self._over / doubtful, self._toll / doubtful
 
     def changed(self) -> None:

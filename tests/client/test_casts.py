@@ -344,35 +344,41 @@ def test_a_type_that_would_be_cast_to_is_looked_at_at_every_call() -> None:
     assert watch.read() == now
 
 
+def product(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    ctx.save_for_backward(x, w)
+    return x @ w
+
+
+def its_gradients(ctx: Any, grad: torch.Tensor) -> Any:
+    x, w = ctx.saved_tensors
+    return grad @ w.t(), x.t() @ grad
+
+
 class Cast(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
+        return product(ctx, x, w)
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, w = ctx.saved_tensors
         assert not torch.is_autocast_enabled("cuda")
-        return grad @ w.t(), x.t() @ grad
+        return its_gradients(ctx, grad)
 
 
 class Following(Cast):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
+        return product(ctx, x, w)
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, w = ctx.saved_tensors
         assert torch.is_autocast_enabled("cuda")
         assert torch.get_autocast_dtype("cuda") == torch.bfloat16
-        return grad @ w.t(), x.t() @ grad
+        return its_gradients(ctx, grad)
 
 
 @pytest.mark.parametrize("kind", [Cast, Following])

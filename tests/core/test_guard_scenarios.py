@@ -99,6 +99,13 @@ def test_a_pair_that_stops_hurting_is_freed() -> None:
 QUIET = high((SMALL,) * 16), low((LIGHT,) * 24)
 
 
+def pace(simulation: Simulation, factor: float) -> None:
+    """From now on the device takes `factor` times as long for everything, whoever uses it."""
+    for client in simulation.clients:
+        job = client.workload
+        simulation.change(job.name, [k._replace(block_s=factor * k.block_s) for k in job.kernels])
+
+
 @cache
 def undisturbed_work_s() -> float:
     """Of the low one of QUIET."""
@@ -108,11 +115,6 @@ def undisturbed_work_s() -> float:
 @pytest.mark.parametrize("hiccups", [(0.95,), (0.3, 0.6, 0.9), (0.9, 0.902, 0.904)])
 def test_a_noisy_outlier_bans_nobody_for_long(hiccups: tuple[float, ...]) -> None:
     """The device stalls for a moment, for a cause that no job is: everything takes thirty times as long meanwhile."""
-
-    def pace(simulation: Simulation, factor: float) -> None:
-        for job in QUIET:
-            simulation.change(job.name, [k._replace(block_s=factor * k.block_s) for k in job.kernels])
-
     simulation = world(*QUIET)
     for when in hiccups:
         simulation.at(when, lambda: pace(simulation, 30.0))

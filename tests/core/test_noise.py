@@ -14,7 +14,7 @@ from gpumux.core.places import START
 from gpumux.core.queue import PairKey
 from gpumux.device.sim.kernel import Kernel
 from gpumux.simulate.run import Simulation
-from tests.core.test_guard_scenarios import SMALL, high, low, world
+from tests.core.test_guard_scenarios import SMALL, high, low, pace, world
 
 SOLO_S = 1e-3
 
@@ -117,17 +117,11 @@ NOISE_S = 0.5e-3  # for so long all is slower
 def run(*workloads: object, every: float, seconds: float = 1.2, seed: int = 0) -> Simulation:
     """On a device that is two to six times slower for half a millisecond every now and then, whoever uses it."""
     simulation, random = world(*workloads), Random(seed)  # type: ignore[arg-type]
-
-    def pace(factor: float) -> None:
-        for client in simulation.clients:
-            kernels = [kernel._replace(block_s=factor * kernel.block_s) for kernel in client.workload.kernels]
-            simulation.change(client.workload.name, kernels)
-
     when = 0.0
     while every and when < seconds:
         when += random.expovariate(1 / every)
-        simulation.at(when, lambda factor=random.uniform(2.0, 6.0): pace(factor))
-        simulation.at(when + NOISE_S, lambda: pace(1.0))
+        simulation.at(when, lambda factor=random.uniform(2.0, 6.0): pace(simulation, factor))
+        simulation.at(when + NOISE_S, lambda: pace(simulation, 1.0))
         when += NOISE_S
     return simulation
 

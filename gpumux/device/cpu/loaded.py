@@ -101,11 +101,13 @@ class LoadedProgram:
             )
         if cut == 0:
             start, stop = bounds[piece], bounds[piece + 1]
+            watch = self._watch if self.newest == 0 else None
             if self._compiled is not None:
-                seconds = self._compiled.run(frame, start, stop, watch=self._watch)
+                seconds = self._compiled.run(frame, start, stop, watch=watch)
             else:
-                seconds = self._interpreter.run(frame, start, stop, verify=self._first(0), watch=self._watch)
-            if self.newest == 0:
+                verify = watch is not None and self._steps == 0
+                seconds = self._interpreter.run(frame, start, stop, verify=verify, watch=watch)
+            if watch is not None:
                 self._op_s[start:stop] = map(min, self._op_s[start:stop], seconds)
         elif self._settling(cut):
             self._watch.start()
@@ -180,10 +182,6 @@ class LoadedProgram:
         if self._compiled is not None:
             return self._compiled.left
         return self._builder.through_python if self._builder else {}
-
-    def _first(self, step: int) -> bool:
-        """Whether this is whole step number `step` of cut 0, for its measuring."""
-        return self.newest == 0 and self._steps == step
 
     def _settling(self, cut: int) -> bool:
         return cut == 1 and self.newest == 1 and self._steps < SETTLE_STEPS
