@@ -21,13 +21,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS)
 RUN := $(VENV)/bin/python -m
+CORE := $(RUN) gpumux.compile_core
 SOURCES := gpumux clients microbench tests
 # A file's tests stay together, as they share a daemon. One worker more than cores, since many wait for processes they
 # started; each takes half a gigabyte, so there are few.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 BESIDE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast lint ruff fmt gpu clean
+.PHONY: help demo test test-fast core lint ruff fmt gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,11 +38,15 @@ demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about two minutes
 
 test: ruff ## everything CI runs: lint, types, all tests
 	@echo "$(RUN) mypy, beside the tests"; $(RUN) mypy >$(VENV)/mypy.log 2>&1 & types=$$!; failed=0; trap "kill $$types" INT TERM; \
+	echo "$(CORE) --optional"; $(CORE) --optional || failed=1; \
 	echo "$(RUN) pytest $(BESIDE) --durations=15"; $(RUN) pytest $(BESIDE) --durations=15 || failed=1; \
 	wait $$types || failed=1; cat $(VENV)/mypy.log; exit $$failed
 
 test-fast: $(VENV)/.dev ## the tests that take less than ten seconds each
 	$(RUN) pytest $(BESIDE) -m "not slow" --durations=5
+
+core: $(VENV)/.dev ## compile the scheduler core, if its sources changed: daemons started from here are quicker (half a minute)
+	@$(CORE)
 
 lint: ruff ## ruff and mypy --strict, no changes made
 	$(RUN) mypy
@@ -59,7 +64,7 @@ gpu: $(VENV)/.dev ## every GPU test, experiment and benchmark; run it again to g
 
 clean: ## remove the virtual environment, caches and builds
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .debs
-	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(SOURCES) \( -name __pycache__ -o -name __compiled__ \) -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
 	@[ -n "$(PYTHON)" ] || { echo "gpumux needs Python 3.11 or newer with the venv module, and none was found on PATH." \

@@ -42,7 +42,9 @@ LOG_FORMATS = ("text", "json")
 TABLES = ("daemon", "limits", "access")
 ENV_PREFIX = "GPUMUX_"
 ENV_CONFIG = "GPUMUX_CONFIG"  # names the file, so it can't be a setting in it
-ENV_OTHERS = frozenset({ENV_CONFIG, "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"})  # the last two are for clients
+ENV_OTHERS = frozenset(  # which core runs (compiled.py), and what is for clients
+    {ENV_CONFIG, "GPUMUX_CORE", "GPUMUX_CURVE_KEY", "GPUMUX_CURVE_SERVER"}
+)
 GIB = 1 << 30
 _OPERATOR = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)  # namespace.name.overload
 MIB = 1 << 20

@@ -27,6 +27,7 @@
     +-- DaemonGone              the daemon left or stopped answering
     +-- DeviceLost              the device failed beyond repair; the daemon ends
     +-- EndpointBusy            another daemon holds the endpoint or device
+    +-- BuildFailed             the core can't be compiled
     +-- TrialFailed             a trial of a sweep: the user's factory, data, step or score raises
 
 `wire/` carries an error as (code, message, remedy); `from_code` makes the same class again on the
@@ -158,6 +159,10 @@ class DeviceLost(GpumuxError):
 
 class EndpointBusy(GpumuxError):
     code = "endpoint_busy"
+
+
+class BuildFailed(GpumuxError):
+    code = "build_failed"
 
 
 class TrialFailed(GpumuxError):

@@ -30,9 +30,11 @@ ARROWS: dict[str, frozenset[str]] = {
     "access": frozenset({"errors", "model"}),
     "rules": frozenset({"errors", "model", "access"}),  # names to ids, for the configuration alone
     "config": frozenset({"errors", "model", "access", "rules", "gpumux"}),
+    "compiled": frozenset({"errors"}),  # which core runs
+    "compile_core": frozenset({"errors", "compiled"}),
     "hostmemory": frozenset({"errors"}),  # what the kernel says, for whoever asks
     "program": BASE,
-    "core": SHARED,
+    "core": SHARED | {"compiled"},
     "wire": SHARED,
     "device": SHARED,
     "metrics": SHARED,
@@ -40,7 +42,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "daemon": SHARED | {"core", "wire", "device", "metrics", "recovery"},
     "simulate": SHARED | {"core", "device"},
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
-    "cli": SHARED | {"core", "wire", "device", "metrics", "recovery", "daemon", "simulate", "plan", "fuse"},
+    "cli": SHARED | {"compiled", "core", "wire", "device", "metrics", "recovery", "daemon", "simulate", "plan", "fuse"},
     "client": SHARED | {"wire"},
     "fuse": SHARED
     | {"client", "wire", "device", "simulate"},  # captures and submits as a job does, runs as the device does
@@ -264,4 +266,5 @@ def test_type_information_ships(tmp_path: Path):
     assert {"gpumux/py.typed", "gpumux/metrics/page.html"} <= names
     assert {str(path.relative_to(ROOT)) for path in modules().values()} <= names
     assert any(name.endswith("LICENSE") for name in names)
+    assert not any(name.endswith(".so") for name in names)  # what `make core` made is for this machine
     assert "gpumux = gpumux.cli.main:main" in entry_points

@@ -14,9 +14,10 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
-from gpumux import config, hostmemory
+from gpumux import compiled, config, hostmemory
 from gpumux.cli.text import size
 from gpumux.errors import ConfigError
 
@@ -84,6 +85,19 @@ def torch() -> Finding:
     if (major, minor) < MIN_TORCH:
         return Finding("torch", FAIL, f"torch {version} is too old", "pip install -U 'torch>=2.11'")
     return Finding("torch", OK, version)
+
+
+def core() -> Finding:
+    """Whether a daemon started as this command is would run a compiled core."""
+    try:
+        choice = compiled.choose()
+        if choice.directory is not None:
+            import_module("gpumux.core")  # which loads it
+    except ConfigError as error:
+        return Finding("core", FAIL, error.message, error.remedy)
+    if choice.directory is None and not choice.remedy and not os.environ.get(compiled.ENVIRONMENT):
+        return Finding("core", OK, f"{choice}; `{compiled.COMPILE}` makes it about three times as quick")
+    return Finding("core", WARN if choice.remedy else OK, str(choice), choice.remedy)
 
 
 def shared_memory() -> Iterator[Finding]:

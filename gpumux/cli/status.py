@@ -38,7 +38,7 @@ def describe(body: dict[str, Any]) -> str:
     metrics = f"http://{daemon['metrics_host']}:{daemon['metrics_port']}/metrics" if daemon["metrics_port"] else "off"
     lines = [
         f"daemon   gpumux {daemon['version']}, pid {daemon['pid']}, up {duration(daemon['uptime_s'])}, "
-        f"policy {daemon['policy']}",
+        f"policy {daemon['policy']}" + (f", core {daemon['core']}" if "core" in daemon else ""),
         f"listens  {', '.join(daemon['endpoints'])}",
         f"metrics  {metrics}",
         f"device   {device['kind']}: {device['name']}, torch {device['torch_version']}"

@@ -2,7 +2,7 @@
 
 GetStatus's body is a contract for scripts (`gpumux status --json`): fields may be added, not changed.
 
-daemon    {version, pid, endpoints, policy, started (Unix time), uptime_s, metrics_host, metrics_port
+daemon    {version, pid, endpoints, policy, core (compiled or interpreted), started (Unix time), uptime_s, metrics_host, metrics_port
           (0: off), leaving}
 device    {kind, name, torch_version, threads, parallel, memory_bytes}
 memory    bytes: {total_bytes, free_bytes, shared_bytes}
@@ -29,6 +29,7 @@ from typing import Any
 
 from gpumux import __version__
 from gpumux.config import Config
+from gpumux.core import RUNS
 from gpumux.core.machine import Core
 from gpumux.daemon.books import Books
 from gpumux.daemon.desk import Desk
@@ -68,6 +69,7 @@ def status(identity: Identity, core: Core, books: Books, shared_bytes: int) -> d
             "pid": os.getpid(),
             "endpoints": list(identity.endpoints),
             "policy": config.policy,
+            "core": RUNS.kind,
             "started": identity.started,
             "uptime_s": max(0.0, time.time() - identity.started),
             "metrics_host": config.metrics_host,

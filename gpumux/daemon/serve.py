@@ -13,7 +13,6 @@ import faulthandler
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -28,6 +27,7 @@ from gpumux.config import Config
 from gpumux.daemon import logs
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.manager import Manager
+from gpumux.daemon.process import raise_file_limit, say_core
 from gpumux.daemon.report import Identity
 from gpumux.daemon.settings import shared_limit, wire_limits
 from gpumux.device import registry
@@ -45,7 +45,6 @@ from gpumux.wire.router import Router
 
 EX_OK, EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL, EX_CONFIG = 0, 70, 74, 75, 78
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
-LEAST_FILES = 1024
 DRIVER = Path("/proc/driver/nvidia/version")
 
 log = logging.getLogger("gpumux.daemon")
@@ -119,6 +118,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     """Open, serve, and leave the closing to `stack`, which also runs when something goes wrong."""
     started = time.time()
     raise_file_limit()
+    say_core()
     keep_crashes(config, stack)
     texts = config.endpoint or (endpoints.default_endpoint(config.gpu),)
     router = Router(texts, endpoints.runtime_dir(config.gpu), wire_limits(config), curve_keys(config))
@@ -238,17 +238,6 @@ def choice(name: str, driver: Path = DRIVER) -> str:
     if driver.exists():
         return "the CPU: there is an NVIDIA driver, but the GPU has to be asked for (--device cuda): it is new and unproven"
     return "the CPU: there is no NVIDIA driver on this machine"
-
-
-def raise_file_limit() -> None:
-    """Descriptors are what a daemon has most of; the usual soft limit of 1024 is about 80 jobs."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard < LEAST_FILES:
-        log.warning(
-            "this process may open %d descriptors only, which is room for few jobs; raise the limit (LimitNOFILE, "
-            "`ulimit -Hn`) to %d or more", hard, LEAST_FILES,
-        )  # fmt: skip
 
 
 def curve_keys(config: Config) -> ServerCurve | None:

@@ -305,6 +305,9 @@ def test_status_in_words():
     assert "2 bans in force, 5 ever; low work ran for 1m30s beside high jobs, held: ban 1m01s\n" in told
     assert "metrics  off" in out
     assert "no jobs" in out
+    assert "policy paced\n" in out  # a daemon from before it could be compiled
+    daemon = {**body["daemon"], "core": "compiled"}
+    assert "policy paced, core compiled\n" in status.describe({**body, "daemon": daemon})
     assert "512.0 MiB free of 1.0 GiB" in out
 
 
