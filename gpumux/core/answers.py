@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpumux.core.bans import Ban
 from gpumux.core.cells import Spot
@@ -15,9 +15,10 @@ from gpumux.core.queue import Job, Step
 if TYPE_CHECKING:
     from gpumux.core.fairness import ReadyQueue
     from gpumux.core.scene import Running
-    from gpumux.core.track import Track
+    from gpumux.core.track import Track, Turn
 
-ANY = -1  # version of the low class where what is out of it makes no difference
+ANY: Final = -1  # version of the low class where what is out of it makes no difference
+NO_NEED: Final = -inf
 
 
 class Answer:
@@ -30,14 +31,16 @@ class Answer:
     probe: Ban | None = None
     probed: Track | None = None
     exploring: Track | None = None
+    trusting = False  # it relies on when idle jobs usually come
     unknown = False  # the piece has never run beside a high job that runs
     hold: Hold | None = None
     # A held launch stays so as long as these do:
     step: Step | None = None
     track: Track | None = None  # of the job it is held for
-    seen = 0  # that track's version
+    turn: Turn | None = None  # of that track's
+    seen = 0  # by that count
     low_seen = ANY  # the low class's, where what is out made a difference
-    need = -inf  # Track.awaited
+    need = NO_NEED  # Track.awaited
 
     def __init__(self, share: float, seconds: float) -> None:
         self.share = share
@@ -45,56 +48,66 @@ class Answer:
         self.spots: list[tuple[Pair, Spot]] = []
 
     def held(self, hold: Hold, track: Track) -> Answer:
-        self.hold, self.track, self.seen = hold, track, track.version
+        self.hold, self.track = hold, track
+        self.turn, self.seen = track.turn, track.turn.count
+        return self
+
+    def refused(self, reason: str, track: Track, piece: int, ban: Ban | None = None, until: float = inf) -> Answer:
+        """The same, in the words of a Hold."""
+        return self.held(Hold(reason, track.job.id, piece, ban, until), track)
+
+    def untried(self, track: Track, piece: int) -> Answer:
+        """The same where nothing is known of the piece and nothing may be risked, which is so for the rest of the high step."""
+        self.refused("learning", track, piece)
+        self.turn, self.seen, self.need = track.whole, track.whole.count, inf
         return self
 
     def stands(self, low_version: int, now: float) -> bool:
         """Whether what held the piece does so still. Low launches that ended since may only have made it easier."""
-        track, hold = self.track, self.hold
-        assert track is not None
+        turn, hold = self.turn, self.hold
+        assert turn is not None
         assert hold is not None
         seen = self.low_seen
-        return now < hold.until and track.version == self.seen and seen in (ANY, low_version)
+        return now < hold.until and turn.count == self.seen and seen in (ANY, low_version)
 
 
 class Rest:
-    """Everybody who could launch was asked, and is held."""
+    """Everybody who could launch was asked, and is held: `first`, whose turn it is, and others. `until`: one of them is to be asked
+    again; `low`: the low class's version."""
 
-    __slots__ = ("_entered", "_first", "_low", "_low_seen", "_others", "_seen", "_step", "_track", "until")
+    __slots__ = ("_entered", "_first", "_low", "_low_seen", "_others", "_seen", "_step", "_turn", "partial", "until")
 
-    def __init__(self, first: Job, entered: int, low: int, answers: Iterable[Answer]) -> None:
-        self._first, self._entered, self._low = first, entered, low
-        self._step = first.queue[0]
-        until, low_seen = inf, ANY
-        self._track: Track | None = None  # most often it is one and the same for all
+    def __init__(self, first: Job, entered: int, low: int) -> None:
+        self._first, self._step, self._entered, self._low, self.until = first, first.queue[0], entered, low, inf
+        self._low_seen = ANY
+        self.partial = False  # only the first was asked, as low work was out: once none is, others matter
+        self._turn: Turn | None = None  # what they are held by: most often one and the same for all
         self._seen = 0
-        self._others: list[tuple[Track, int]] = []
-        for answer in answers:
-            track, hold = answer.track, answer.hold
-            if hold is None or track is None:
-                continue
-            if self._track is None:
-                self._track, self._seen = track, answer.seen
-            elif track is not self._track or answer.seen != self._seen:
-                self._others.append((track, answer.seen))
-            if hold.until < until:
-                until = hold.until
-            if answer.low_seen != ANY:
-                low_seen = answer.low_seen
-        self.until, self._low_seen = until, low_seen
+        self._others: list[tuple[Turn, int]] | None = None
+
+    def add(self, turn: Turn, seen: int, low_seen: int) -> None:
+        """One of them is held by this count of the turn, and by what is out of the low class in that version."""
+        if self._turn is None:
+            self._turn, self._seen = turn, seen
+        elif turn is not self._turn or seen != self._seen:
+            if self._others is None:
+                self._others = []
+            self._others.append((turn, seen))
+        if low_seen != ANY:
+            self._low_seen = low_seen
 
     def lasts(self, ready: ReadyQueue, low: int, now: float) -> bool:
         """Whether nobody has to be asked again: neither those nor anybody who was not ready then. `low`: the low class's version."""
         first = self._first
-        if now >= self.until or ready.entered != self._entered or first.entry is None:
+        if now >= self.until or ready.entered != self._entered or not first.entry:
             return False
         if low != self._low and (self._low_seen != ANY or ready.first() is not first):
             return False
         if not first.queue or first.queue[0] is not self._step:
             return False
-        if self._track is not None and self._track.version != self._seen:
+        if self._turn is not None and self._turn.count != self._seen:
             return False
-        for track, seen in self._others:  # noqa: SIM110
-            if track.version != seen:
+        for turn, seen in self._others or ():  # noqa: SIM110
+            if turn.count != seen:
                 return False
         return True

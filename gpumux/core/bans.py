@@ -8,14 +8,16 @@ ban twice as long, up to a bound: what stopped hurting is to be found out some d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from gpumux.model import JobId
 
-FIRST_STEPS = 64  # how long a first ban lasts, in solo steps of the high job
-LONGEST_STEPS = 1024
-SECONDS = (10e-3, 120.0)  # whatever the steps' length, a ban lasts between these
-PROBE_EVERY = 250  # steps of the high job after which what low work was found to cost is looked at again
+FIRST_STEPS: Final = 64  # how long a first ban lasts, in solo steps of the high job
+LONGEST_STEPS: Final = 1024
+# Whatever the steps' length, a ban lasts between these.
+SHORTEST_S: Final = 10e-3
+LONGEST_S: Final = 120.0
+PROBE_EVERY: Final = 250  # steps of the high job after which what low work was found to cost is looked at again
 
 Why: TypeAlias = Literal["tail", "price"]
 
@@ -74,6 +76,5 @@ class Bans:
 
 
 def _length(failures: int, step_seconds: float) -> float:
-    shortest, longest = SECONDS
     steps = min(FIRST_STEPS << min(failures, 8), LONGEST_STEPS)
-    return min(max(steps * step_seconds, shortest), longest)
+    return min(max(steps * step_seconds, SHORTEST_S), LONGEST_S)

@@ -10,25 +10,28 @@ the mean is not the median either; `late` is by how much.
 
 from __future__ import annotations
 
-KEPT = 5  # samples: a median of these ignores two bad ones
-CHANGED = 0.10  # a sample this far off, relative, may mean that the work changed
-NOISY = 3.0  # usual differences that a sample is off by before it may mean that
-USUAL_PART = 0.1  # of the newest difference in the usual one: a change has no time to pass for noise
-KEEP = 0.99  # of what samples told of their mean, with each new one: a hundred count
-DOUBT = 8.0  # samples without a difference that this begins with
-ALIKE = 0.05  # a difference, relative, that is none
-MOST_LATE = 3.0  # times the estimate: what a sample counts for at most
-WANTED = 2  # samples before an estimate is relied on
+from typing import Final
+
+KEPT: Final = 5  # samples: a median of these ignores two bad ones
+CHANGED: Final = 0.10  # a sample this far off, relative, may mean that the work changed
+NOISY: Final = 3.0  # usual differences that a sample is off by before it may mean that
+USUAL_PART: Final = 0.1  # of the newest difference in the usual one: a change has no time to pass for noise
+KEEP: Final = 0.99  # of what samples told of their mean, with each new one: a hundred count
+DOUBT: Final = 8.0  # samples without a difference that this begins with
+ALIKE: Final = 0.05  # a difference, relative, that is none
+MOST_LATE: Final = 3.0  # times the estimate: what a sample counts for at most
+WANTED: Final = 2  # samples before an estimate is relied on
 
 
 class Baseline:
     """Seconds without low work. `value` is 0.0 while nothing is known."""
 
-    __slots__ = ("_newest", "_suspects", "_weight", "count", "drifts", "late", "noise", "samples", "value")
+    __slots__ = ("_newest", "_suspects", "_weight", "count", "drifts", "known", "late", "noise", "samples", "value")
 
     def __init__(self) -> None:
         self.value = 0.0
         self.count = 0  # samples ever taken
+        self.known = False  # there were as many as are wanted
         self.drifts = 0  # how often the work was found to have changed
         self.noise = 0.0  # by what part of the lesser of the two samples usually differ from the estimate
         self.samples: list[float] = []
@@ -36,10 +39,6 @@ class Baseline:
         self._weight = 0.0  # of those samples
         self._newest = 0.0  # by how much the newest one does, which shows later whether it is one of them
         self._suspects = 0  # samples in a row that disagree: positive when slower, negative when faster
-
-    @property
-    def known(self) -> bool:
-        return self.count >= WANTED
 
     @property
     def suspect(self) -> bool:
@@ -51,6 +50,8 @@ class Baseline:
         samples, value = self.samples, self.value
         samples.append(seconds)
         self.count += 1
+        if self.count == WANTED:
+            self.known = True
         if seconds > value:
             least, off = value, seconds - value
         else:
@@ -80,6 +81,9 @@ class Baseline:
             most = MOST_LATE * value
             self._newest = seconds - value if seconds - value < most else most
         if len(samples) > KEPT:
-            del samples[0]
+            gone = samples.pop(0)
+            # A sample that takes the place of one on the same side leaves the median where it was: most do.
+            if (gone > value and seconds >= value) or (gone < value and seconds <= value):
+                return False
         self.value = sorted(samples)[(len(samples) - 1) // 2]
         return False

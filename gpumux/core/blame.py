@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeAlias
 
 from gpumux.core.board import Launch
 from gpumux.core.cells import GAP, Cell
 from gpumux.core.controller import Account
 from gpumux.core.estimates import HighModel, Pair
+from gpumux.core.queue import Job
 
-RECENT = 8  # low launches that ended, kept to be blamed
-UNKNOWN = 0.05  # weight of a launch nothing is known of: what all share equally
-OVERLAPPING = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
-DOUBTFUL = 0.5  # of what a step may lose: what a launch has to seem to cost for it to be doubted
-LEAST_S = 1e-6  # a piece shorter than this tells nothing
-LEAST_OVERLAP = 0.25  # of a piece: what is blamed on less is spread over so much
+RECENT: Final = 8  # low launches that ended, kept to be blamed
+UNKNOWN: Final = 0.05  # weight of a launch nothing is known of: what all share equally
+OVERLAPPING: Final = 1.3  # seconds a step is delayed at most by each second that a launch outlasts its arrival
+DOUBTFUL: Final = 0.5  # of what a step may lose: what a launch has to seem to cost for it to be doubted
+LEAST_S: Final = 1e-6  # a piece shorter than this tells nothing
+LEAST_OVERLAP: Final = 0.25  # of a piece: what is blamed on less is spread over so much
+
+Found: TypeAlias = list[tuple[Launch, float]]  # launches beside a high piece, and for how many seconds of it
 
 
 class Recent:
     """The newest low launches that ended."""
+
+    __slots__ = ("last_end", "launches", "open")
 
     def __init__(self) -> None:
         self.launches: deque[Launch] = deque(maxlen=RECENT)
@@ -28,40 +34,46 @@ class Recent:
 
     def add(self, launch: Launch) -> None:
         self.launches.appendleft(launch)
-        self.last_end = max(self.last_end, launch.ended)
+        if launch.ended > self.last_end:
+            self.last_end = launch.ended
+        launch.latest = self.last_end
         if launch.spots:
             self.open.append(launch)
 
     def settle(self, until: float, step: int, account: Account) -> None:
         """High pieces that began before `until` are done: what launches that ended by then cost is known."""
-        still: list[Launch] | None = None
+        still: list[Launch] = []
+        doubts, much = account.doubts, DOUBTFUL * account.limit
         for launch in self.open:
             if launch.ended > until:
-                if still is None:
-                    still = []
                 still.append(launch)
                 continue
             peak = launch.peak if launch.peak > launch.here else launch.here
             for pair, spot in launch.spots:
-                if (spot[0] != GAP or launch.caught) and (
-                    account.doubts == 1 or pair.believes(spot, peak, account.doubts, DOUBTFUL * account.limit)
-                ):
+                if (spot[0] != GAP or launch.caught) and (doubts == 1 or pair.believes(spot, peak, doubts, much)):
                     pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step, launch.exposed)
-        self.open = still if still is not None else []
+        self.open = still
 
     def end_step(self, out: Iterable[Launch]) -> bool:
         """A high step ended: what follows is another one's loss. True if it may still be one of a launch that was made to find out
         what it costs."""
         tried = False
-        for launch in (*out, *self.open):
+        for launch in out:
             if launch.here > launch.peak:
                 launch.peak = launch.here
             launch.here = 0.0
-            tried = tried or launch.tried
+            if launch.tried:
+                tried = True
+        for launch in self.open:
+            if launch.here > launch.peak:
+                launch.peak = launch.here
+            launch.here = 0.0
+            if launch.tried:
+                tried = True
         return tried
 
 
-def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> list[tuple[Launch, float]]:
+def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> Found:
     """Low launches that ran during [start, end), and for how many seconds of it."""
     found = []
     for launch in out:
@@ -70,6 +82,8 @@ def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> l
             found.append((launch, seconds))
     if recent.last_end > start:
         for launch in recent.launches:
+            if launch.latest <= start:
+                break
             ended = launch.ended
             if ended > start:
                 seconds = (ended if ended < end else end) - (start if start > launch.began else launch.began)
@@ -78,23 +92,54 @@ def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> l
     return found
 
 
-def share_out(model: HighModel, piece: int, excess: float, found: list[tuple[Launch, float]]) -> list[Cell]:
-    """Charge `excess` seconds of the piece to the launches beside it; the cells that learned of it."""
-    least = LEAST_OVERLAP * model.refs[piece]
+def trusting(found: Found, left: float, arrived: float, programs: set[str]) -> float:
+    """The part of the time beside the launches that was beside those which relied on a job idle from `left` on not to come when it
+    did. Their programs are added."""
+    relied = total = 0.0
+    longest: Launch | None = None
+    for launch, seconds in found:
+        total += seconds
+        if launch.trusting and left <= launch.at < arrived:
+            relied += seconds
+            if longest is None or launch.predicted > longest.predicted:
+                longest = launch
+    if longest is not None:
+        programs.add(longest.step.program.key)
+    return relied / total
+
+
+def others(out: Iterable[Launch], job: Job, before: float) -> bool:
+    """Whether any of these launches is another job's and was made before that time."""
+    for launch in out:  # noqa: SIM110
+        if launch.job is not job and launch.at < before:
+            return True
+    return False
+
+
+def share_out(model: HighModel, piece: int, excess: float, found: Found, account: Account) -> Sequence[Launch]:
+    """Charge `excess` seconds of the piece to the launches beside it. Those that may have to be banned for it, or freed."""
+    least, pairs = LEAST_OVERLAP * model.refs[piece], model.pairs
     if least < LEAST_S:
         least = LEAST_S
     if len(found) == 1:
         launch, seconds = found[0]
-        return [_charge(model.pair(launch.key), launch, piece, seconds, least, excess)]
+        pair = pairs.get(launch.key) or model.pair(launch.key)
+        return (launch,) if _doubtful(_charge(pair, launch, piece, seconds, least, excess), account) else ()
     weighed, total = [], 0.0
     for launch, seconds in found:
-        pair = model.pair(launch.key)
+        pair = pairs.get(launch.key) or model.pair(launch.key)
         mean = pair.cells[piece].mean
         weight = seconds * (UNKNOWN + mean if mean > 0.0 else UNKNOWN)
         weighed.append((pair, launch, seconds, weight))
         total += weight
     part = excess / total
-    return [_charge(pair, launch, piece, seconds, least, part * weight) for pair, launch, seconds, weight in weighed]
+    for pair, launch, seconds, weight in weighed:
+        _charge(pair, launch, piece, seconds, least, part * weight)
+    return [launch for pair, launch, _, _ in weighed if _doubtful(pair.cells[piece], account)]
+
+
+def _doubtful(cell: Cell, account: Account) -> bool:
+    return (cell.ban is not None or cell.mean > account.dear) and cell.to_judge(account.slack)
 
 
 def _charge(pair: Pair, launch: Launch, piece: int, seconds: float, least: float, mine: float) -> Cell:
@@ -119,9 +164,9 @@ def went(cell: Cell, speed: float) -> None:
     cell.speed = cell.speed + 0.2 * (speed - cell.speed) if cell.speed else speed
 
 
-def arrived(excess: float, found: list[tuple[Launch, float]]) -> None:
+def arrived(excess: float, found: Found) -> None:
     """A step came while these low launches were out: its first piece was `excess` seconds late."""
-    total = sum(seconds for _, seconds in found)
+    total = sum([seconds for _, seconds in found])
     for launch, seconds in found:
         launch.caught = True
         launch.blamed += excess * seconds / total

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpumux.core.fairness import Order, ReadyQueue, make_queue
 from gpumux.core.queue import Job, PairKey, Step
@@ -26,41 +26,41 @@ class Limit(NamedTuple):
     seconds: float
 
 
-UNKNOWN = PairKey("", 1.0)
+UNKNOWN: Final = PairKey("", 1.0)
 
 
-@dataclass(slots=True, eq=False)
 class Launch:
     """One outstanding piece, and the room there was when it was let out (for the invariants). What follows
     is the guard's: when it was launched, ran and should be over, what low work was expected to cost high
     work and was blamed for, in seconds, and who learns how fast it ran."""
 
-    id: LaunchId
-    job: Job
-    step: Step
-    piece: int
-    predicted: float
-    limit: Limit
-    count_before: int
-    seconds_before: float
-    share: float = 1.0
-    key: PairKey = UNKNOWN
-    at: float = 0.0
-    began: float = 0.0
-    ended: float = 0.0
-    due: float = 0.0
-    speed: float = 1.0
-    expected: float = 0.0
-    blamed: float = 0.0
-    beside_high: bool = False
-    alone: bool = False
-    exposed: float = 1.0
-    caught: bool = False
-    here: float = 0.0  # of that, in the high step that runs
-    peak: float = 0.0
-    tried: bool = False
+    # One is made for every piece: what most of them leave as it is here is not set in each.
+    key = UNKNOWN
+    at = 0.0
+    began = 0.0
+    ended = 0.0
+    latest = 0.0  # end of any low launch by the time this one's was heard of
+    due = 0.0
+    speed = 1.0
+    expected = 0.0
+    blamed = 0.0
+    beside_high = False
+    alone = False
+    exposed = 1.0
+    caught = False
+    here = 0.0  # of that, in the high step that runs
+    peak = 0.0
+    tried = False
+    trusting = False  # that idle high jobs come when they usually do
     spots: Sequence[tuple[Pair, Spot]] = ()
     touched: list[Cell] | None = None
+
+    def __init__(
+        self, id: LaunchId, job: Job, step: Step, piece: int, predicted: float, limit: Limit, count_before: int,  # noqa: A002
+        seconds_before: float, share: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.id, self.job, self.step, self.piece, self.predicted, self.limit = id, job, step, piece, predicted, limit
+        self.count_before, self.seconds_before, self.share = count_before, seconds_before, share
 
 
 @dataclass(slots=True, eq=False)
@@ -115,9 +115,9 @@ class Board:
             job.active = active
             self.active_jobs[job.priority] += 1 if active else -1
         if blocked:
-            if job.entry is not None:
+            if job.entry:
                 self.ready[job.priority].leave(job)
-        elif job.entry is None:
+        elif not job.entry:
             self.ready[job.priority].enter(job)
 
     def occupy(self, launch_id: LaunchId, job: Job, step: Step, limit: Limit, share: float = 1.0) -> Launch:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from gpumux.core.bans import Ban
 
-MEMORY = 10  # samples an estimate is the running mean of
-CLIP = 3.0  # deviations: what a sample may differ and still count in full
-CREDIBLE = 3  # samples before an estimate may ban
-FLOOR_S = 5e-6  # what launches of one kind may cost more or less, and it means nothing
-FIRST_SPREAD = 0.15  # of what a first launch cost: how far the next may be off
-TIMED_SPREAD = 0.02  # the same of one that began together with a high piece, as the next will
-FORGET = 0.98
-SURE = 0.94  # of what it costs: what a launch that repeats counts against a limit whose margin is for what is not known
+MEMORY: Final = 10  # samples an estimate is the running mean of
+CLIP: Final = 3.0  # deviations: what a sample may differ and still count in full
+CREDIBLE: Final = 3  # samples before an estimate may ban
+FLOOR_S: Final = 5e-6  # what launches of one kind may cost more or less, and it means nothing
+FIRST_SPREAD: Final = 0.15  # of what a first launch cost: how far the next may be off
+TIMED_SPREAD: Final = 0.02  # the same of one that began together with a high piece, as the next will
+FORGET: Final = 0.98
+# Of what it costs: what a launch that repeats counts against a limit whose margin is for what is not known.
+SURE: Final = 0.94
 
 
 # A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was out), whether together
 # with it (`places.START`) or in which half of it, and the low piece's span (queue.spans). Made for every question: no class.
 Spot: TypeAlias = tuple[int, int, int]
 
-GAP = -1
+GAP: Final = -1
 
 
 class Cell:
@@ -48,20 +49,35 @@ class Cell:
         return sorted(self.newest)[len(self.newest) // 2] if self.newest else 0.0
 
     def add(self, rate: float, weight: float = 1.0) -> None:
-        newest = self.newest
-        self.newest = (newest[1], newest[2], rate) if len(newest) == 3 else (*newest, rate)
-        self.count += 1
-        if self.count <= CREDIBLE:
+        self.count = count = self.count + 1
+        if count <= CREDIBLE:
+            self.newest = (*self.newest, rate)
             self.mean = self.median
-            self.deviation = sum([abs(x - self.mean) for x in self.newest]) / self.count
+            self.deviation = sum([abs(x - self.mean) for x in self.newest]) / count
             return
         # For every high piece beside low work: comparisons cost a third of what calls of min and max do.
-        part, mean = weight / (self.count if self.count < MEMORY else MEMORY), self.mean
-        bound = CLIP * self.deviation + self.floor + 0.1 * (mean if mean > 0.0 else -mean)
+        _, second, third = self.newest
+        self.newest = (second, third, rate)
+        part, mean, deviation = weight / (count if count < MEMORY else MEMORY), self.mean, self.deviation
+        bound = CLIP * deviation + self.floor + 0.1 * (mean if mean > 0.0 else -mean)
         off = rate - mean
-        self.mean = mean = mean + part * (bound if off > bound else -bound if off < -bound else off)
-        off = rate - mean if rate > mean else mean - rate
-        self.deviation += part * ((off if off < 2 * bound else 2 * bound) - self.deviation)
+        if off > bound:
+            off = bound
+        elif off < -bound:
+            off = -bound
+        mean += part * off
+        off, bound = rate - mean, 2.0 * bound
+        if off < 0.0:
+            off = -off
+        if off > bound:
+            off = bound
+        self.mean, self.deviation = mean, deviation + part * (off - deviation)
+
+    def to_judge(self, slack: float) -> bool:
+        """Whether what the range costs may be a reason to ban low work, or a ban to end."""
+        if self.ban is not None:
+            return self.ban.probing
+        return self.count >= CREDIBLE and self.mean * (1.0 + slack) > slack
 
     def restart(self) -> None:
         """Forget the samples, but not the ban: what was known is no longer so."""

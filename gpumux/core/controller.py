@@ -17,49 +17,54 @@ over, so the credit goes where it buys most. A piece is never held by the price 
 
 from __future__ import annotations
 
+from typing import Final
+
 from gpumux.core.baseline import KEEP
 from gpumux.core.noise import Noise
 
-MARGIN = 0.92  # of the credit is spent: the rest is for what the core does not see, a host that is busy with low work
-BANK = 3.0  # credits an account holds at most
-DEBT = 8.0  # credits it can owe: after a disaster low work is held for so many steps, not for ever
-TAIL = 2.0  # credits one step may lose
-TAIL_START = 0.86
-TAIL_FALL = 0.9  # for a step over the limit
-TAIL_RISE = 1.0006  # for one that is not
-TAIL_LEAST = 0.3
-TAIL_MOST = 0.92
-TAIL_RECOVER = 1.01  # for each step without low work beyond so many
-PATIENCE = 16
-NEAR = 0.985  # of what it may lose: a step that loses more counts as over it
-TOKENS = 3.0  # steps over the limit that may be risked to find something out
-MOST_OWED = 100.0
-LENT = 0.5  # tokens that may be owed; beyond that no step may lose as much as it could
-OWED = 0.85  # of the limit, for each token owed beyond those
-LEAST_OWED = 0.5  # of the limit, however many they are
-UNPAID = 8.0  # credits lost beyond what an account can owe that cost a token: a token in 200 steps makes that 4 % of the credit
-TOKEN_RATE = 0.006  # for each step
-PRICE_START = 1.0
-PRICE_RISE = 1.05  # for a step in which low work waited for credit
-PRICE_FALL = 0.95  # for one that found the account full
-PRICES = (0.01, 100.0)
-UNSEEN_S = 20e-6  # the core takes for an event, during which a step may come
-WAITED = (
-    0.25  # of that, on average, where low pieces end all the time: what a step from idle is taken to have lost besides
-)
-LEAST_SLOWDOWN = 0.002  # what a job that allows none is still measured by
+# Of the credit is spent: the rest is for what the core does not see, a host that is busy with low work.
+MARGIN: Final = 0.92
+BANK: Final = 3.0  # credits an account holds at most
+DEBT: Final = 8.0  # credits it can owe: after a disaster low work is held for so many steps, not for ever
+TAIL: Final = 2.0  # credits one step may lose
+TAIL_START: Final = 0.86
+TAIL_FALL: Final = 0.9  # for a step over the limit
+TAIL_RISE: Final = 1.0006  # for one that is not
+TAIL_LEAST: Final = 0.3
+TAIL_MOST: Final = 0.92
+TAIL_RECOVER: Final = 1.01  # for each step without low work beyond so many
+PATIENCE: Final = 16
+NEAR: Final = 0.985  # of what it may lose: a step that loses more counts as over it
+TOKENS: Final = 3.0  # steps over the limit that may be risked to find something out
+MOST_OWED: Final = 100.0
+LENT: Final = 0.5  # tokens that may be owed; beyond that no step may lose as much as it could
+OWED: Final = 0.85  # of the limit, for each token owed beyond those
+LEAST_OWED: Final = 0.5  # of the limit, however many they are
+UNPAID: Final = 8.0  # credits lost beyond what an account can owe that cost a token: a token in 200 steps makes that 4 % of the credit
+TOKEN_RATE: Final = 0.006  # for each step
+PRICE_START: Final = 1.0
+PRICE_RISE: Final = 1.05  # for a step in which low work waited for credit
+PRICE_FALL: Final = 0.95  # for one that found the account full
+PRICE_LEAST: Final = 0.01
+PRICE_MOST: Final = 100.0
+UNSEEN_S: Final = 20e-6  # the core takes for an event, during which a step may come
+# Of that, on average, where low pieces end all the time: what a step from idle is taken to have lost besides.
+WAITED: Final = 0.25
+LEAST_SLOWDOWN: Final = 0.002  # what a job that allows none is still measured by
 
 
 class Account:
     """One high job's. Seconds, but for `price` (low seconds for a high second) and factors."""
 
     __slots__ = (
-        "balance", "beside", "credit", "doubts", "full", "learned", "limit", "noise", "price", "short", "slack", "tail", "tokens",
-        "unseen", "unshared", "used",
+        "balance", "beside", "credit", "dear", "doubts", "full", "learned", "limit", "noise", "price", "short", "slack", "tail",
+        "tokens", "unseen", "unshared", "used",
     )  # fmt: skip
 
     def __init__(self, max_slowdown: float) -> None:
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
+        # Of a second beside low work: what is lost of it at most if the mean is kept.
+        self.dear = self.slack / (1.0 + self.slack)
         self.noise = Noise()
         self.doubts = 1  # launches in a row, see Noise.doubts
         self.beside = 0.0  # steps beside low work, the newest hundred
@@ -78,25 +83,37 @@ class Account:
 
     def begin(self, solo_step: float) -> None:
         """A step begins that takes `solo_step` seconds alone."""
-        self.credit = self.slack * solo_step * MARGIN
         self.used = 0.0
-        self._limit()
+        credit = self.slack * solo_step * MARGIN
+        if credit != self.credit:  # all else that the limit depends on changes when a step ends
+            self.credit = credit
+            self._limit()
 
     @property
     def most(self) -> float:
         """Seconds a step may lose without counting as over the limit."""
         return NEAR * TAIL * self.credit / MARGIN
 
+    def relieved(self) -> None:
+        """What steps lost too much by won't happen again: they may lose as much as before."""
+        if self.tail < TAIL_START:
+            self.tail = TAIL_START
+            self._limit()
+
     def learn_no_more(self) -> None:
         """From now on steps over the limit count."""
         self.learned, self.tokens = True, TOKENS
+        self._limit()
 
     def _limit(self) -> None:
         """Kept, as it is asked for more often than it changes."""
         most, tail, owed = TAIL * self.credit / MARGIN, self.tail, -self.tokens - LENT
         if owed > 0.0 and self.learned:
             tail *= max(OWED**owed, LEAST_OWED)
-        self.limit = max(0.0, min(tail * most, most - self.unseen))
+        limit, most = tail * most, most - self.unseen
+        if most < limit:
+            limit = most
+        self.limit = limit if limit > 0.0 else 0.0
 
     def refuses(
         self, cost: float, upper: float, avoidable: float, pending: float, gain: float, ahead: bool = False
@@ -136,34 +153,38 @@ class Account:
         `foreseen`: none of it was there to find out what it costs; `unseen`: seconds it may have waited for the core;
         `late`: by how much such steps are late on average without low work."""
         self.unseen = unseen
-        credit, noise = self.credit, self.noise
+        credit, tokens, tail, balance = self.credit, self.tokens, self.tail, self.balance
+        owes, bank = DEBT * credit, BANK * credit
         if shared:
-            toll = self._toll(excess)
+            noise, toll = self.noise, self._toll(excess)
             excess -= late
             self.beside = self.beside * KEEP + 1.0
             if noise.toll:
-                self.tokens += noise.toll
-                self.tail = min(TAIL_MOST, self.tail * TAIL_FALL**-noise.over)
+                tokens += noise.toll
+                tail = min(TAIL_MOST, tail * TAIL_FALL**-noise.over)
             if not toll:
-                self.tail = min(TAIL_MOST, self.tail * TAIL_RISE)
+                tail *= TAIL_RISE
+                if tail > TAIL_MOST:
+                    tail = TAIL_MOST
             else:
-                self.tokens = max(self.tokens - toll, -MOST_OWED)
+                tokens = max(tokens - toll, -MOST_OWED)
                 if foreseen:
-                    self.tail = max(TAIL_LEAST, self.tail * TAIL_FALL)
-            self.balance -= min(max(excess, -credit), DEBT * credit)
+                    tail = max(TAIL_LEAST, tail * TAIL_FALL)
+            balance -= -credit if excess < -credit else owes if excess > owes else excess
             self.unshared = 0
         else:
             self.unshared += 1
             if self.unshared > PATIENCE:  # a limit that lets nothing through would never learn that it is too low
-                self.tail = min(TAIL_MOST, self.tail * TAIL_RECOVER)
-        self.tokens = min(self.tokens + TOKEN_RATE, TOKENS)
-        self.balance += credit - WAITED * unseen
-        self.full = self.balance >= BANK * credit
-        self.balance = max(-DEBT * credit, min(self.balance, BANK * credit))
+                tail = min(TAIL_MOST, tail * TAIL_RECOVER)
+        tokens += TOKEN_RATE
+        self.tokens, self.tail = tokens if tokens < TOKENS else TOKENS, tail
+        balance += credit - WAITED * unseen
+        self.full = balance >= bank
+        self.balance = -owes if balance < -owes else bank if balance > bank else balance
         self.used = 0.0
         if self.short:
-            self.price = min(self.price * PRICE_RISE, PRICES[1])
+            self.price = min(self.price * PRICE_RISE, PRICE_MOST)
         elif self.full:
-            self.price = max(self.price * PRICE_FALL, PRICES[0])
+            self.price = max(self.price * PRICE_FALL, PRICE_LEAST)
         self.short = False
         self._limit()

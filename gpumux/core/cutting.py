@@ -9,7 +9,7 @@ as they were.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpumux.core.commands import CutProgram
 from gpumux.core.controller import TAIL
@@ -20,40 +20,43 @@ from gpumux.model import JobId, Priority
 if TYPE_CHECKING:
     from gpumux.core.state import CoreState
 
-DEFAULT_TARGET_S = 500e-6  # a piece, where the device names no target
-PIECES = 2.0  # of the usual length that a step should be able to lose: else they are too long
-FINER = 3.0  # times shorter than usual
-AWAY_S = 10.0  # after its newest step a high job is served so long: a cut is work for the device
+DEFAULT_TARGET_S: Final = 500e-6  # a piece, where the device names no target
+PIECES: Final = 2.0  # of the usual length that a step should be able to lose: else they are too long
+FINER: Final = 3.0  # times shorter than usual
+FINEST: Final = 10.0  # the same where steps come when none was expected
+AWAY_S: Final = 10.0  # after its newest step a high job is served so long: a cut is work for the device
 
 
 class Cutting:
-    """`usual_s`: seconds of a low piece as the device makes them."""
+    """`usual_s`: seconds of a low piece as the device makes them; `finest`: no gap tells when steps come, so that any piece may be met."""
 
-    __slots__ = ("_until", "changed", "high", "usual_s")
+    __slots__ = ("changed", "finest", "high", "until", "usual_s")
 
     def __init__(self, usual_s: float) -> None:
         self.usual_s = usual_s
         self.high: JobId | None = None  # the newest for whom low programs are cut finer
+        self.finest = False
         self.changed = False  # since the device was asked
-        self._until = inf
+        self.until = inf  # somebody is served, unless another step comes
 
     @property
     def target_s(self) -> float | None:
         """How long low pieces should be; None: as the device likes them."""
-        return self.usual_s / FINER if self.high is not None else None
+        if self.high is None:
+            return None
+        return self.usual_s / (FINEST if self.finest else FINER)
 
-    def stepped(self, track: Track, ended: float) -> None:
-        """A step of a high job ended."""
-        solo_s = track.solo_step()
+    def stepped(self, track: Track, solo_s: float, ended: float) -> None:
+        """A step of a high job ended, of which the next should take `solo_s` alone."""
         if track.calibrating or TAIL * track.account.slack * solo_s >= PIECES * self.usual_s:
             return
-        self.changed = self.changed or self.high is None
-        self.high, self._until = track.job.id, ended + AWAY_S
+        finest = self.finest or not track.surprise.trusted
+        self.changed = self.changed or self.high is None or finest is not self.finest
+        self.high, self.finest, self.until = track.job.id, finest, ended + AWAY_S
 
-    def passed(self, now: float) -> None:
-        """It is that late: without a step for so long, nobody is served any more."""
-        if now > self._until:
-            self.high, self.changed, self._until = None, True, inf
+    def over(self) -> None:
+        """It is later than `until`: without a step for so long, nobody is served any more."""
+        self.high, self.finest, self.changed, self.until = None, False, True, inf
 
 
 def ask(core: CoreState, job: Job) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from gpumux.core.bans import Ban
 from gpumux.core.baseline import Baseline
@@ -19,14 +19,15 @@ from gpumux.core.cells import FLOOR_S, GAP, TIMED_SPREAD, Cell, Launched, Spot
 from gpumux.core.places import MOMENTS, Places
 from gpumux.core.queue import PairKey
 
-LEAST_HARM = 0.25
-MOST_HARM = 1.0 / LEAST_HARM
-MOVED = 0.05  # of what a launch may cost: a change that plans are made anew for
-MOST_PAIRS = 768  # low programs and shares remembered of a high program (256 on three shares): the oldest go first
-MOST_PLACES = 4096  # kinds of launches remembered of one of them
-LEAST_EXPOSED = 0.3  # of a launch: what is felt of less says little of the whole
-BEST_EVERY = 4  # steps for which the best place known stays that
-MAX_RATE = 0.95  # excess seconds of an overlapped second: all but all of it
+LEAST_HARM: Final = 0.25
+MOST_HARM: Final = 1.0 / LEAST_HARM
+MOVED: Final = 0.05  # of what a launch may cost: a change that plans are made anew for
+# Low programs and shares remembered of a high program (256 on three shares): the oldest go first.
+MOST_PAIRS: Final = 768
+MOST_PLACES: Final = 4096  # kinds of launches remembered of one of them
+LEAST_EXPOSED: Final = 0.3  # of a launch: what is felt of less says little of the whole
+BEST_EVERY: Final = 4  # steps for which the best place known stays that
+MAX_RATE: Final = 0.95  # excess seconds of an overlapped second: all but all of it
 
 
 class Pair:
@@ -37,6 +38,7 @@ class Pair:
         "any_ban",
         "banned",
         "bests",
+        "caught",
         "cells",
         "doubted",
         "key",
@@ -48,6 +50,7 @@ class Pair:
         "rates",
         "speed",
         "spots",
+        "timed",
         "typical",
         "uppers",
     )
@@ -62,7 +65,9 @@ class Pair:
         self.banned = [False] * pieces
         self.any_ban = False
         self.launches: dict[tuple[int, int, int], Launched] = {}  # by Spot
+        self.caught: dict[int, Launched] = {}  # of `launches`, those that a step came during, by low span
         self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low span
+        self.timed: dict[int, dict[int, Launched]] = {}  # those that repeat, by low span and 3 * piece + moment
         self.bests: dict[int, tuple[int, float]] = {}  # see `best`
         self.doubted: dict[int, int] = {}  # launches in a row that were not believed to cost so much, by low span
         self.lows: dict[int, Launched] = {}  # wherever they were made, by low span
@@ -116,12 +121,18 @@ class Pair:
         if launched is None:
             if len(self.launches) >= MOST_PLACES:  # `lows` still knows
                 self.launches.clear()
+                self.caught.clear()
                 self.spots.clear()
+                self.timed.clear()
             timed = piece != GAP and moment in MOMENTS
             launched = Launched(TIMED_SPREAD, 3 * piece + moment) if timed else Launched()
             self.launches[spot] = launched
             if piece != GAP:
                 self.spots.setdefault(low, []).append(launched)
+                if timed:
+                    self.timed.setdefault(low, {})[launched.index] = launched
+            else:
+                self.caught[low] = launched
         cell, upper = launched.cell, launched.upper
         mean = cell.mean
         launched.add(cost, peak, rate, seconds, step)
@@ -135,6 +146,11 @@ class Pair:
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
             self.typical.add(rate)
             self.places.learn(spot, self.key.share, cost, cell.count, moved)
+
+    def seen(self, low: int) -> dict[int, Launched]:
+        """Launches of span `low` at moments that repeat, by 3 * piece + moment."""
+        found = self.timed.get(low)
+        return found if found is not None else {}
 
     def best(self, low: int, since: int) -> float:
         """The least that launches of span `low` were found to cost since step `since`; inf: nothing known."""
@@ -192,6 +208,16 @@ class HighModel:
                 places = self.places[key.low] = Places()
             found = self.pairs[key] = Pair(key, len(self.refs), places)
         return found
+
+    def never(self, low: str, span: int) -> bool:
+        """Whether no launch of the low program's operators was ever seen beside it, on any share."""
+        places = self.places.get(low)
+        if places is None:
+            return True
+        for pair in places.pairs:
+            if span in pair.lows or span in pair.spots:  # `lows` alone is what another cut knew of it
+                return False
+        return span not in places.base
 
     def step_known(self) -> bool:
         return self.steps[0].known or self.steps[1].known
@@ -269,11 +295,11 @@ def _inherit(heir: Pair, piece: int, parts: list[tuple[Cell, float]]) -> None:
     sampled = [(cell, share) for cell, share in parts if cell.count]
     if not sampled:
         return
-    cell, total = heir.cells[piece], sum(share for _, share in sampled)
+    cell, total = heir.cells[piece], sum([share for _, share in sampled])
     main = max(sampled, key=lambda part: part[1])[0]
     cell.count, cell.newest, cell.speed = main.count, main.newest, main.speed
-    cell.mean = sum(old.mean * share for old, share in sampled) / total
-    cell.deviation = sum(old.deviation * share for old, share in sampled) / total
+    cell.mean = sum([old.mean * share for old, share in sampled]) / total
+    cell.deviation = sum([old.deviation * share for old, share in sampled]) / total
     # A range that was banned stays so where most of it lies.
     bans = [old.ban for old, share in sampled if old.ban is not None and share >= 0.5]
     cell.ban = bans[0] if bans else None

@@ -108,6 +108,11 @@ def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
             f"({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are "
             f"{1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {track.over} of {track.steps} steps were slower than promised."
         )
+    if not track.surprise.trusted:
+        lines.append(
+            "Its steps came when none was expected, and lost too much to low work that was out: the pauses there were between them are "
+            "not relied on."
+        )
     others = [_name(core, other) for other in guard.tracks if other != job.id and other in core.jobs]
     lines += by_itself(track, others) + outlier(track) + _neighbours(core, guard, track)
     if track.host_wait > 0.0 and track.steps:
@@ -162,8 +167,7 @@ def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
     lines = []
     hold = guard.holds.newest.get(job.id)
     if hold is not None and not job.blocked():
-        since = guard.holds.since[job.id]
-        lines.append(f"It is held since {since:.6f} ({(core.now - since) * 1e3:.3f} ms): {held(core, hold)}.")
+        lines.append(f"It is held since {hold.since:.6f} ({(core.now - hold.since) * 1e3:.3f} ms): {held(core, hold)}.")
     elif not job.blocked():
         lines.append(_turn(core, guard, job))
     totals = guard.holds.of(job.id, core.now)
@@ -195,7 +199,7 @@ def _turn(core: CoreState, guard: Guard, job: Job) -> str:
     other, hold = before
     return (
         f"It waits for its turn: those that were asked before it are held ({len(guard.holds.newest)} low jobs), "
-        f"{_name(core, other)} since {guard.holds.since[other]:.6f}: {held(core, hold)}."
+        f"{_name(core, other)} since {hold.since:.6f}: {held(core, hold)}."
     )
 
 
@@ -231,9 +235,10 @@ def _gap(core: CoreState, hold: Hold) -> str:
     again = (
         f"asked again at {hold.until:.6f}" if hold.until < inf else "asked again when low work that is out has ended"
     )
-    return (
-        f"the next step of {_for(core, hold)} is expected before it could end, and would be delayed too long; {again}"
-    )
+    when = "is expected before it could end"
+    if not hold.foreseen:
+        when = "may come at any time, as steps came when none was expected"
+    return f"the next step of {_for(core, hold)} {when}, and would be delayed too long; {again}"
 
 
 def _tail(core: CoreState, hold: Hold) -> str:

@@ -13,38 +13,38 @@ guess was a second would otherwise push virtual time ahead, and whoever joins ne
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import count
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from gpumux.core.queue import Job
 
 Order: TypeAlias = Literal["fair", "arrival"]
-Entry: TypeAlias = tuple[float, int, Job]
+Entry: TypeAlias = tuple[float, int, Job]  # key, number, whose
 
 # Pieces that cost nothing by the clock still take a turn, or a job of them would be first for ever.
-MIN_COST_S = 1e-6
+MIN_COST_S: Final = 1e-6
 
 # How far behind virtual time a job may fall that its own bad predictions held back, in virtual
 # seconds. It may catch up that much; without a bound it could then have the device to itself for as
 # long as its predictions were bad.
-MAX_LAG_S = 10e-3
+MAX_LAG_S: Final = 10e-3
 
 # Of jobs that may go out of turn where all whose turn it is are held:
-PATIENCE = 16  # times in a row one of them may be held before it is another one's chance
-TURNS = 32  # times it may be launched
-SPARE = 64  # entries out of date, beyond as many as there are jobs, before they are cleared
-LOOKED_AT = 16  # entries, of which some may be out of date, to find one
+PATIENCE: Final = 16  # times in a row one of them may be held before it is another one's chance
+TURNS: Final = 32  # times it may be launched
+SPARE: Final = 64  # entries out of date, beyond as many as there are jobs, before they are cleared
+LOOKED_AT: Final = 16  # entries, of which some may be out of date, to find one
 
 
 class ReadyQueue:
     """The ready jobs of one class, smallest key first: a heap whose entries may be out of date.
 
-    A key that grew is put right when its entry comes to the top; a key that fell needs `fell`.
+    An entry counts while the job has its number: a tuple has no identity where this is compiled. A key that grew is put
+    right when its entry comes to the top, one that fell at once.
     """
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
-        self._serial = count()
+        self._number = 0  # of the newest entry
         self.size = 0  # ready jobs
         self.entered = 0  # how often one became ready
         self._another: Job | None = None  # who may be launched out of turn
@@ -61,8 +61,8 @@ class ReadyQueue:
         self._push(job)
 
     def leave(self, job: Job) -> None:
-        if job.entry is not None:
-            job.entry = None
+        if job.entry:
+            job.entry = 0
             self.size -= 1
 
     def forget(self, job: Job) -> None:
@@ -76,15 +76,15 @@ class ReadyQueue:
     def first(self) -> Job | None:
         heap = self._heap
         while heap:
-            entry = heap[0]
-            job = entry[2]
-            if job.entry is not entry:
+            known, number, job = heap[0]
+            if job.entry != number:
                 heappop(heap)
                 continue
             key = self.key(job)
-            if key > entry[0]:
-                job.entry = entry = (key, next(self._serial), job)
-                heapreplace(heap, entry)
+            if key > known:
+                self._number = job.entry = number = self._number + 1
+                job.entry_key = key
+                heapreplace(heap, (key, number, job))
                 continue
             return job
         return None
@@ -106,13 +106,12 @@ class ReadyQueue:
         self._patience -= 1
         job = self._another
         if job is not None and self._patience > 0 and job not in than:
-            return job if job.entry is not None else None
+            return job if job.entry else None
         heap = self._heap
         for _ in range(min(len(heap), LOOKED_AT)):
             self._looked = (self._looked + 1) % len(heap)
-            entry = heap[self._looked]
-            job = entry[2]
-            if job.entry is entry and job not in than:
+            _, number, job = heap[self._looked]
+            if job.entry == number and job not in than:
                 self._another, self._patience, self._turns = job, PATIENCE, TURNS
                 return job
         return None
@@ -128,7 +127,7 @@ class ReadyQueue:
 
     def check(self, jobs: list[Job]) -> None:
         """Raise AssertionError unless exactly `jobs` are in, each with a key not above its own."""
-        live = [entry for entry in self._heap if entry[2].entry is entry]
+        live = [entry for entry in self._heap if entry[2].entry == entry[1]]
         assert len(live) == self.size, f"ready queue counts {self.size} jobs and holds {len(live)}"
         assert {id(entry[2]) for entry in live} == {id(job) for job in jobs}, "ready queue holds the wrong jobs"
         for key, _, job in live:
@@ -136,11 +135,12 @@ class ReadyQueue:
         assert len(self._heap) <= 2 * self.size + SPARE, f"{len(self._heap)} heap entries for {self.size} ready jobs"
 
     def _push(self, job: Job) -> None:
-        entry = (self.key(job), next(self._serial), job)
-        job.entry = entry
-        heappush(self._heap, entry)
+        key = self.key(job)
+        self._number = job.entry = number = self._number + 1
+        job.entry_key = key
+        heappush(self._heap, (key, number, job))
         if len(self._heap) > 2 * self.size + SPARE:
-            self._heap = [entry for entry in self._heap if entry[2].entry is entry]
+            self._heap = [entry for entry in self._heap if entry[2].entry == entry[1]]
             heapify(self._heap)
 
 
@@ -177,7 +177,7 @@ class FairQueue(ReadyQueue):
         least = self.virtual - MAX_LAG_S - job.pending
         if job.served < least:
             job.served = least
-        if job.entry is not None and job.entry[0] > job.served + job.pending:
+        if job.entry and job.entry_key > job.served + job.pending:
             self._push(job)
 
 

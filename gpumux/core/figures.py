@@ -53,7 +53,7 @@ def job_figures(guard: Guard, job: Job, now: float) -> dict[str, Any] | None:
             else {
                 "reason": hold.reason,
                 "high": hold.high,
-                "since": guard.holds.since[job.id],
+                "since": hold.since,
                 "until": hold.until if hold.until < float("inf") else None,
             },
             "held_seconds": guard.holds.of(job.id, now),

@@ -11,28 +11,33 @@ gap           it would still run when the high job's next step is expected
 
 from __future__ import annotations
 
+from typing import Final
+
 from gpumux.core.bans import Ban
 from gpumux.model import JobId
 
-REASONS = ("calibration", "learning", "ban", "price", "budget", "tail", "gap")
+REASONS: Final = ("calibration", "learning", "ban", "price", "budget", "tail", "gap")
 
 
 class Hold:
     """Why a low job may not launch now: for the sake of which high job, which of its pieces (-1: none in
     particular), by which ban, and when to ask again at the latest (inf: something will happen before)."""
 
-    __slots__ = ("ban", "high", "piece", "reason", "until")
+    __slots__ = ("ban", "begun", "foreseen", "high", "piece", "reason", "since", "until")
 
     def __init__(self, reason: str, high: JobId, piece: int, ban: Ban | None, until: float) -> None:
         self.reason, self.high, self.piece, self.ban, self.until = reason, high, piece, ban, until
+        self.since = 0.0  # the job is held, whatever for; and for this reason since `begun`
+        self.begun = 0.0
+        self.foreseen = True  # where it is a gap's end: the next step is expected then, and not at any time
 
 
 class Holds:
+    __slots__ = ("_asked", "_totals", "fresh", "newest", "reason", "seconds")
+
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(REASONS, 0.0)  # in which low work was ready and had room, but was held
-        self.since: dict[JobId, float] = {}
-        self.newest: dict[JobId, Hold] = {}
-        self._since: dict[JobId, float] = {}  # for the newest reason
+        self.newest: dict[JobId, Hold] = {}  # of those held now, who is for longest first
         self._totals: dict[JobId, dict[str, float]] = {}  # by job, seconds by reason of holds that are over
         self.fresh: list[tuple[JobId, Hold]] = []  # who was not held before the event
         self.reason = ""  # of the low job whose turn it is
@@ -44,36 +49,40 @@ class Holds:
             self.seconds[self.reason] += now - self._asked
         self.reason, self._asked = reason, now
 
-    def hold(self, job: JobId, hold: Hold, now: float) -> None:
-        """The job is held now, for this reason."""
-        old = self.newest.get(job)
+    def hold(self, job: JobId, hold: Hold, old: Hold | None, now: float) -> None:
+        """The job is held now, for this reason; `old` is what it was held by, if it was."""
         self.newest[job] = hold
         if old is None:
-            self.since[job] = self._since[job] = now
+            hold.since = hold.begun = now
             self.fresh.append((job, hold))
-        elif old.reason != hold.reason:
-            self._count(job, old.reason, now)
-            self._since[job] = now
+            return
+        hold.since = old.since
+        if old.reason == hold.reason:
+            hold.begun = old.begun
+        else:
+            self._count(job, old, now)
+            hold.begun = now
 
     def freed(self, job: JobId, now: float) -> None:
         """The job was launched, or has nothing to launch."""
         old = self.newest.pop(job, None)
         if old is not None:
-            self._count(job, old.reason, now)
-            del self.since[job], self._since[job]
+            self._count(job, old, now)
 
     def of(self, job: JobId, now: float) -> dict[str, float]:
         """Seconds for which the low job was held since it opened, by reason, the longest first."""
         found = dict(self._totals.get(job, {}))
-        if job in self.newest:
-            reason = self.newest[job].reason
-            found[reason] = found.get(reason, 0.0) + now - self._since[job]
+        hold = self.newest.get(job)
+        if hold is not None:
+            found[hold.reason] = found.get(hold.reason, 0.0) + now - hold.begun
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def forget(self, job: JobId, now: float) -> None:
         self.freed(job, now)
         self._totals.pop(job, None)
 
-    def _count(self, job: JobId, reason: str, now: float) -> None:
-        totals = self._totals.setdefault(job, {})
-        totals[reason] = totals.get(reason, 0.0) + now - self._since[job]
+    def _count(self, job: JobId, hold: Hold, now: float) -> None:
+        totals = self._totals.get(job)
+        if totals is None:
+            totals = self._totals[job] = {}
+        totals[hold.reason] = totals.get(hold.reason, 0.0) + now - hold.begun

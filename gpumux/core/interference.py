@@ -10,6 +10,7 @@ answer, which `launched` and `settled` take up.
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Ban
@@ -18,23 +19,23 @@ from gpumux.core.cells import FLOOR_S
 from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
-from gpumux.core.lull import between
+from gpumux.core.lull import between, foreseen
 from gpumux.core.moments import appointment, exposed, where
 from gpumux.core.places import MOMENTS, WORTH_S, Place, Plan
-from gpumux.core.queue import Job, Piece, Step
+from gpumux.core.queue import Job, PairKey, Piece, Step
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
 from gpumux.core.trying import may_risk, may_try
 from gpumux.model import Priority
 
-_LOW = Priority.LOW
+_LOW: Final = Priority.LOW
 
-STRETCH = 1.02  # of a low piece's predicted time: where it is taken to end
-STALE = 128  # steps after which what a launch costs elsewhere is no longer waited for
-EVERYBODY = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
-PLACED = frozenset(("tail", "price", "budget", "ban"))  # what another moment may be free of
-PINCHING = frozenset(("tail", "price", "budget"))
+STRETCH: Final = 1.02  # of a low piece's predicted time: where it is taken to end
+STALE: Final = 128  # steps after which what a launch costs elsewhere is no longer waited for
+EVERYBODY: Final = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
+PLACED: Final = frozenset(("tail", "price", "budget", "ban"))  # what another moment may be free of
+PINCHING: Final = frozenset(("tail", "price", "budget"))
 
 
 class Guard(Record):
@@ -62,21 +63,19 @@ class Guard(Record):
         if self.seen != now or self._seen_version != self.version:
             scene.look(board, now)
             self.seen, self._seen_version, self._calm = now, self.version, scene.calm
-        if scene.free_at + takes < scene.calm:
+        end = scene.free_at + takes
+        if end < scene.calm:
             return 1.0
         standing = self.standing.get(job.id)
         if standing is not None and standing.step is step and standing.stands(self.low_version, now):
             self.answers[job.id] = standing
             return 0.0
-        piece, high = program.piece(span, seconds), scene.running[0] if len(scene.running) == 1 else None
-        answer = self._place(high, piece, scene, now) if high is not None else None
-        if answer is None:
-            answer = self._consider(piece, 1.0, scene, now)
-            # Between steps a smaller share would only last longer.
-            if scene.running and len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
-                answer = self._best_share(piece, answer, scene, now)
-            if high is not None and answer.hold is not None and answer.hold.reason in PLACED:
-                answer.hold.until = appointment(high, self._plan(high, piece), scene, now, self.reach)
+        if scene.running:
+            answer = self._beside(program.piece(span, seconds), scene, now)
+        else:
+            answer = Answer(1.0, seconds)
+            if scene.idle:
+                self._between(answer, program.on(1.0), span, scene, end, now)
         self.answers[job.id] = answer
         if answer.hold is None:
             return answer.share
@@ -88,6 +87,39 @@ class Guard(Record):
         if scene.low_out and answer.hold.until == inf:
             answer.low_seen = self.low_version
         return 0.0
+
+    def _beside(self, piece: Piece, scene: Scene, now: float) -> Answer:
+        """The answer while high work runs."""
+        for high in scene.running:
+            if not may_risk(high.track) and high.model.never(piece.program.key, piece.span):
+                return Answer(1.0, piece.seconds).untried(high.track, high.at)
+        alone = scene.running[0] if len(scene.running) == 1 else None
+        answer = self._place(alone, piece, scene, now) if alone is not None else None
+        if answer is None:
+            answer = self._consider(piece, 1.0, scene, now)
+            # Between steps a smaller share would only last longer.
+            if len(self.shares) > 1 and (answer.expected > FLOOR_S or answer.hold is not None):
+                answer = self._best_share(piece, answer, scene, now)
+            if alone is not None and answer.hold is not None and answer.hold.reason in PLACED:
+                answer.hold.until = appointment(alone, self._plan(alone, piece), scene, now, self.reach)
+        return answer
+
+    def _between(self, answer: Answer, key: PairKey, span: int, scene: Scene, end: float, now: float) -> None:
+        """Whether what runs until `end` has to wait for the next step of a job that is idle."""
+        latest: Hold | None = None
+        for track in scene.idle:
+            if end < foreseen(track, key):
+                answer.trusting = True
+                continue
+            held = between(track, key, span, answer, scene, end, now)
+            if held is None:
+                continue
+            learning = held.reason == "gap" and track.steps < LEARNING_STEPS
+            if learning and may_try(track, None, *answer.spots[-1], None, now):
+                answer.probed = answer.exploring = track
+            elif latest is None or held.until > latest.until:  # before that it would be asked in vain
+                latest = held
+                answer.held(held, track)
 
     def _plan(self, high: Running, piece: Piece) -> Plan:
         if high.asked is piece:
@@ -102,8 +134,7 @@ class Guard(Record):
         track = high.track
         daring, idle = track.daring(places.fed), track.from_idle
         plan = places.plan(
-            piece.span, piece.seconds, account.price, account.limit, track.steps, daring, idle, model.refs,
-            track.pause(),
+            piece.span, piece.seconds, account.price, account.limit, track.steps, daring, idle, model.refs, track.pause(),
         )  # fmt: skip
         high.asked, high.plan = piece, plan
         return plan
@@ -119,7 +150,7 @@ class Guard(Record):
             until = appointment(high, plan, scene, now, self.reach)
             at_end = at == len(high.model.refs)
             reason, beside = ("gap", -1) if at_end else ("tail", at)
-            answer = _held(Answer(1.0, piece.seconds), reason, high.track, beside, None, until)
+            answer = Answer(1.0, piece.seconds).refused(reason, high.track, beside, None, until)
         else:
             tried = plan.tried[index]
             answer = self._consider(piece, place.share, scene, now)
@@ -166,6 +197,11 @@ class Guard(Record):
             track.began, track.shared, track.beside = now, True, True
             track.account.begin(track.solo_step())
 
+    def recut(self, job: Job) -> None:
+        """A program of the job has come, or is cut another way: what was said of its pieces is of others."""
+        if self.standing.pop(job.id, None) is not None:
+            self.rest = None
+
     def holds_all(self, job: Job) -> bool:
         """Whether what holds this job, just asked about, holds every low job."""
         answer = self.answers.get(job.id)
@@ -179,7 +215,7 @@ class Guard(Record):
         for high in scene.running:
             track, model = high.track, high.model
             if track.calibrating:
-                return _held(answer, "calibration", track, -1)
+                return answer.refused("calibration", track, -1)
             pair = model.pairs.get(key) or model.pair(key)
             speed = pair.speed
             if share < 1.0 and not pair.known:
@@ -189,33 +225,26 @@ class Guard(Record):
             answer.seconds = lasts if alike is not None else max(answer.seconds, lasts)
             if pair.known < KNOWN and pair.known < len(pair.cells):
                 if track.pieces < track.explored + 2:
-                    return _held(answer, "learning", track, high.at)
+                    return answer.refused("learning", track, high.at)
                 if scene.low_out:  # everybody waits, or there would always be somebody out
-                    return _held(answer, "learning", track, -1)
+                    return answer.refused("learning", track, -1)
                 answer.exploring = track
             cost, ahead = self._cost(high, pair, piece, scene, lasts, answer, now)
             if answer.unknown and not may_risk(track):
-                return _held(answer, "learning", track, high.at)
+                return answer.untried(track, high.at)
             refused, ban = self._refused(high, pair, piece, cost, scene, answer, ahead)
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
             elif scene.low_out or not may_try(
                 track, self._plan(high, piece), *answer.spots[-1], ban, now, answer.exposed
             ):
-                return _held(answer, refused, track, cost.piece if ban is None else cost.banned, ban)
+                return answer.refused(refused, track, cost.piece if ban is None else cost.banned, ban)
             else:
                 answer.probe, answer.probed, answer.exploring = ban, track, track
-        end = scene.free_at + self.lag + self.margin + seconds * STRETCH
-        for track in scene.idle:
-            if end < track.soonest:
-                continue
-            held = between(track, key, piece.span, answer, scene, end, now)
-            if held is None:
-                continue
-            learning = held.reason == "gap" and track.steps < LEARNING_STEPS
-            if not learning or not may_try(track, None, *answer.spots[-1], None, now):
-                return answer.held(held, track)
-            answer.probed = answer.exploring = track
+        if scene.idle:
+            self._between(
+                answer, key, piece.span, scene, scene.free_at + (self.lag + self.margin + seconds * STRETCH), now
+            )
         return answer
 
     def _cost(
@@ -248,7 +277,8 @@ class Guard(Record):
         end = start + STRETCH * lasts
         cost = overlap_cost(refs, pair.rates, pair.uppers, pair.banned, high.at, high.until, high.more, start, end)
         if known is not None:
-            return cost._replace(expected=expected, upper=max(0.0, upper)), wraps
+            cost.expected, cost.upper = expected, max(0.0, upper)
+            return cost, wraps
         answer.exploring = high.track
         whole = high.model.pairs.get(piece.program.on(1.0))
         known = whole.lows.get(span) if whole is not None else None
@@ -258,7 +288,8 @@ class Guard(Record):
         # On a smaller share it costs about as much, but over more steps.
         spread = answer.exposed * (min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0)
         expected = max(0.0, answer.exposed * known.cell.mean)
-        return cost._replace(expected=expected, upper=max(cost.upper, known.upper * spread)), wraps
+        cost.expected, cost.upper = expected, max(cost.upper, known.upper * spread)
+        return cost, wraps
 
     def _refused(
         self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene, answer: Answer, ahead: bool
@@ -283,31 +314,29 @@ class Guard(Record):
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
-        wake, holds, newest, reason = inf, self.holds, self.holds.newest, ""
+        wake, reason, holds, newest = inf, "", self.holds, self.holds.newest
+        rest = Rest(self.asked[0], self.asked[1], self.low_version) if self.asked is not None else None
         for job, answer in self.answers.items():
             hold = answer.hold
             if hold is None:
                 continue
-            if not reason:
-                reason = hold.reason
-            if newest.get(job) is not hold:
-                holds.hold(job, hold, now)
+            old = newest.get(job)
+            if old is not hold:
+                holds.hold(job, hold, old, now)
             if hold.until < wake:
                 wake = hold.until
+            if not reason:
+                reason = hold.reason
             if hold.reason in PINCHING:
                 self._pinched = True
                 if hold.reason == "budget" and hold.high in self.tracks:
                     self.tracks[hold.high].account.short = True
+            if rest is not None and answer.turn is not None:
+                rest.add(answer.turn, answer.seen, answer.low_seen)
         holds.note(reason, now)
-        if self.asked is not None:
-            self.rest = Rest(*self.asked, self.low_version, self.answers.values())
+        if rest is not None:
+            rest.until, rest.partial, self.rest = wake, self.scene.low_out, rest
         return wake
-
-
-def _held(answer: Answer, reason: str, track: Track, piece: int, ban: Ban | None = None, until: float = inf) -> Answer:
-    answer.hold = Hold(reason, track.job.id, piece, ban, until)
-    answer.track, answer.seen = track, track.version
-    return answer
 
 
 def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:

@@ -21,7 +21,7 @@ def check(core: CoreState) -> None:
         _check_class(core, priority)
     if core.policy is not None:
         choice = core.policy.choose(core.board, core.now)
-        assert choice is None, f"room was left unused: job {choice[0].id} could launch"
+        assert choice is None, f"room was left unused: job {choice.job.id} could launch"
 
 
 def _check_sessions(core: CoreState) -> None:

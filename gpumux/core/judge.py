@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from gpumux.core.bans import Ban, Bans, Why
 from gpumux.core.board import Launch
-from gpumux.core.cells import CREDIBLE, Cell
+from gpumux.core.cells import CREDIBLE
 from gpumux.core.estimates import HighModel
 from gpumux.core.track import Track
 from gpumux.model import JobId
 
-LEAST_SPEED = 0.05
-WORSE = 3.0  # times what other ranges cost: a range that does is banned
-
-
-def to_judge(cell: Cell, slack: float) -> bool:
-    """Whether what the range costs may be a reason to ban low work, or a ban to end."""
-    if cell.ban is not None:
-        return cell.ban.probing
-    return cell.count >= CREDIBLE and cell.mean * (1.0 + slack) > slack
+LEAST_SPEED: Final = 0.05
+WORSE: Final = 3.0  # times what other ranges cost: a range that does is banned
 
 
 def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, now: float) -> None:
@@ -27,7 +21,7 @@ def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, n
     pair, account = model.pair(low.key), track.account
     cell = pair.cells[piece]
     ban = cell.ban
-    if not to_judge(cell, account.slack):
+    if not cell.to_judge(account.slack):
         return
     now_run = track.model
     if now_run is not None and now_run is not model and now_run.key == model.key:  # under another cut by now

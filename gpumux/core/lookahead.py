@@ -10,22 +10,22 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final
 
-LATE = 0.05  # of its time: what a piece that should be over is still given
-GAPS = 256  # gaps remembered
-MANY = 8  # gaps of which none was shorter: enough to count on
-IDLE_FACTOR = 16.0  # a job that has not come for so many usual gaps is idle, whatever gaps there were
+LATE: Final = 0.05  # of its time: what a piece that should be over is still given
+GAPS: Final = 256  # gaps remembered
+MANY: Final = 8  # gaps of which none was shorter: enough to count on
+IDLE_FACTOR: Final = 16.0  # a job that has not come for so many usual gaps is idle, whatever gaps there were
 
 
-class Cost(NamedTuple):
+class Cost:
     """Expected excess high seconds of one launch, what a step seldom loses more of, the piece where most is
     lost (-1: nothing is), and the first banned piece it would meet (-1: none)."""
 
-    expected: float
-    upper: float
-    piece: int
-    banned: int
+    __slots__ = ("banned", "expected", "piece", "upper")
+
+    def __init__(self, expected: float, upper: float, piece: int, banned: int) -> None:
+        self.expected, self.upper, self.piece, self.banned = expected, upper, piece, banned
 
 
 def overlap_cost(
@@ -66,69 +66,117 @@ def overlap_cost(
     return Cost(expected, upper, dear, banned)
 
 
+NOT_LOOKED_FOR: Final = (1 << 30, 0, 0.0)
+
+
 class Gaps:
     """The pauses between a job's steps: the newest ones, in order of time and of length. `usual` is the median one,
-    `short` one that nine of ten exceed, `least` one that all but one in a hundred do; a job away for more than `longest` is idle.
-    All are 0.0 while none is known."""
+    `short` one that nine of ten exceed, `least` one that all but one in a hundred do; a job away for more than `longest` is idle:
+    for longer than ever, or, unless it is `erratic`, for many usual ones. All are 0.0 while none is known."""
 
-    __slots__ = ("_newest", "_widest", "apart", "least", "longest", "short", "sorted", "usual")
+    __slots__ = ("_behind", "_newest", "_widest", "apart", "erratic", "least", "longest", "short", "sorted", "usual")
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
-        self._widest = (-1, 0.0)  # see `widest`
+        self._widest = -1, 0.0  # neighbours farthest apart: where they lie (-1: not looked for), how far
+        self._behind = NOT_LOOKED_FOR  # the same of those from where on
         self.sorted: list[float] = []
         self.apart: list[float] = []  # how much longer the next one is than each of `sorted`; one fewer
         self.usual = self.short = self.least = self.longest = 0.0
+        self.erratic = False  # steps came when none was expected
 
     def add(self, seconds: float) -> None:
         known, apart = self.sorted, self.apart
+        widest, found = self._widest
+        sure = widest >= 0  # it is known, and still will be: looking for it costs more than all else here
         if len(self._newest) == GAPS:
             at = bisect_left(known, self._newest.popleft())
-            del known[at], apart[at if at < len(apart) else -1]
-            if 0 < at < len(known):
-                apart[at - 1] = known[at] - known[at - 1]
+            if at == len(apart):
+                sure = sure and widest != at - 1
+                del known[at], apart[-1]
+            else:
+                if at == 0:
+                    sure = sure and widest != 0
+                del known[at], apart[at]
+                if widest >= at:
+                    widest -= 1
+                if at:
+                    both = apart[at - 1] = known[at] - known[at - 1]
+                    if both >= found:
+                        widest, found = at - 1, both
         self._newest.append(seconds)
         at = bisect_right(known, seconds)
         known.insert(at, seconds)
         if at + 1 < len(known):
-            apart.insert(at, known[at + 1] - seconds)
+            beyond = known[at + 1] - seconds
+            apart.insert(at, beyond)
             if at:
                 apart[at - 1] = seconds - known[at - 1]
+                sure = sure and widest != at - 1
+            if widest >= at:
+                widest += 1
+            if not at and beyond > found:
+                widest, found = 0, beyond
         elif at:
-            apart.append(seconds - known[at - 1])
-        self._widest = (-1, 0.0)
+            beyond = seconds - known[at - 1]
+            apart.append(beyond)
+            if beyond > found:
+                widest, found = at - 1, beyond
+        self._widest = (widest, found) if sure else (-1, 0.0)
+        self._behind = NOT_LOOKED_FOR
         self.usual, self.short, self.least = known[len(known) // 2], known[len(known) // 10], known[len(known) // 128]
-        self.longest = min(known[-1], IDLE_FACTOR * self.usual) * 1.01
+        self._bound()
 
-    def soonest(self, waited: float) -> float:
-        """The shortest known gap longer than `waited`, or half of it where few are known; 0.0: anything may be."""
-        known = self.sorted
-        behind = bisect_right(known, waited)
-        left = len(known) - behind
+    def trust(self, trusted: bool) -> None:
+        """Whether the usual gap tells anything of the longest."""
+        self.erratic = not trusted
+        self._bound()
+
+    def _bound(self) -> None:
+        most, usual = self.sorted[-1] if self.sorted else 0.0, IDLE_FACTOR * self.usual
+        self.longest = (most if self.erratic or most < usual else usual) * 1.01
+
+    def soonest(self, behind: int) -> float:
+        """The shortest known gap but `behind` that were no longer than the wait so far, or half of it where few are known; 0.0:
+        anything may be."""
+        left = len(self.sorted) - behind
         if left >= MANY:
-            return known[behind]
-        return 0.5 * known[behind] if left else 0.0
+            return self.sorted[behind]
+        return 0.5 * self.sorted[behind] if left else 0.0
 
-    def widest(self, behind: int) -> float:
-        """The longest time between two neighbours among the gaps from the shortest but `behind` on."""
+    def denser(self, behind: int, apart: float) -> bool:
+        """Whether no two neighbours among the gaps from the shortest but `behind` on are so far apart."""
+        distances = self.apart
         at, found = self._widest
-        if at != behind:
-            found = max(self.apart[behind:], default=0.0)
-            self._widest = (behind, found)
-        return found
+        if at < 0:
+            if not distances:
+                return apart > 0.0
+            found = max(distances)
+            at = distances.index(found)
+            self._widest = at, found
+        if behind <= at or found < apart:
+            return found < apart
+        # Of fewer gaps the widest is the same up to where it lies, and no more behind that.
+        start, at, found = self._behind
+        if behind < start or (behind > at and found >= apart):
+            rest = distances[behind:]
+            found = max(rest, default=0.0)
+            self._behind = (behind, behind + rest.index(found) if rest else behind, found)
+        return found < apart
 
     def arrival(self, waited: float, seconds: float) -> float:
         """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""
         known = self.sorted
-        if not known or waited > self.longest:
-            return 0.0
-        behind = bisect_right(known, waited)
+        return self.within(bisect_right(known, waited), waited, seconds) if known and waited <= self.longest else 0.0
+
+    def within(self, behind: int, waited: float, seconds: float) -> float:
+        """The same, where somebody has looked already how many gaps were no longer."""
+        known, until = self.sorted, waited + seconds
         left = len(known) - behind
-        if not left:
+        if left <= 0:
             return 0.0
-        within = bisect_right(known, waited + seconds, behind) - behind
-        if within:
-            return within / left
+        if until >= known[behind]:
+            return (bisect_right(known, until, behind) - behind) / left
         # None so far does not mean never: the nearest ones on both sides say how thin they lie here.
         before = known[behind - 1] if behind else 0.0
         return min(1.0, seconds / (known[behind] - before)) / (left + 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from math import inf
+from typing import Final
 
 from gpumux.core.answers import Answer
 from gpumux.core.blame import OVERLAPPING
@@ -20,10 +21,11 @@ from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.core.trying import may_risk
 
-SPOILS = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
-ASIDE_S = 50e-6  # after the moment a step is expected, which should not find the core busy
-AHEAD = 16  # moments weighed: then it is time to look again
-RARE = 0.002  # an arrival less probable may cost more than a step may lose
+PLENTY: Final = 128  # gaps there have to be for the shortest to tell anything where they are not relied on
+SPOILS: Final = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
+ASIDE_S: Final = 50e-6  # after the moment a step is expected, which should not find the core busy
+AHEAD: Final = 16  # moments weighed: then it is time to look again
+RARE: Final = 0.002  # an arrival less probable may cost more than a step may lose
 
 
 def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene, end: float, now: float) -> Hold | None:
@@ -32,46 +34,73 @@ def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene,
     if model is None or since is None:
         return None
     waited, seconds = now - since, end - now
-    chance = gaps.arrival(waited, seconds)
+    chance = gaps.within(track.behind, waited, seconds)
     if chance <= 0.0:
         return None
     if track.calibrating and chance > SPOILS:
         clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
         return Hold("calibration", track.job.id, -1, None, since + clear)
-    pair, spot = model.pair(key), (GAP, 3, span)
-    answer.spots.append((pair, spot))
+    pair = model.pairs.get(key) or model.pair(key)
+    answer.spots.append((pair, (GAP, 3, span)))
     alike = pair.lows.get(span)
-    delay = pair.launches.get(spot) or alike
+    delay = pair.caught.get(span) or alike
     if delay is not None:
-        worst, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
+        known, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
         if mean < 0.0:
             mean = 0.0
-        if delay.cell.count < CREDIBLE and not may_risk(track):  # another one may reach further into the step
-            worst = max(worst, OVERLAPPING * seconds)
+        # Where it was seen seldom, another one may reach further into the step.
+        worst = max(known, OVERLAPPING * seconds) if delay.cell.count < CREDIBLE and not may_risk(track) else known
+        few = worst > known
     elif may_risk(track):
         answer.exploring = track
         return None
     else:
+        known, few = 0.0, True
         worst = mean = OVERLAPPING * seconds
-    if alike is not None and scene.free_at > now and scene.free_at > track.soonest:
+    soonest, account = foreseen(track, key), track.account
+    rare = RARE if track.surprise.trusts(key.low) else 0.0
+    if alike is not None and scene.free_at > now and scene.free_at > soonest:
         # It would begin after the step only.
         worst = max(worst, alike.upper, pair.places.worst.get(span, 0.0))
     # A launch that is over so soon after the step came can't delay it by much more.
-    most, account = outlasted(end, track.soonest, now), track.account
+    most = OVERLAPPING * (end - soonest) if soonest > now else inf  # as `outlasted` says
     expected = mean if mean < most else most
     if expected > answer.expected:
         answer.expected = expected
     room, budget = account.limit - scene.pending, account.balance + account.credit
-    if bearable(chance, most, mean, worst, room, budget):
+    # As `bearable` says.
+    if (chance <= rare or worst <= room or most <= room) and chance * expected <= budget:
+        if worst > room:
+            answer.trusting = True
         return None
     if scene.low_out:  # would it have to wait with nothing before it, too?
         seconds -= scene.free_at - now
-        asked, room = now + seconds, room + scene.pending
-        chance, most = gaps.arrival(waited, seconds), outlasted(asked, track.soonest, now)
-        if asked < track.soonest or bearable(chance, most, mean, worst, room, budget):
-            return Hold("gap", track.job.id, -1, None, inf)  # until what is out has ended
-    clear = wait(gaps, waited, seconds, mean, worst, room, budget)
-    return Hold("gap", track.job.id, -1, None, since + clear)
+        asked, room, reach = now + seconds, room + scene.pending, OVERLAPPING * seconds
+        worst = reach if few and reach > known else known
+        if delay is None:
+            mean = reach
+        chance, most = gaps.arrival(waited, seconds), outlasted(asked, soonest, now)
+        if asked < soonest or bearable(chance, most, mean, worst, room, budget, rare):
+            return _gap(track, inf, rare)  # until what is out has ended
+    return _gap(track, since + wait(gaps, waited, seconds, mean, worst, room, budget, rare), rare)
+
+
+def _gap(track: Track, until: float, rare: float) -> Hold:
+    hold = Hold("gap", track.job.id, -1, None, until)
+    hold.foreseen = rare > 0.0
+    return hold
+
+
+def foreseen(track: Track, key: PairKey) -> float:
+    """The idle job's next step is not expected before this, as far as the low program may rely on its gaps."""
+    if track.surprise.trusted:
+        return track.soonest
+    since = track.idle_since
+    assert since is not None
+    gaps = track.gaps
+    if track.surprise.trusts(key.low):
+        return since + gaps.soonest(track.behind)
+    return since + (0.5 * gaps.sorted[0] if len(gaps.sorted) >= PLENTY else 0.0)  # so soon none came by far
 
 
 def bearable(
@@ -105,14 +134,14 @@ def wait(
     bearable, whatever it costs."""
     known, longest = gaps.sorted, gaps.longest + ASIDE_S
     first, count = bisect_right(known, waited), len(known)
-    if first >= count:
+    if first >= count or (rare <= 0.0 and worst > room):
         return longest
     apart = 0.0
     if budget < 0.0 or (worst > room and rare * count < 1.0):  # only where the next arrival is far enough away
         apart = seconds + ASIDE_S
         if budget >= 0.0 and room > 0.0:
             apart -= room / OVERLAPPING
-        if gaps.widest(first) < apart:
+        if gaps.denser(first, apart):
             return longest
     distances, looked = gaps.apart, 0
     for behind in range(first + 1, count):  # this is `bearable` and `outlasted`, written out: calls would cost most

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from gpumux.core import cutting, explain, invariants, lifecycle, regrade, snapshot, standing, view, work
 from gpumux.core import events as ev
@@ -46,7 +46,7 @@ _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
     ev.Tick: lambda core, event: core.ticked(),  # only the clock moved; the policy is asked again below
 }
 
-SHORTEST_WAKE_S = 20e-6  # sooner is as good as now
+SHORTEST_WAKE_S: Final = 20e-6  # sooner is as good as now
 
 
 class Core:
@@ -72,7 +72,7 @@ class Core:
                     guard.answers.clear()
             low, high = state.board.ready
             while (low.size or high.size) and (choice := policy.choose(state.board, now)) is not None:
-                self._launch(policy, *choice)
+                self._launch(policy, choice.job, choice.stream, choice.share)
             if guard is not None:
                 if guard.answers:
                     self._settle(guard)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final
 
 from gpumux.core.estimates import Bounds, HighModel
 from gpumux.core.track import Track
 from gpumux.model import JobId
 
-MOST_MODELS = 1024 + 64  # high programs remembered: all that may be in use, and some that were
-MOST_CUTS = 4  # of each
+MOST_MODELS: Final = 1024 + 64  # high programs remembered: all that may be in use, and some that were
+MOST_CUTS: Final = 4  # of each
 
 
 class Models:

@@ -8,12 +8,13 @@ known to a few microseconds.
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from gpumux.core.places import HEARD, MID, START, Plan
 from gpumux.core.scene import Running, Scene
 
-TIMED_S = 8e-6  # a launch that begins so close to a moment begins at it
-HEARD_S = 100e-6  # one that begins no later is launched as soon as the host has heard that the high piece began
+TIMED_S: Final = 8e-6  # a launch that begins so close to a moment begins at it
+HEARD_S: Final = 100e-6  # one that begins no later is launched as soon as the host has heard that the high piece began
 
 
 def where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, bool, int, float]:

@@ -4,12 +4,13 @@ either. On a CPU that other programs use every fourth step may; on a GPU of its 
 from __future__ import annotations
 
 from math import ceil, log
+from typing import Final
 
 from gpumux.core.baseline import DOUBT, KEEP
 
-CHANCE = 0.01
-LIKELY = 0.5  # no noise is taken to be likelier
-MOST_DOUBTS = 5
+CHANCE: Final = 0.01
+LIKELY: Final = 0.5  # no noise is taken to be likelier
+MOST_DOUBTS: Final = 5
 
 
 class Noise:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from gpumux.core.bans import PROBE_EVERY
 from gpumux.core.cells import CREDIBLE, FORGET, Spot
@@ -22,64 +22,80 @@ from gpumux.core.cells import CREDIBLE, FORGET, Spot
 if TYPE_CHECKING:
     from gpumux.core.estimates import Pair
 
-START = 0  # the moment of a launch that begins together with a high piece
-HEARD = 1  # as soon as the host has heard that it began
-MID = 2  # when half of it is over
-MOMENTS = (START, HEARD, MID)  # that repeat closely: what a launch then costs it costs again
-HOPE = 0.4  # of what it is expected to cost: a place that was never tried
-WORTH_S = 0.1  # low seconds that a second of waiting for a slow launch to end is worth, where cost is what counts
-UNTRIED = 2.5  # times what it is expected to cost: what a launch at a place that was never tried may do
-WORSE = 1.5  # times the most it did elsewhere: the same
-LEAST_BASE_S = 5e-6  # a piece that costs less anywhere says nothing about places
-MOST_EFFECT = 4.0
-CAREFUL, IF_STUCK, ALWAYS = range(3)
-REPLAN = 16  # steps after which a plan is made anew if the price or the limit is another one
-OLD = 64  # after which it is in any case: what is known of other low pieces tells of places, too
-MOVED = 0.05
+START: Final = 0  # the moment of a launch that begins together with a high piece
+HEARD: Final = 1  # as soon as the host has heard that it began
+MID: Final = 2  # when half of it is over
+MOMENTS: Final = (START, HEARD, MID)  # that repeat closely: what a launch then costs it costs again
+HOPE: Final = 0.4  # of what it is expected to cost: a place that was never tried
+# Low seconds that a second of waiting for a slow launch to end is worth, where cost is what counts.
+WORTH_S: Final = 0.1
+UNTRIED: Final = 2.5  # times what it is expected to cost: what a launch at a place that was never tried may do
+WORSE: Final = 1.5  # times the most it did elsewhere: the same
+LEAST_BASE_S: Final = 5e-6  # a piece that costs less anywhere says nothing about places
+MOST_EFFECT: Final = 4.0
+CAREFUL: Final = 0
+IF_STUCK: Final = 1
+ALWAYS: Final = 2
+REPLAN: Final = 16  # steps after which a plan is made anew if the price or the limit is another one
+OLD: Final = 64  # after which it is in any case: what is known of other low pieces tells of places, too
+MOVED: Final = 0.05
 
 
-class Place(NamedTuple):
-    """A high piece to begin with and a share. `cost`: high seconds it is expected to cost; `upper`: what a step seldom loses more of;
-    `score`: low seconds that stand for both cost and time; `tried`: it was measured."""
+class Place:
+    """What a launch at a moment of a high step, or at its end, is taken to do. `cost`: high seconds it is expected to cost; `upper`: what
+    a step seldom loses more of; `score`: low seconds that stand for both cost and time; `tried`: it was measured."""
 
-    piece: int
-    moment: int
-    share: float
-    cost: float
-    upper: float
-    score: float
-    tried: bool
+    __slots__ = ("cost", "score", "share", "tried", "upper")
+
+    def __init__(self, share: float, cost: float, upper: float, score: float, tried: bool) -> None:
+        self.share, self.cost, self.upper, self.score, self.tried = share, cost, upper, score, tried
 
 
 class Plan:
     """Of one low piece: the best share at each moment of each high piece (`at[3 * piece + moment]`) and at the end of the step (the last
-    of `at`), if any will do, the best of those that were tried (`tried`), and the least score and cost of all. `timed`: by high piece, those that a timer has to mark and that are
-    worth waiting for, with what each takes of what a step may lose (-inf: it was never tried) and costs; `lightest` is the least of that,
-    the end of the step aside: what is launched there the next step loses."""
+    of `at`), if any will do, the best of those that were tried (`tried`), and the least score and cost of all."""
 
     __slots__ = (
-        "_limit", "_price", "_rest", "at", "cost", "lightest", "made", "score", "timed", "tried", "version",
+        "_lightest", "_limit", "_price", "_rest", "_seconds", "_timed", "at", "cost", "made", "score", "tried", "version",
     )  # fmt: skip
 
     def __init__(
         self, at: list[Place | None], tried: list[Place | None], seconds: float, version: int, made: int, price: float,
         limit: float,
     ) -> None:  # fmt: skip
-        found = [place for place in at if place is not None]
-        self.at, self.tried = at, tried
-        self.score = min([place.score for place in found]) if found else inf
-        self.cost = min([place.cost for place in found]) if found else inf
-        self.version, self.made, self._price, self._limit = version, made, price, limit
+        score = cost = inf
+        for place in at:
+            if place is not None:
+                if place.score < score:
+                    score = place.score
+                if place.cost < cost:
+                    cost = place.cost
+        self.at, self.tried, self.score, self.cost = at, tried, score, cost
+        self.version, self.made, self._seconds, self._price, self._limit = version, made, seconds, price, limit
         self._rest: list[float] | None = None
-        self.timed: dict[int, list[tuple[int, float, float]]] = {}
-        self.lightest = inf
-        end = len(at) // 3
-        for piece, moment, _, cost, upper, score, known in found:
-            if moment != HEARD and score - self.score <= seconds:
-                takes = upper if known else -inf
-                self.timed.setdefault(piece, []).append((moment, takes, cost))
-                if takes < self.lightest and piece < end:
-                    self.lightest = takes
+        self._timed: dict[int, list[tuple[int, float, float]]] | None = None
+        self._lightest = inf
+
+    @property
+    def timed(self) -> dict[int, list[tuple[int, float, float]]]:
+        """By high piece, places that a timer has to mark and that are worth waiting for: the moment, what each takes of what a step
+        may lose (-inf: it was never tried) and costs."""
+        found = self._timed
+        if found is None:
+            found, end = {}, len(self.at) // 3
+            for index, place in enumerate(self.at):
+                if place is not None and index % 3 != HEARD and place.score - self.score <= self._seconds:
+                    takes = place.upper if place.tried else -inf
+                    found.setdefault(index // 3, []).append((index % 3, takes, place.cost))
+                    if takes < self._lightest and index // 3 < end:
+                        self._lightest = takes
+            self._timed = found
+        return found
+
+    @property
+    def lightest(self) -> float:
+        """The least that one of these takes, the end of the step aside: what is launched there the next step loses."""
+        return self._lightest if self.timed else inf
 
     def outdated(self, step: int, price: float, limit: float) -> bool:
         """Whether it is to be made anew for another reason than what was learned of the low piece."""
@@ -114,8 +130,8 @@ class Places:
         self.base: dict[int, float] = {}  # by low span: what its launches cost, wherever they began
         self.worst: dict[int, float] = {}  # by low span: the most one did, slowly forgotten
         self.effects: dict[
-            tuple[int, int, float], float
-        ] = {}  # by place: what launches cost there over what they cost elsewhere
+            float, dict[int, float]
+        ] = {}  # by share and place: what launches cost there over what they do elsewhere
         self.plans: dict[tuple[int, int, bool], Plan] = {}  # by low span and what else they depend on
         self.versions: dict[int, int] = {}
 
@@ -131,9 +147,9 @@ class Places:
             self.base[low] = cost
         else:
             if base > LEAST_BASE_S and moment in MOMENTS:
-                key, effect = (piece, moment, share), cost / base
-                known = self.effects.get(key, 1.0)
-                self.effects[key] = known + 0.4 * fresh * ((effect if effect < MOST_EFFECT else MOST_EFFECT) - known)
+                effects, at, effect = self.effects.setdefault(share, {}), 3 * piece + moment, cost / base
+                known = effects.get(at, 1.0)
+                effects[at] = known + 0.4 * fresh * ((effect if effect < MOST_EFFECT else MOST_EFFECT) - known)
             self.base[low] = base + 0.15 * fresh * (cost - base)
         faded = FORGET**fresh * self.worst.get(low, 0.0)
         self.worst[low] = cost if cost > faded else faded
@@ -142,7 +158,8 @@ class Places:
 
     def expected(self, low: int, piece: int, moment: int, share: float) -> float:
         """What a launch is expected to cost that never began there."""
-        return self.base.get(low, 0.0) * self.effects.get((piece, moment, share), 1.0)
+        effects = self.effects.get(share)
+        return self.base.get(low, 0.0) * (effects.get(3 * piece + moment, 1.0) if effects is not None else 1.0)
 
     def feared(self, low: int, expected: float) -> float:
         """What it may cost there."""
@@ -196,7 +213,7 @@ class Places:
                     cost = mean if mean > 0.0 else 0.0
                     score, other = price * cost + time, found[index]
                     if other is None or score < other.score:
-                        found[index] = Place(index // 3, index % 3, share, cost, upper, score, True)
+                        found[index] = Place(share, cost, upper, score, True)
         return found
 
     def _hope(
@@ -206,25 +223,33 @@ class Places:
         """Put what may be better into `at`: where there was none yet, or long ago, and one may be made as a step is not expected
         to lose more than `feared`. `left`: where none of those that were tried will do, seconds from each high piece to the end
         of the step."""
-        base, fear, effects = self.base.get(low, 0.0), WORSE * self.worst.get(low, 0.0), self.effects
+        base, fear = self.base.get(low, 0.0), WORSE * self.worst.get(low, 0.0)
         moments = MOMENTS if left else (START, HEARD)  # what only a timer marks is looked at where the others won't do
         for pair in self.pairs:
-            share, launches = pair.key.share, pair.launches
-            for piece in range(len(pair.rates)):
+            share, pieces = pair.key.share, len(pair.rates)
+            effects, seen = self.effects.get(share), pair.seen(low)
+            likely = (
+                fear <= feared and UNTRIED * base <= feared
+            )  # as `feared` says, where nothing is known of the place itself
+            usual = Place(share, HOPE * base, base, price * HOPE * base, False)
+            for piece in range(pieces):
                 for moment in moments:
                     if from_idle and not piece and moment == START:
                         continue
-                    known = launches.get((piece, moment, low))
-                    cost, hope = base * effects.get((piece, moment, share), 1.0), HOPE  # as `expected` says
-                    other = at[3 * piece + moment]
+                    index = 3 * piece + moment
+                    other, known = at[index], seen.get(index)
+                    effect = effects.get(index, 1.0) if effects is not None else 1.0
+                    if known is None and effect == 1.0 and not left:
+                        if likely and (other is None or usual.score < other.score):
+                            at[index] = usual
+                        continue
+                    cost, hope = base * effect, HOPE  # as `expected` says
                     if known is not None:
                         if known.upper <= limit:
                             continue
                         if known.promises(limit):
                             if other is None or other.score > 0.0:
-                                at[3 * piece + moment] = Place(
-                                    piece, moment, share, known.cell.mean, known.peak, 0.0, False
-                                )
+                                at[index] = Place(share, known.cell.mean, known.peak, 0.0, False)
                             continue
                         if step - known.seen < PROBE_EVERY:
                             continue
@@ -238,7 +263,7 @@ class Places:
                         here = min(1.0, ends * share / seconds)
                         rank *= max(here, 1.0 - here)
                     if other is None or rank < other.score:
-                        at[3 * piece + moment] = Place(piece, moment, share, hope * cost, cost, rank, False)
+                        at[index] = Place(share, hope * cost, cost, rank, False)
 
     def _at_end(
         self, low: int, price: float, feared: float, limit: float, step: int, seconds: float, pause: float
@@ -246,7 +271,7 @@ class Places:
         """The same of the end of the step: the next one loses by what lasts longer than the pause."""
         for pair in self.pairs:
             share, end = pair.key.share, len(pair.rates)
-            known = pair.launches.get((end, START, low))
+            known = pair.seen(low).get(3 * end + START)
             felt = max(0.0, 1.0 - pause * share / seconds) if seconds > 0.0 else 0.0
             cost, hope = felt * self.expected(low, end, START, share), HOPE
             if known is not None:
@@ -254,4 +279,4 @@ class Places:
                     continue
                 cost, hope = max(cost, known.cell.mean), 1.0
             if max(UNTRIED * cost, WORSE * felt * self.worst.get(low, 0.0)) <= feared:
-                yield Place(end, START, share, hope * cost, cost, price * hope * cost, False)
+                yield Place(share, hope * cost, cost, price * hope * cost, False)

@@ -16,7 +16,7 @@ later one would fit: that is how jobs with long pieces starve. It may because th
 from __future__ import annotations
 
 from math import inf
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Final, Protocol
 
 from gpumux.core.board import Board, Limit
 from gpumux.core.config import CoreConfig
@@ -27,20 +27,23 @@ from gpumux.core.queue import Job
 from gpumux.errors import ConfigError
 from gpumux.model import DeviceInfo, Priority
 
-_LOW, _HIGH = Priority.LOW, Priority.HIGH
-_LOW_STREAM, _HIGH_STREAM = int(_LOW), int(_HIGH)
-_BY_RANK = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
-DEEP = 1024  # launches; more than max_inflight lets a handful of jobs have
-CANDIDATES = 3  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
+_LOW: Final = Priority.LOW
+_HIGH: Final = Priority.HIGH
+_LOW_STREAM: Final = int(_LOW)
+_HIGH_STREAM: Final = int(_HIGH)
+_BY_RANK: Final = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
+DEEP: Final = 1024  # launches; more than max_inflight lets a handful of jobs have
+CANDIDATES: Final = 3  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
 
 
-class Choice(NamedTuple):
+class Choice:
     """The job whose next piece is launched, the stream's priority, and the part of the device's
     multiprocessors the piece may use."""
 
-    job: Job
-    stream: int
-    share: float = 1.0
+    __slots__ = ("job", "share", "stream")
+
+    def __init__(self, job: Job, stream: int, share: float = 1.0) -> None:
+        self.job, self.stream, self.share = job, stream, share
 
 
 class Policy(Protocol):
@@ -125,13 +128,13 @@ class Paced:
 class Guarded(Paced):
     def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
         super().__init__(config, info)
-        self.guard: Guard = Guard(config, info)
-        self._beside = [Limit(n, n * self._low.seconds / self._low.launches) for n in range(self.guard.wide + 1)]
+        self.guard = self._guard = Guard(config, info)
+        self._beside = [Limit(n, n * self._low.seconds / self._low.launches) for n in range(self._guard.wide + 1)]
 
     def limit(self, board: Board, priority: Priority) -> Limit:
         if priority is _HIGH:
             return self._high
-        return self._beside[self.guard.width] if board.active(_HIGH) else self._low_idle
+        return self._beside[self._guard.width] if board.active(_HIGH) else self._low_idle
 
     def choose(self, board: Board, now: float) -> Choice | None:
         # Asked after every event and after every launch: what needs no look at a job comes first.
@@ -141,12 +144,13 @@ class Guarded(Paced):
             job = high.first()
             if job is not None and board.fits(job, self._high):
                 return Choice(job, _HIGH_STREAM)
-        guard, none_out = self.guard, not low.launches
+        guard, none_out = self._guard, not low.launches
         limit = self._beside[guard.width] if board.active_jobs[_HIGH] else self._low_idle
         if not ready.size or len(low.launches) >= limit.launches:
             return None
         rest = guard.rest
-        if rest is not None and rest.lasts(ready, guard.low_version, now):
+        others = none_out and ready.size > 1  # matter where the device would be left without low work
+        if rest is not None and not (others and rest.partial) and rest.lasts(ready, guard.low_version, now):
             guard.resting = True
             return None
         first = ready.first()
@@ -155,12 +159,11 @@ class Guarded(Paced):
         share = guard.admit(first, board, now)
         if share:
             return Choice(first, _LOW_STREAM, share)
-        # Others matter where the device would be left without low work.
-        if none_out and ready.size > 1 and not guard.holds_all(first):
-            others = ready.candidates(CANDIDATES)
+        if others and not guard.holds_all(first):
+            asked = ready.candidates(CANDIDATES)
             # Who is held keeps its turn, perhaps for ever: one more is asked out of turn, and not always the same.
-            more = ready.another(others) if ready.size > CANDIDATES else None
-            for job in (*others[1:], more) if more is not None else others[1:]:
+            more = ready.another(asked) if ready.size > CANDIDATES else None
+            for job in (*asked[1:], more) if more is not None else asked[1:]:
                 share = guard.admit(job, board, now)
                 if share:
                     return Choice(job, _LOW_STREAM, share)

@@ -89,24 +89,23 @@ class Program:
         return found
 
 
-@dataclass(slots=True, eq=False)
 class Step:
     """`cut`, `pieces`, `bounds` and `spans` are fixed when the first piece is launched; a later cut is for later steps."""
 
-    id: StepId
-    program: Program
-    submitted: float
-    arrival: int
-    cut: int = -1
+    # Until then, and until it runs:
+    cut = -1
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
     spans: tuple[int, ...] = ()
-    launched: int = 0
-    done: int = 0
-    started: float = 0.0
-    device_s: float = 0.0
-    noted: str = ""  # the last reason for waiting that the story was told
+    launched = 0
+    done = 0
+    started = 0.0
+    device_s = 0.0
+    noted = ""  # the last reason for waiting that the story was told
     model: HighModel | None = None  # what the guard knows of its program, under its cut
+
+    def __init__(self, id: StepId, program: Program, submitted: float, arrival: int) -> None:  # noqa: A002
+        self.id, self.program, self.submitted, self.arrival = id, program, submitted, arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +124,8 @@ class Session:
 @dataclass(slots=True, eq=False)
 class Job:
     """A job and its virtual queue. `served` and `pending` are virtual seconds (device seconds over
-    weight): measured so far, and predicted for what is out. `entry` is its place among the ready."""
+    weight): measured so far, and predicted for what is out. `entry` is the number of its place among the ready (0: it
+    is not), `entry_key` what that place is by."""
 
     id: JobId
     session: SessionId
@@ -148,7 +148,8 @@ class Job:
     last_step: int = -1
     served: float = 0.0
     pending: float = 0.0
-    entry: tuple[float, int, Job] | None = None
+    entry: int = 0
+    entry_key: float = 0.0
     active: bool = False  # counted in its class's active jobs
     steps_done: int = 0
     steps_failed: int = 0

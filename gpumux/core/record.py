@@ -7,6 +7,9 @@ Solo baselines and estimates (`estimates.py`) are learned here, ranges are banne
 
 from __future__ import annotations
 
+from math import inf
+from typing import Final
+
 from gpumux.core import blame
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Bans
@@ -16,25 +19,34 @@ from gpumux.core.config import CoreConfig
 from gpumux.core.cutting import DEFAULT_TARGET_S, Cutting
 from gpumux.core.estimates import HighModel
 from gpumux.core.holds import Holds
-from gpumux.core.judge import judge, recut, to_judge
+from gpumux.core.judge import judge, recut
 from gpumux.core.models import Models
 from gpumux.core.queue import Job, JobState
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.model import DeviceInfo, JobId, Priority
 
-_LOW, _HIGH = Priority.LOW, Priority.HIGH
-LEAST_SPEED = 0.05
-KNOWN = 3  # ranges of a pair that are measured before the rest is taken to be like them
-MOST_MARGIN_S = 1e-3
-MOST_REACH_S = 1e-3
-REACH_PART = 0.1
-MARGIN_FADES = 0.996  # for each step of a high job
-ADAPT_EVERY = 16  # steps
+_LOW: Final = Priority.LOW
+_HIGH: Final = Priority.HIGH
+LEAST_SPEED: Final = 0.05
+KNOWN: Final = 3  # ranges of a pair that are measured before the rest is taken to be like them
+MOST_MARGIN_S: Final = 1e-3
+MOST_REACH_S: Final = 1e-3
+REACH_PART: Final = 0.1
+MARGIN_FADES: Final = 0.996  # for each step of a high job
+ADAPT_EVERY: Final = 16  # steps
 
 
 class Record:
     """What happened. Told by the machine, for every launch of either class."""
+
+    # A dict of more than 30 attributes has no fast way to them.
+    __slots__ = (
+        "_calm", "_last_end", "_last_high", "_low_until", "_other_high", "_pinched", "_seen_version", "_touched",
+        "answers", "asked", "bans", "cutting", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
+        "narrow", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "standing", "tracks", "version",
+        "wide", "width",
+    )  # fmt: skip
 
     def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
         self.shares = info.shares
@@ -68,8 +80,6 @@ class Record:
         self._last_end = 0.0  # and when
         self._other_high = 0.0  # when somebody else ended last
 
-    # ---- what happened
-
     def submitted(self, job: Job, now: float) -> None:
         """A step of a high job was queued."""
         self.version += 1
@@ -79,7 +89,7 @@ class Record:
             self.scene.changed()
             track.changed()
             track.gaps.add(now - track.idle_since)
-            track.idle_since, track.arrived = None, now
+            track.left, track.idle_since, track.arrived = track.idle_since, None, now
 
     def paused(self, job: Job, now: float) -> None:
         """The job was paused or resumed."""
@@ -87,6 +97,7 @@ class Record:
         track = self.tracks.get(job.id)
         if track is not None:
             self.version += 1
+            self._calm = 0.0
             track.changed()
             self.scene.changed()
 
@@ -108,8 +119,9 @@ class Record:
         launch.beside_high = bool(high.launches or self.idle)
         start = now if first or self._low_until < now else self._low_until
         launch.due = self._low_until = start + (answer.seconds if answer is not None else launch.predicted)
-        if self.holds.since:
+        if self.holds.newest:
             self.holds.freed(job.id, now)
+        launch.trusting = launch.beside_high if answer is None else answer.trusting
         if answer is None:
             return
         launch.expected = answer.expected
@@ -131,24 +143,29 @@ class Record:
 
     def _launched_high(self, launch: Launch, board: Board) -> None:
         job, step = launch.job, launch.step
+        self._calm = 0.0  # steps that waited for a transfer, say, weren't submitted just now
         track = self.tracks.get(job.id)
         if track is None:
             track = self.tracks[job.id] = Track(job)
+        due = track.ended
         if launch.piece:
-            track.moved()
+            if track.awaited < inf:
+                track.moved()
         else:
             if not track.calibrating:
                 track.changed()
             before = track.model
             model = step.model = self.models.of(step.program.key, step.bounds, step.pieces, self.tracks)
-            track.adopt(model)
-            if before is not model and before is not None:
-                recut(self.bans, job.id, model, self.models.cuts(model.key))
+            if before is not model:
+                track.adopt(model)
+                if before is not None:
+                    recut(self.bans, job.id, model, self.models.cuts(model.key))
             if job.outstanding == 1:
                 track.account.begin(track.solo_step())
-        late = launch.at - (track.ended if launch.piece or track.ended > step.submitted else step.submitted)
-        if late > 0.0 and len(board.windows[_HIGH].launches) == 1:
-            track.host_wait += late
+            if due < step.submitted:
+                due = step.submitted
+        if launch.at > due and len(board.windows[_HIGH].launches) == 1:
+            track.host_wait += launch.at - due
 
     def done(self, launch: Launch, started: float, ended: float, board: Board) -> None:
         """The launch ran from `started` to `ended`."""
@@ -156,26 +173,31 @@ class Record:
         if launch.job.priority is _HIGH:
             self._done_high(launch, ended, board)
             return
-        launch.began = started if started > launch.at else launch.at
+        self.low_version += 1
+        if ended > self.cutting.until:
+            self.cutting.over()
+        at, predicted = launch.at, launch.predicted
+        launch.began = began = started if started > at else at
         launch.ended = ended
         if not launch.count_before:
-            reach = launch.began - launch.at
+            reach = began - at
             if reach < MOST_REACH_S:
                 self.reach += (REACH_PART if self.reach else 1.0) * (reach - self.reach)
-        self.low_version += 1
-        self.cutting.passed(ended)
-        seconds = ended - launch.began
-        late = ended - launch.at - launch.predicted
-        if launch.alone and late < launch.predicted:
-            self.lag += 0.1 * ((late if late > 0.0 else 0.0) - self.lag)
+        if launch.alone:
+            late = ended - at - predicted
+            if late < predicted:
+                self.lag += 0.1 * ((late if late > 0.0 else 0.0) - self.lag)
         if launch.beside_high:
-            self.harvested += max(0.0, seconds)
-            launch.speed = launch.predicted / seconds if seconds > 0.0 else 1.0
-            for cell in launch.touched or ():
-                blame.went(cell, launch.speed)
+            seconds = ended - began
+            if seconds > 0.0:
+                self.harvested += seconds
+                launch.speed = predicted / seconds
             for pair, spot in launch.spots:
                 if spot[0] != GAP:
                     pair.speed += 0.2 * (launch.speed - pair.speed)
+            if launch.touched is not None:
+                for cell in launch.touched:
+                    blame.went(cell, launch.speed)
         self.recent.add(launch)
 
     def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
@@ -184,32 +206,50 @@ class Record:
         if track is None:
             return  # the job is closing
         start = track.ended if track.ended > launch.at else launch.at
-        track.ended = ended = max(ended, start)
+        if ended < start:
+            ended = start
+        track.ended = ended
         track.pieces += 1
         if piece == 0:
             track.began = start
             track.from_idle = step.submitted == track.arrived
         model = step.model
         assert model is not None
-        beside = self._high_beside(job, start, ended, board)
-        low, recent = board.windows[_LOW].launches, self.recent
-        found = []
-        if low or recent.last_end > start:
-            found = blame.beside(low.values(), recent, start, ended)
-            if found and not track.watching:
-                for out, _ in found:
-                    out.spots = ()
-        span = ended - start
+        low, high = board.windows
+        if self._last_high is not job:
+            self._other_high, self._last_high = self._last_end, job
+        self._last_end = ended
+        # Whether another high job had a launch on the device, too. Mostly all that are out are its own.
+        beside = self._other_high > start or (
+            len(high.launches) != job.outstanding and blame.others(high.launches.values(), job, ended)
+        )
+        recent, span = self.recent, ended - start
+        found: blame.Found = []
+        if low.launches or recent.last_end > start:
+            found = blame.beside(low.launches.values(), recent, start, ended)
+        if found and not track.watching:  # what low work costs is well known, and this step only pays for it
+            for out, _ in found:
+                out.spots = ()
         if recent.open:
             recent.settle(start, track.steps, track.account)
-        if found and not track.watching:
-            self._unwatched(track, model, piece, span, beside)
-        elif found:
+        if found:
             track.shared = True
-            for other, _ in found:
-                if other.tried:
-                    track.tried = True
-            self._shared(track, model, launch, ended, span, found, beside)
+            baseline = model.reference(piece, beside, track.from_idle) if beside or not piece else model.solo[piece]
+            if track.watching:
+                for out, _ in found:
+                    if out.tried:
+                        track.tried = True
+            if baseline.count:
+                excess = span - baseline.value
+                track.excess += excess
+                excess -= baseline.late
+                track.account.used += excess
+                if track.from_idle and excess > 0.0:
+                    track.surprised += excess * blame.trusting(found, track.left, track.arrived, track.caught)
+                if track.watching:
+                    self._blame(track, model, launch, ended, excess, found)
+            elif track.watching and not track.calibrating:
+                track.calibrate(1)
         elif model.learn(piece, span, beside, track.from_idle) and not track.calibrating:
             track.calibrate(2)
         if beside:
@@ -218,43 +258,14 @@ class Record:
             self._step_done(track, job, ended, board)
         elif job.paused:  # what is left of its step comes who knows when
             track.changed()
-        else:
+        elif track.awaited < inf:
             track.moved()
 
-    def _high_beside(self, job: Job, start: float, ended: float, board: Board) -> bool:
-        """Whether another high job had a launch on the device during [start, ended)."""
-        if self._last_high is not job:
-            self._other_high, self._last_high = self._last_end, job
-        self._last_end = ended
-        if self._other_high > start:
-            return True
-        launches = board.windows[_HIGH].launches
-        if len(launches) == job.outstanding:
-            return False  # all are its own
-        for out in launches.values():  # noqa: SIM110
-            if out.job is not job and out.at < ended:
-                return True
-        return False
-
-    def _shared(
-        self,
-        track: Track,
-        model: HighModel,
-        launch: Launch,
-        ended: float,
-        span: float,
-        found: list[tuple[Launch, float]],
-        beside: bool,
+    def _blame(
+        self, track: Track, model: HighModel, launch: Launch, ended: float, excess: float, found: blame.Found
     ) -> None:
+        """The launch ended `excess` seconds late: these are what it was late by, and are learned of."""
         piece = launch.piece
-        baseline = model.reference(piece, beside, track.from_idle)
-        if not baseline.count:
-            if not track.calibrating:
-                track.calibrate(1)
-            return
-        track.excess += span - baseline.value
-        excess = span - baseline.value - baseline.late
-        track.account.used += excess
         if piece == 0 and track.from_idle:
             early = [(low, seconds) for low, seconds in found if low.at < track.arrived]
             if early:
@@ -266,15 +277,11 @@ class Record:
                 if not later:
                     return
                 found, excess = later, excess - part
-        cells, slack = blame.share_out(model, piece, excess, found), track.account.slack
-        dear = slack / (1.0 + slack)
-        for index, cell in enumerate(cells):
-            if (cell.ban is not None or cell.mean > dear) and to_judge(cell, slack):
-                low = found[index][0]
-                if low.job.state is not JobState.CLOSING:
-                    self._touched.append((model, track, low, piece))
+        for low in blame.share_out(model, piece, excess, found, track.account):
+            if low.job.state is not JobState.CLOSING:
+                self._touched.append((model, track, low, piece))
 
-    def _caught(self, track: Track, early: list[tuple[Launch, float]]) -> None:
+    def _caught(self, track: Track, early: blame.Found) -> None:
         """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
         late = max(
             [low.ended - track.arrived for low, _ in early if not low.spots and low.due <= track.arrived], default=0.0
@@ -282,35 +289,29 @@ class Record:
         if late > 0.0:
             self.margin = min(self.margin + late / 2, MOST_MARGIN_S)
 
-    def _unwatched(self, track: Track, model: HighModel, piece: int, span: float, beside: bool) -> None:
-        """What low work costs is well known and this step only pays for it."""
-        baseline = model.reference(piece, beside, track.from_idle)
-        track.shared = True
-        if baseline.count:
-            excess = span - baseline.value
-            track.excess += excess
-            track.account.used += excess - baseline.late
-
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
         track.changed()
-        self.cutting.stepped(track, ended)
+        solo_s = track.solo_step()
+        self.cutting.stepped(track, solo_s, ended)
         if self.recent.end_step(board.windows[_LOW].launches.values()):
             track.watching = True
         if self._touched:
+            others = []
             for touched in self._touched:
                 if touched[1] is track:
                     judge(self.bans, *touched, ended)
-            self._touched = [touched for touched in self._touched if touched[1] is not track]
-        track.account.begin(track.solo_step())
+                else:
+                    others.append(touched)
+            self._touched = others
+        track.account.begin(solo_s)
         if track.steps % ADAPT_EVERY == 0:
             self._adapt(track)
         self.margin *= MARGIN_FADES
         if job.inflight == 1:  # the step that just ended
             self._calm = 0.0
             track.idle_since, track.soonest = ended, 0.0
-            self.idle[job.id] = track
-            self.scene.changed()
+            self.scene.left(track)
 
     def _adapt(self, track: Track) -> None:
         """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
@@ -338,6 +339,7 @@ class Record:
         if self._last_high is job:
             self._last_high = None
         self.rest = self.asked = None
+        self._calm = 0.0  # one that was idle for longer may be looked out for again
         self.idle.pop(job.id, None)
         self.scene.changed()
         self.answers.pop(job.id, None)

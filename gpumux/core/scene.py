@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import inf
+from typing import Final
 
 from gpumux.core.board import Board, Launch
 from gpumux.core.estimates import HighModel
@@ -13,8 +15,9 @@ from gpumux.core.places import Plan
 from gpumux.core.track import Track
 from gpumux.model import JobId, Priority
 
-_LOW, _HIGH = Priority.LOW, Priority.HIGH
-MAX_IDLE = 4  # idle high jobs whose next step is looked out for: those idle for the shortest time
+_LOW: Final = Priority.LOW
+_HIGH: Final = Priority.HIGH
+MAX_IDLE: Final = 4  # idle high jobs whose next step is looked out for: those idle for the shortest time
 
 
 class Running:
@@ -60,6 +63,13 @@ class Scene:
         self.calm = self.free_at = self.pending = 0.0
         self.low_out = False
 
+    def left(self, track: Track) -> None:
+        """A high job became idle. So one that is so for longer may be looked out for no more: nobody is held for its sake."""
+        self._idle[track.job.id] = track
+        for other in islice(reversed(self._idle.values()), MAX_IDLE, MAX_IDLE + 1):
+            other.changed()
+        self.changed()
+
     def changed(self) -> None:
         """A high job became idle, is so no longer, or does not count any more."""
         self._until = 0.0
@@ -98,7 +108,8 @@ class Scene:
                 continue
             comes = track.soonest
             if comes <= now:
-                comes = track.soonest = since + gaps.soonest(now - since)
+                track.behind = bisect_right(gaps.sorted, now - since)
+                comes = track.soonest = since + (gaps.soonest(track.behind) if track.surprise.trusted else 0.0)
             found.append(track)
             if comes < soonest:
                 soonest = comes

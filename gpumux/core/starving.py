@@ -11,11 +11,11 @@ LONG = frozenset(("tail", "gap", "ban"))
 
 def starved_steps(guard: Guard, job: Job) -> int:
     """Steps of the high job that holds this low one since it was last launched."""
-    hold, since = guard.holds.newest.get(job.id), guard.holds.since.get(job.id)
+    hold = guard.holds.newest.get(job.id)
     track = guard.tracks.get(hold.high) if hold is not None else None
-    if track is None or since is None or track.solo_step() <= 0.0:
+    if hold is None or track is None or track.solo_step() <= 0.0:
         return 0
-    return int((guard.seen - since) / track.solo_step())
+    return int((guard.seen - hold.since) / track.solo_step())
 
 
 def too_long(guard: Guard, job: Job) -> tuple[float, float] | None:

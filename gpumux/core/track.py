@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from math import inf
+from typing import Final
 
 from gpumux.core.baseline import WANTED, Baseline
 from gpumux.core.blame import OVERLAPPING
@@ -12,19 +13,29 @@ from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
 from gpumux.core.places import ALWAYS, CAREFUL, IF_STUCK
 from gpumux.core.queue import Job
+from gpumux.core.surprise import Surprise
 
-FIRST_CLEAN = 3  # steps without low work a program begins with
-CLEAN_EVERY = 64  # steps after which another one is wanted
-TRIES = 4  # steps a calibration may take at most: low work still out spoils some
-STARVED = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
-SPARE = 2.0  # tokens there have to be for a try where low work does not starve
-LEAST_PRICE = 2.0  # low seconds for a high second: below it credit is not short
-LEARNING_STEPS = 200  # in which what is not known is tried as long as there is credit
-KNOWN_STEPS = 300  # after which what low work costs is learned from only
-WATCH_AGAIN = 32
-WATCH_EVERY = 4  # one step in so many: it is known by then, and learning is what the guard spends its time on
-UNSTEADY = 0.3  # of what a step may lose: what pauses may differ by
-RECENT = 256  # steps whose slowdown is reported
+FIRST_CLEAN: Final = 3  # steps without low work a program begins with
+CLEAN_EVERY: Final = 64  # steps after which another one is wanted
+TRIES: Final = 4  # steps a calibration may take at most: low work still out spoils some
+STARVED: Final = 16  # steps without low work: from then on a ban gives way where the loss is known and bearable
+SPARE: Final = 2.0  # tokens there have to be for a try where low work does not starve
+LEAST_PRICE: Final = 2.0  # low seconds for a high second: below it credit is not short
+LEARNING_STEPS: Final = 200  # in which what is not known is tried as long as there is credit
+KNOWN_STEPS: Final = 300  # after which what low work costs is learned from only
+WATCH_AGAIN: Final = 32
+WATCH_EVERY: Final = 4  # one step in so many: it is known by then, and learning is what the guard spends its time on
+UNSTEADY: Final = 0.3  # of what a step may lose: what pauses may differ by
+RECENT: Final = 256  # steps whose slowdown is reported
+
+
+class Turn:
+    """How often something changed that holds depend on: whoever was held by another count is asked again."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class Track:
@@ -34,8 +45,10 @@ class Track:
         "arrived",
         "awaited",
         "began",
+        "behind",
         "beside",
         "calibrating",
+        "caught",
         "clean_at",
         "company",
         "ended",
@@ -47,6 +60,7 @@ class Track:
         "host_wait",
         "idle_since",
         "job",
+        "left",
         "lows",
         "model",
         "over",
@@ -57,26 +71,33 @@ class Track:
         "shared_steps",
         "soonest",
         "steps",
-        "tried", "tries", "version", "watched_until", "watching",
+        "surprise", "surprised",
+        "tried", "tries", "turn", "watched_until", "watching", "whole",
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.version = 0  # of what a hold for its sake depends on
+        self.turn = Turn()  # of what a hold for its sake depends on
+        self.whole = Turn()  # the same of one that nothing lifts before its step is over
         self.awaited = (
             inf  # those held for its sake need not be asked again in this step while it can't lose so much more
         )
         self.account = Account(job.spec.max_slowdown)
         self.gaps = Gaps()
+        self.surprise = Surprise()
         self.model: HighModel | None = None  # of the newest step launched
         self.ended = 0.0  # of its newest piece, by the device's word
         self.idle_since: float | None = None
         self.soonest = 0.0  # the next step is not expected before this, while it is in the future
+        self.behind = 0  # gaps no longer than it has been idle for by now, as of the last look (scene.py)
+        self.left = 0.0  # when the job had become idle before its newest step came
         self.arrived = 0.0  # when a step came that found the job idle
         # Of the step that runs:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
         self.excess = 0.0
+        self.caught: set[str] = set()  # low programs that were out when it came, and relied on it not to
+        self.surprised = 0.0  # seconds it lost by coming while low work was out
         self.shared = False  # low work ran beside it
         self.beside = False  # other high work did
         self.tried = False  # low work was let out to find out what it costs
@@ -100,13 +121,17 @@ class Track:
 
     def changed(self) -> None:
         """Whoever is held for its sake is to be asked again."""
-        self.version += 1
-        self.awaited = inf
+        self.whole.count += 1
+        self._ask_again()
 
     def moved(self) -> None:
         """Its step went on to another piece: so is whoever may run beside what is left of it. Nobody is while it calibrates."""
         if not self.calibrating and self.account.used + self.awaited <= self.account.limit:
-            self.changed()
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        self.turn.count += 1
+        self.awaited = inf
 
     def adopt(self, model: HighModel) -> None:
         """The job's next step belongs to `model`."""
@@ -141,35 +166,48 @@ class Track:
 
     def end_step(self, ended: float) -> None:
         """Its last piece is done: settle with the account, and see whether calibration is due."""
-        model = self.model
+        model, account, shared = self.model, self.account, self.shared
         assert model is not None
-        seconds = ended - self.began
-        clean = not self.shared
-        baseline = model.steps[self.from_idle]
-        if clean and not self.beside:
+        seconds, from_idle, beside = ended - self.began, self.from_idle, self.beside
+        baseline = model.steps[from_idle]
+        if not shared and not beside:
             if baseline.known:
-                self.account.alone(seconds - baseline.value)
+                account.alone(seconds - baseline.value)
             if baseline.add(seconds):
-                self.account.noise.changed()
+                account.noise.changed()
                 self.calibrate(WANTED)
-        solo = self.solo_step()
-        excess = self.excess if self.beside or not model.step_known() else seconds - solo
-        self.account.end(excess, self.shared, not self.tried, UNSEEN_S if self.from_idle else 0.0, baseline.late)
-        self.steps += 1
-        self.company += self.beside
-        if excess > self.account.limit and self.shared:  # not so well known, then
-            self.watched_until = max(self.watched_until, self.steps + WATCH_AGAIN)
-        self.watching = self.steps < self.watched_until or self.steps % WATCH_EVERY == 0
-        if self.steps == LEARNING_STEPS:
-            self.account.learn_no_more()
-        self._calibrated(clean, baseline)
-        if solo > 0.0 and (model.step_known() or self.beside):
+        if beside:
+            solo, excess, known = model.total, self.excess, True
+        else:
+            solo, known = model.step_seconds(from_idle), model.step_known()
+            excess = seconds - solo if known else self.excess
+        account.end(excess, shared, not self.tried, UNSEEN_S if from_idle else 0.0, baseline.late)
+        if known and account.learned:
+            surprise, trusted = self.surprise, self.surprise.trusted
+            surprise.step(self.surprised, self.caught, excess, account.most, account.credit, account.noise.over)
+            if surprise.trusted is not trusted:
+                self.gaps.trust(surprise.trusted)
+                if trusted:
+                    account.relieved()
+        self.steps = steps = self.steps + 1
+        if shared and excess > account.limit:  # not so well known, then
+            self.watched_until = max(self.watched_until, steps + WATCH_AGAIN)
+        self.watching = steps < self.watched_until or steps % WATCH_EVERY == 0
+        if steps == LEARNING_STEPS:
+            account.learn_no_more()
+        self._calibrated(not shared, baseline)
+        if known and solo > 0.0:
             ratio = 1.0 + excess / solo
             self.ratios.append(ratio)
-            self.shared_steps += self.shared
-            if ratio > 1.0 + self.account.slack:
+            if shared:
+                self.shared_steps += 1
+            if ratio > 1.0 + account.slack:
                 self.over += 1
-        self.excess, self.shared, self.beside, self.tried = 0.0, False, False, False
+        if beside:
+            self.company += 1
+        if self.caught:
+            self.caught.clear()
+        self.excess, self.surprised, self.shared, self.beside, self.tried = 0.0, 0.0, False, False, False
 
     def _calibrated(self, clean: bool, baseline: Baseline) -> None:
         if clean:

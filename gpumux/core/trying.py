@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from gpumux.core.bans import PROBE_EVERY, Ban
 from gpumux.core.cells import CREDIBLE, Spot
@@ -11,7 +12,7 @@ from gpumux.core.estimates import Pair
 from gpumux.core.places import CAREFUL, MOMENTS, Plan
 from gpumux.core.track import LEARNING_STEPS, STARVED, Track
 
-HOPELESS = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
+HOPELESS: Final = 1.25  # times what a step may lose: a piece that costs more wherever it was tried is not tried again
 
 
 def may_risk(track: Track) -> bool:
@@ -40,7 +41,7 @@ def may_try(
             place = plan.at[3 * high_piece + moment]
             if place is None or place.tried or place.share != pair.key.share:
                 return False
-            waits: float = track.steps - fed
+            waits = float(track.steps - fed)
             if not learning:  # it can be tried for so long only
                 waits = min(waits, (track.account.tokens - 1.0) / TOKEN_RATE)
             patient = waits < 2 * STARVED

@@ -73,11 +73,10 @@ def held(core: CoreState) -> list[Held]:
     if core.guard is None:
         return []
     holds, found = core.guard.holds, []
-    for job_id, since in holds.since.items():
+    for job_id, hold in holds.newest.items():
         job = core.jobs.get(job_id)
         if job is not None and not job.blocked():
-            hold = holds.newest[job_id]
-            found.append(Held(job_id, hold.high, hold.reason, since))
+            found.append(Held(job_id, hold.high, hold.reason, hold.since))
     return found
 
 

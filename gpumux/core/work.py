@@ -43,6 +43,8 @@ def program_ready(core: CoreState, event: ev.ProgramReady) -> None:
     core.tell(job.id, None, "program", program.id, program.cut, len(program.pieces))
     if first:
         core.out.append(AnnounceProgram(job.id, program.id))
+    if core.guard is not None:
+        core.guard.recut(job)
     cutting.ask(core, job)
     return core.refresh(job)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import pairwise
 
 import pytest
@@ -30,7 +31,7 @@ def bearable_at(gaps: Gaps, waited: float, seconds: float, *cost: float) -> list
     for gap, coming in pairwise(gaps.sorted):
         at = gap + ASIDE_S
         if waited < gap and at < gaps.longest and coming > at:
-            end, soonest, chance = at + seconds, gaps.soonest(at), gaps.arrival(at, seconds)
+            end, soonest, chance = at + seconds, gaps.soonest(bisect_right(gaps.sorted, at)), gaps.arrival(at, seconds)
             if chance <= 0.0 or end < soonest or bearable(chance, outlasted(end, soonest, at), *cost):
                 found.append(at)
     return [*found, gaps.longest + ASIDE_S]
@@ -68,4 +69,6 @@ def test_distances_between_gaps_are_kept_as_gaps_come_and_go(known: list[float])
             gaps.add(gap)
             assert gaps.sorted == sorted(known[max(0, count - 8) : count])
             assert gaps.apart == [longer - shorter for shorter, longer in pairwise(gaps.sorted)]
-            assert gaps.widest(1) == max(gaps.apart[1:], default=0.0)
+            for behind in (0, 2, 1):  # whatever was asked before
+                for apart in (0.0, 1e-4, 1e-3):
+                    assert gaps.denser(behind, apart) is (max(gaps.apart[behind:], default=0.0) < apart)

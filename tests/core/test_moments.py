@@ -40,10 +40,10 @@ def scene(free_at: float = 0.0, pending: float = 0.0) -> Any:
     return SimpleNamespace(free_at=free_at, pending=pending)
 
 
-def planned(*places: Place) -> Plan:
+def planned(piece: int, place: Place) -> Plan:
+    """To begin together with this piece, and nowhere else."""
     at: list[Place | None] = [None] * (3 * len(REFS) + 1)
-    for place in places:
-        at[3 * place.piece + place.moment] = place
+    at[3 * piece + START] = place
     return Plan(at, at, 1e-3, 0, 0, 1.0, 1.0)
 
 
@@ -68,17 +68,15 @@ def test_a_launch_at_the_end_of_a_step_is_felt_as_far_as_it_outlasts_the_pause()
 @pytest.mark.parametrize("more", [False, True])
 def test_the_end_of_a_step_is_waited_for_whatever_the_step_has_lost(more: bool) -> None:
     lost = track(used=1.0)
-    found = appointment(
-        running(lost, 1, more), planned(Place(3, START, 1.0, 0.0, 1e-6, 0.0, True)), scene(), 0.0, REACH_S
-    )
+    found = appointment(running(lost, 1, more), planned(3, Place(1.0, 0.0, 1e-6, 0.0, True)), scene(), 0.0, REACH_S)
     assert found == (inf if more else pytest.approx(REFS[1] + REFS[2] - REACH_S))
-    never = planned(Place(3, START, 1.0, 0.0, 1.0, 0.0, True))
+    never = planned(3, Place(1.0, 0.0, 1.0, 0.0, True))
     assert appointment(running(lost, 1, False), never, scene(), 0.0, REACH_S) == inf, "the next one can't bear it"
 
 
 def test_a_launch_dearer_than_an_account_can_hold_is_waited_for_when_it_is_full() -> None:
     """What it costs is spread over many steps, none of which loses more than it may: nothing would ever pay for it else."""
-    dear = planned(Place(1, START, 0.25, 20 * 0.05 * STEP_S, 1e-6, 0.0, True))
+    dear = planned(1, Place(0.25, 20 * 0.05 * STEP_S, 1e-6, 0.0, True))
     full, half = track(full=True), track(balance=0.0)
     assert appointment(running(full, 0, False), dear, scene(), 0.0, REACH_S) == pytest.approx(REFS[0] - REACH_S)
     assert appointment(running(half, 0, False), dear, scene(), 0.0, REACH_S) == inf

@@ -18,8 +18,8 @@ PLACE = st.none() | st.tuples(st.floats(0.0, 1e-3), st.floats(0.0, 2e-3), st.boo
 def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces, end) -> None:
     moments = [(piece, moment, found) for piece, all_of in enumerate(pieces) for moment, found in enumerate(all_of)]
     at = [
-        None if found is None else Place(piece, moment, 1.0, found[0], found[0], found[1], found[2])
-        for piece, moment, found in (*moments, (len(pieces), START, end))
+        None if found is None else Place(1.0, found[0], found[0], found[1], found[2])
+        for _, _, found in (*moments, (len(pieces), START, end))
     ]
     plan = Plan(at, at, SECONDS, 0, 0, 1.0, 1.0)
     takes = [inf if place is None else place.upper if place.tried else -inf for place in at]
@@ -27,9 +27,9 @@ def test_a_plan_knows_the_least_that_what_is_left_of_the_step_takes(pieces, end)
     for index in range(len(at) - 1):
         assert plan.rest(index) == min(takes[index + 1 :], default=inf)
     timed = {
-        (place.piece, place.moment)
-        for place in at
-        if place is not None and place.moment != HEARD and place.score - plan.score <= SECONDS
+        (index // 3, index % 3)
+        for index, place in enumerate(at)
+        if place is not None and index % 3 != HEARD and place.score - plan.score <= SECONDS
     }
     assert {(piece, moment) for piece, found in plan.timed.items() for moment, _, _ in found} == timed
     assert plan.lightest == min(
