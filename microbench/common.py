@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpumux.core import RUNS
+
 PACKAGES = ("gpumux", "torch", "pyzmq", "msgpack", "numpy")
 
 
@@ -55,20 +57,21 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, load, kernel and versions. Load above the number of
-    cores means that others were measuring, or worse, too."""
+    """Processor, cores this process may use, load, kernel, versions, and which form of gpumux's core this process (and a daemon
+    it starts) runs. Load above the number of cores means that others were measuring, or worse, too."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_1min": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "versions": versions(),
+        "core": RUNS.kind,
     }
 
 
 def describe(facts: dict[str, Any]) -> str:
     named = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    return f"{facts['cpu']}, {facts['cores']} cores, load {facts['load_1min']}; {named}"
+    return f"{facts['cpu']}, {facts['cores']} cores, load {facts['load_1min']}; {named}; core {facts['core']}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -58,20 +58,50 @@ def test_the_sweep_of_another_seed():
     assert told in " ".join(MULTIPLEXING.split())
 
 
-def test_the_guards_cost():
-    found = result("cpu-core_rate")
-    paced, guarded = (found["events_per_second"][policy] for policy in ("paced", "guarded"))
-    event, launch = (
-        [found[key][jobs]["median"] for jobs in ("10", "100", "1000")] for key in ("cost", "cost_of_a_launch")
+def test_steps_that_come_at_random():
+    rows = result("sim-arrivals")["rows"]
+    for at in range(0, len(rows), 3):
+        random, regular, paced = rows[at : at + 3]
+        assert (random["policy"], random["random"], regular["random"]) == ("guarded", True, False)
+        assert paced["policy"] == "paced"
+        assert random["mean_slowdown"] <= 1.05
+        assert random["p99_slowdown"] <= 1.10
+        steps = f"| {random['step_s'] * 1e3:.1f} ms, {random['rate']:.0f} a second |"
+        guarded = (
+            f"{random['mean_slowdown']:.3f}, {random['p99_slowdown']:.3f} | {random['low']:.2f} | {regular['low']:.2f}"
+        )
+        other = f"{paced['mean_slowdown']:.2f}, {paced['p99_slowdown']:.2f} | {paced['low']:.2f}"
+        assert f"{steps} {guarded} | {other} |" in MULTIPLEXING
+    assert len(rows) == 18
+    wanted = (2e-3, 100.0, True, "guarded")
+    (told,) = [row for row in rows if (row["step_s"], row["rate"], row["random"], row["policy"]) == wanted]
+    assert cell(README, "simulated A100: high steps of 2 ms at random") == (
+        f"{told['mean_slowdown']:.3f} and {told['p99_slowdown']:.3f}; {told['low']:.2f}"
     )
-    rates = [f"{round(paced[jobs]['median'], -3):,.0f}" for jobs in ("100", "1000")]
-    assert cell(README, "core events a second of processor time under `paced`") == " and ".join(rates)
-    assert cell(README, "an event under `guarded` over one under `paced`") == "{:.1f}, {:.1f} and {:.1f}".format(*event)
-    micros = [1e6 / of[jobs]["median"] for of in (guarded, paced) for jobs in ("10", "100", "1000")]
+
+
+def test_the_guards_cost():
+    forms = [result("cpu-core_rate"), result("cpu-core_rate-interpreted")]
+    assert [found["machine"]["core"] for found in forms] == ["compiled", "interpreted"]
+    rates, cost, launch, micros = [], [], [], []
+    for found in forms:
+        paced, guarded = (found["events_per_second"][policy] for policy in ("paced", "guarded"))
+        event, of_launch = (
+            "{:.1f}, {:.1f} and {:.1f}".format(*[found[key][jobs]["median"] for jobs in ("10", "100", "1000")])
+            for key in ("cost", "cost_of_a_launch")
+        )
+        rates.append(" and ".join(f"{round(paced[jobs]['median'], -3):,.0f}" for jobs in ("100", "1000")))
+        cost.append(event)
+        launch.append(of_launch)
+        both = [[1e6 / of[jobs]["median"] for jobs in ("10", "100", "1000")] for of in (guarded, paced)]
+        micros.append(
+            "({:.0f} to {:.0f} us against {:.0f} to {:.0f})".format(*[f(of) for of in both for f in (min, max)])
+        )
+    assert cell(README, "core events a second of processor time under `paced`") == "; ".join(rates)
+    assert cell(README, "an event under `guarded` over one under `paced`") == "; ".join(cost)
     told = (
-        "{:.1f} times with 10 jobs, {:.1f} with 100 and {:.1f} with 1,000 ".format(*event)
-        + f"({min(micros[:3]):.0f} to {max(micros[:3]):.0f} us against {min(micros[3:]):.0f} to {max(micros[3:]):.0f}, in Python), "
-        + "and for a launch {:.1f}, {:.1f} and {:.1f}".format(*launch)
+        f"{cost[0]} times with 10, 100 and 1,000 jobs where the core is compiled {micros[0]}, {cost[1]} where it is not {micros[1]}, "
+        + f"and for a launch {launch[0]} compiled"
     )
     assert told in " ".join(ARCHITECTURE.split())
 

@@ -17,7 +17,7 @@ from gpumux.errors import ConfigError
 from gpumux.model import Priority
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload
-from microbench import ablation, deeppool, oracle, overhead, pairwise, sweep
+from microbench import ablation, arrivals, deeppool, oracle, overhead, pairwise, sweep
 from microbench.cuda import probe
 from microbench.planned import Plan, Planned
 
@@ -143,6 +143,29 @@ def test_short_high_kernels_suffer_next_to_long_low_ones_and_others_do_not(
         "below"
     ]
     assert picture.read_bytes().startswith(PNG)
+
+
+# ---- steps that come at random
+
+
+def test_what_random_arrivals_leave_of_the_promise_and_of_low_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.json"
+    few = ["--kernels", "20", "--rates", "150", "--steps", "60", "--out", str(out)]
+    assert arrivals.main(few) == 0
+    report = json.loads(out.read_text())
+    random, regular, paced = report["rows"]
+    assert [(row["policy"], row["random"]) for row in report["rows"]] == [
+        ("guarded", True),
+        ("guarded", False),
+        ("paced", True),
+    ]
+    assert random["mean_slowdown"] <= report["promise"]["mean"] < paced["mean_slowdown"]
+    assert random["low"] < regular["low"] < 1 - 0.9 * 150 * random["step_s"]
+    assert "guarded breaks it in 0 of these" in capsys.readouterr().out
+    assert arrivals.main([*few, "--rates", "1e9"]) == 78
+    assert "steps a second" in capsys.readouterr().err
 
 
 # ---- the plan, the oracle and the sweep
