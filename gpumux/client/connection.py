@@ -53,6 +53,9 @@ class Connection:
                 self._socket.setsockopt(zmq.IPV6, "[" in endpoint.text)
                 secure_client(self._socket, curve)
             self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_LOST | _BARRED)
+            # ZeroMQ tells of an event only those who were once told that there is none. The handshake may never ask: a
+            # daemon that answers quickly is not waited for.
+            self.lost()
             self._socket.connect(endpoint.text)
         except BaseException:
             os.close(self._wake)

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from gpumux.client.connection import Connection
 from gpumux.client.session import Session
 from gpumux.errors import (
     AdmissionRefused,
@@ -349,12 +350,23 @@ while True:
 
 
 @pytest.mark.leaves_runtime_files
-def test_a_killed_daemon_is_noticed_at_once(runtime_dir: Path):
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_killed_daemon_is_noticed_at_once(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, quick: bool):
+    send = Connection.send
+
+    def send_and_let_it_be_answered(connection: Connection, parts: Sequence[bytes | memoryview]) -> None:
+        send(connection, parts)
+        connection._socket.poll(LONG * 1000)
+
     command = [sys.executable, "-c", DAEMON, str(runtime_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
         assert daemon.stdout is not None
         daemon.stdout.readline()  # it listens
-        with Session.connect(f"ipc://{runtime_dir}/g.sock", LONG) as session:
+        with monkeypatch.context() as patch:
+            if quick:  # the handshake never waits, as there is an answer when it looks
+                patch.setattr(Connection, "send", send_and_let_it_be_answered)
+            session = Session.connect(f"ipc://{runtime_dir}/g.sock", LONG)
+        with session:
             assert session.welcome.heartbeat_s > LONG  # neither the lease nor the background thread tells
             killer = threading.Timer(0.0, daemon.kill)
             killer.start()
