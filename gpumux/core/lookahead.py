@@ -164,13 +164,8 @@ class Gaps:
             self._behind = (behind, behind + rest.index(found) if rest else behind, found)
         return found < apart
 
-    def arrival(self, waited: float, seconds: float) -> float:
-        """How probable it is that a job idle for `waited` seconds comes within the next `seconds`."""
-        known = self.sorted
-        return self.within(bisect_right(known, waited), waited, seconds) if known and waited <= self.longest else 0.0
-
     def within(self, behind: int, waited: float, seconds: float) -> float:
-        """The same, where somebody has looked already how many gaps were no longer."""
+        """How probable it is that a job idle for `waited` seconds, longer than `behind` of the gaps, comes within the next `seconds`."""
         known, until = self.sorted, waited + seconds
         left = len(known) - behind
         if left <= 0:

@@ -7,7 +7,6 @@ after such a gap, and at no other time: the wait is computed, not polled.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from math import inf
 from typing import Final
 
@@ -33,12 +32,11 @@ def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene,
     gaps, since, model = track.gaps, track.idle_since, track.model
     if model is None or since is None:
         return None
-    waited, seconds = now - since, end - now
-    chance = gaps.within(track.behind, waited, seconds)
-    if chance <= 0.0:
+    waited, seconds, behind = now - since, end - now, track.behind
+    if behind >= len(gaps.sorted):
         return None
-    if track.calibrating and chance > SPOILS:
-        clear = wait(gaps, waited, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
+    if track.calibrating and gaps.within(behind, waited, seconds) > SPOILS:
+        clear = wait(gaps, behind, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
         return Hold("calibration", track.job.id, -1, None, since + clear)
     pair = model.pairs.get(key) or model.pair(key)
     answer.spots.append((pair, (GAP, 3, span)))
@@ -68,7 +66,12 @@ def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene,
     if expected > answer.expected:
         answer.expected = expected
     room, budget = account.limit - scene.pending, account.balance + account.credit
-    # As `bearable` says.
+    # As `bearable` says, without a look at the chance where it makes no difference.
+    if (worst <= room or most <= room) and expected <= budget:
+        if worst > room:
+            answer.trusting = True
+        return None
+    chance = gaps.within(behind, waited, seconds)
     if (chance <= rare or worst <= room or most <= room) and chance * expected <= budget:
         if worst > room:
             answer.trusting = True
@@ -79,10 +82,10 @@ def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene,
         worst = reach if few and reach > known else known
         if delay is None:
             mean = reach
-        chance, most = gaps.arrival(waited, seconds), outlasted(asked, soonest, now)
+        chance, most = gaps.within(behind, waited, seconds), outlasted(asked, soonest, now)
         if asked < soonest or bearable(chance, most, mean, worst, room, budget, rare):
             return _gap(track, inf, rare)  # until what is out has ended
-    return _gap(track, since + wait(gaps, waited, seconds, mean, worst, room, budget, rare), rare)
+    return _gap(track, since + wait(gaps, behind, seconds, mean, worst, room, budget, rare), rare)
 
 
 def _gap(track: Track, until: float, rare: float) -> Hold:
@@ -121,7 +124,7 @@ def outlasted(end: float, soonest: float, now: float) -> float:
 
 def wait(
     gaps: Gaps,
-    waited: float,
+    first: int,
     seconds: float,
     mean: float,
     worst: float,
@@ -129,11 +132,10 @@ def wait(
     budget: float,
     rare: float = RARE,
 ) -> float:
-    """How long the job has to have been away, longer than `waited`, to be asked about again: until a launch of `seconds` is
-    bearable right after a gap has passed, or there is so much to look at that it is left for then. After `gaps.longest` it is
-    bearable, whatever it costs."""
-    known, longest = gaps.sorted, gaps.longest + ASIDE_S
-    first, count = bisect_right(known, waited), len(known)
+    """How long a job that has been away for longer than `first` of its gaps has to have been so to be asked about again: until a
+    launch of `seconds` is bearable right after a gap has passed, or there is so much to look at that it is left for then. After
+    `gaps.longest` it is bearable, whatever it costs."""
+    known, count, longest = gaps.sorted, len(gaps.sorted), gaps.longest + ASIDE_S
     if first >= count or (rare <= 0.0 and worst > room):
         return longest
     apart = 0.0
@@ -160,12 +162,11 @@ def wait(
             coming *= 0.5
         if end < coming:
             return at
-        # As `Gaps.arrival` says, but for gaps so thin that it has to look at their distance.
-        beyond = bisect_right(known, end, behind)
-        chance = (beyond - behind) / left if beyond > behind else gaps.arrival(at, seconds)
         most = OVERLAPPING * (end - coming) if coming > at else inf
-        if chance > rare and worst > room and most > room:
-            continue
-        if chance * (mean if mean < most else most) <= budget:
+        expected, bears = mean if mean < most else most, worst <= room or most <= room
+        if bears and expected <= budget:
+            return at
+        chance = gaps.within(behind, at, seconds)
+        if (bears or chance <= rare) and chance * expected <= budget:
             return at
     return longest

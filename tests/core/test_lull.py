@@ -21,7 +21,7 @@ def test_a_launch_shorter_than_what_a_step_may_lose_is_answered_behind_the_last_
     gaps = Gaps()
     for gap in known:
         gaps.add(gap)
-    until = wait(gaps, waited, seconds, mean=0.1, worst=1.0, room=0.01, budget=0.0)
+    until = wait(gaps, bisect_right(gaps.sorted, waited), seconds, mean=0.1, worst=1.0, room=0.01, budget=0.0)
     assert waited < until <= gaps.longest + ASIDE_S
 
 
@@ -31,7 +31,8 @@ def bearable_at(gaps: Gaps, waited: float, seconds: float, *cost: float) -> list
     for gap, coming in pairwise(gaps.sorted):
         at = gap + ASIDE_S
         if waited < gap and at < gaps.longest and coming > at:
-            end, soonest, chance = at + seconds, gaps.soonest(bisect_right(gaps.sorted, at)), gaps.arrival(at, seconds)
+            behind = bisect_right(gaps.sorted, at)
+            end, soonest, chance = at + seconds, gaps.soonest(behind), gaps.within(behind, at, seconds)
             if chance <= 0.0 or end < soonest or bearable(chance, outlasted(end, soonest, at), *cost):
                 found.append(at)
     return [*found, gaps.longest + ASIDE_S]
@@ -53,7 +54,7 @@ def test_nobody_waits_longer_than_needed_nor_is_asked_again_at_once(
         gaps.add(gap)
     waited, seconds, mean, more, room, budget = figures
     waited *= gaps.longest
-    until = wait(gaps, waited, seconds, mean, mean + more, room, budget, rare)
+    until = wait(gaps, bisect_right(gaps.sorted, waited), seconds, mean, mean + more, room, budget, rare)
     moments = bearable_at(gaps, waited, seconds, mean, mean + more, room, budget, rare)
     assert waited < until <= min(moments)
     if until < min(moments):  # it is time to look again
