@@ -54,6 +54,7 @@ class Connections:
         self.refused = 0
         self._listening = listening
         self._turnstile: Turnstile | None = None
+        self._ready = threading.Event()  # it stands, or there can be none
         self._open = False  # whether it lets one more through that we have not heard of
         self._owners: dict[int, tuple[int, int]] = {}  # uid and the socket's inode, by descriptor
         self._by_uid: Counter[int] = Counter()
@@ -64,6 +65,10 @@ class Connections:
         self._events.connect(address)
         self._thread = threading.Thread(target=self._watch, name="gpumux-connections", daemon=True)
         self._thread.start()
+
+    def watch(self) -> None:
+        """Wait until nobody is accepted unseen: after the socket was bound."""
+        self._ready.wait(2 * _FOUND_S)
 
     def close(self) -> None:
         """Before the socket that is watched closes. Idempotent."""
@@ -90,6 +95,7 @@ class Connections:
                 self._open = True
                 if self._turnstile is None:
                     log.warning("libzmq can't be held back here: a flood of connections could end this daemon")
+                self._ready.set()
                 continue
             if what != zmq.EVENT_DISCONNECTED:
                 self._open = False

@@ -51,6 +51,7 @@ class Listening:
                 secure_server(self.socket, curve)
             self.connections = Connections(context, self.socket, limits)
             self._bind()
+            self.connections.watch()
         except BaseException:
             self.close()
             self.release()

@@ -145,6 +145,20 @@ def test_nobody_is_accepted_while_descriptors_are_short(make_world, make_client,
     assert 4321 not in held._by_uid
 
 
+def test_there_is_no_daemon_before_connections_are_looked_at(make_world, monkeypatch):
+    early, made = [], threading.Event()
+    find = Turnstile.of
+
+    def dawdle(fd: int, timeout: float) -> Turnstile | None:
+        early.append(made.wait(0.2))
+        return find(fd, timeout)
+
+    monkeypatch.setattr(Turnstile, "of", dawdle)
+    make_world()
+    made.set()
+    assert early == [False]
+
+
 def test_a_socket_that_no_epoll_set_waits_for_has_no_turnstile():
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as alone:
         assert Turnstile.of(alone.fileno(), 0.0) is None
