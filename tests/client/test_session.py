@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -443,11 +442,8 @@ def test_tcp_with_keys(tmp_path: Path, runtime_dir: Path):
     (tmp_path / "clients").mkdir()
     (tmp_path / "clients/alice.key").write_text(alice[0].read_text())
     curve = ServerCurve(daemon[1], tmp_path / "clients")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    router = Router([address], runtime_dir, curve=curve)
+    router = Router(["tcp://127.0.0.1:*"], runtime_dir, curve=curve)
+    address = router.addresses[0]
     stop = threading.Event()
 
     def run() -> None:

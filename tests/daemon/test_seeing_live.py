@@ -82,8 +82,9 @@ def test_a_trace_of_two_jobs(daemon, tmp_path, capsys):
     with Session.connect(daemon.endpoint) as mine, Session.connect(daemon.endpoint) as theirs:
         low = LiveJob(theirs, LOW, name="background")
         low.run(BATCH)
+        said = len(daemon.lines)
         process = recorder(daemon, path)
-        until_logged(daemon, "records what runs", lambda: low.run(BATCH))  # some of these on a lent lane
+        until_logged(daemon, "records what runs", lambda: low.run(BATCH), said)  # some of these on a lent lane
         for _ in range(40):
             low.run(BATCH)
         high = LiveJob(mine, HIGH, priority=1, name="important")

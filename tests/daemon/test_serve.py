@@ -164,22 +164,20 @@ def test_over_tcp_with_keys_for_a_service_manager_and_for_operators(
     public, secret = make_keys(tmp_path / "server", "daemon")
     clients = tmp_path / "clients"
     _, our_secret = make_keys(clients, "me")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     file = tmp_path / "gpumux.toml"
     file.write_text(
         f"[access]\ncurve_secret_key = '{secret}'\ncurve_client_keys = '{clients}'\n"
         f"[daemon]\nstate_dir = '{tmp_path}/state'\n"
     )
-    with serving(runtime_dir, "--endpoint", f"tcp://127.0.0.1:{port}", "--config", str(file)) as daemon:
+    with serving(runtime_dir, "--endpoint", "tcp://127.0.0.1:*", "--config", str(file)) as daemon:
         ready, status = manager.get(timeout=SOON_S).split(b"\n")
         assert ready == b"READY=1"
         assert re.fullmatch(rb"STATUS=serves .+ at ipc://.+", status)
         assert manager.get(timeout=SOON_S) == b"WATCHDOG=1"
         assert (tmp_path / "state" / "crash.log").stat().st_mode & 0o777 == 0o600
         monkeypatch.delenv("NOTIFY_SOCKET")
-        tcp = f"tcp://127.0.0.1:{port}"
-        check_inline_steps(tcp, ClientCurve(our_secret, public))
+        tcp = re.search(r"tcp://127\.0\.0\.1:\d+", daemon.until(" serves "))
+        check_inline_steps(tcp[0], ClientCurve(our_secret, public))
         check_operators_verbs(daemon, capsys)
     assert daemon.process.returncode == 0
     while (said := manager.get(timeout=SOON_S)) == b"WATCHDOG=1":
@@ -203,6 +201,9 @@ def check_inline_steps(endpoint, curve):
         session.call(msg.OpenTransfer(0, JOB, 2, [0], False))
         assert session.wait(lambda: len(heard) == 3, SOON_S)
         assert heard[2][1][0][:4] == b"1234"
+        session.call(msg.CloseJob(0, JOB, True))
+        # One that only its session's end closed would be listed until its executor has died.
+        assert session.wait(lambda: isinstance(heard[-1][0], msg.JobEnded), SOON_S)
 
 
 def check_operators_verbs(daemon, capsys):
