@@ -57,7 +57,7 @@ def snapshot() -> Snapshot:
     )
 
 
-def leaked(before: Snapshot, settle_s: float = 5.0) -> list[str]:
+def leaked(before: Snapshot, settle_s: float = 30.0) -> list[str]:
     """One line for each kind of thing there is more of than in `before`; empty when all is well."""
     found = growth(before, snapshot())
     if found:

@@ -181,7 +181,7 @@ def test_the_suite_fails_for_a_test_that_leaks(pytester: pytest.Pytester):
     here = os.path.dirname(__file__)
     for name in ("leaks.py", "conftest.py"):
         with open(os.path.join(here, name)) as source:
-            (root / "tests" / name).write_text(source.read().replace("SETTLE_S = 5.0", "SETTLE_S = 0.0"))
+            (root / "tests" / name).write_text(source.read().replace("SETTLE_S = 30.0", "SETTLE_S = 0.0"))
     (root / "tests" / "test_leaky.py").write_text(PLUGIN_TEST)
     (root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     done = pytester.runpytest_subprocess("-p", "no:cacheprovider")

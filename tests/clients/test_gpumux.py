@@ -59,11 +59,13 @@ def test_inference_is_served(daemon: RunningDaemon, tmp_path: Path):
     assert ours["accuracy"] == plain["accuracy"]
     assert ours["sha256"] == plain["sha256"]
     assert ours["extra"]["latency_s"]["p99.9"] > 0
+    assert jobs_left(daemon) == []
 
 
 def test_scheduled_inference_is_served(daemon: RunningDaemon, tmp_path: Path):
     ours = run(digits_inference, tmp_path, "a", "--steps", "30", "--rate", "200", "--endpoint", daemon.endpoint)
     assert ours["steps"] == 30
+    assert jobs_left(daemon) == []
 
 
 def test_no_daemon_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
