@@ -26,7 +26,7 @@ from .packages import ROOT, need
 from .test_prometheus import ALERTS, RECORDING
 
 HOME = ROOT / "deploy" / "prometheus"
-LIMIT_S = 100.0  # until everything has been scraped and evaluated, on a machine that is busy with other things
+LIMIT_S = 250.0  # until everything has been scraped and evaluated, on a machine that is busy with other things
 
 
 class Prometheus:
@@ -142,8 +142,14 @@ def check_labels(server):
 
 
 def check_rules(server, healthy):
-    groups = server.get("rules")["groups"]
-    found = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    end = time.monotonic() + LIMIT_S
+    while True:
+        groups = server.get("rules")["groups"]
+        found = {rule["name"]: rule for group in groups for rule in group["rules"]}
+        as_told = (found["GpumuxDown"]["state"] == "inactive") == healthy
+        if as_told or time.monotonic() > end:
+            break
+        time.sleep(0.2)  # one scrape of a busy machine may take longer than it is given; the next counts
     assert set(found) == {rule["alert"] for rule in ALERTS} | {rule["record"] for rule in RECORDING}
     assert {name: rule.get("lastError") for name, rule in found.items() if rule["health"] == "err"} == {}
-    assert (found["GpumuxDown"]["state"] == "inactive") == healthy
+    assert as_told
