@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -82,6 +83,8 @@ class Running:
                 said = at
                 self.stage.say(tell(at))
             self.control.rest(0.05)
+        for late in waiting:  # it is all to happen, also where the machine was busy with something else
+            self._happens(late)
         self._ebb()
 
     def _start(self, process: int) -> None:
@@ -117,6 +120,12 @@ class Running:
                     process_group=0,
                 )
             )
+        for vandal in self._vandals:
+            assert vandal.stdout is not None
+            while not select.select([vandal.stdout], [], [], 0)[0]:
+                self.stage.alive()
+                self.control.rest(0.05)
+            vandal.stdout.readline()  # it has begun; how long that took is no part of the plan either
 
     # ---- what happens
 

@@ -179,6 +179,8 @@ def main(endpoint: str, seconds: str, seed: str, largest: str, uid: str) -> int:
         os.setresgid(int(uid), int(uid), int(uid))
         os.setresuid(int(uid), int(uid), int(uid))
     vandal = Vandal(endpoint, int(seed), int(largest), bool(int(uid)))
+    vandal.once()
+    print("begun", flush=True)
     until = time.monotonic() + float(seconds)
     while going and time.monotonic() < until:
         vandal.once()

@@ -63,15 +63,16 @@ def test_what_a_process_holds_is_seen():
     before = watch.holding(os.getpid())
     segment = os.memfd_create("soak")
     pipe = os.pipe()
+    mark = str(os.getpid())  # all processes of the machine are looked at, and another run of the tests may have its own
     child = subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, "SOAK_X": "1"}
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, "SOAK_X": mark}
     )
     try:
         now = watch.holding(os.getpid())
         assert now.segments == before.segments + 1
         assert now.processes == before.processes + 1
         assert now.descriptors >= before.descriptors + 3
-        assert watch.marked("SOAK_X=1") == [child.pid]
+        assert watch.marked(f"SOAK_X={mark}") == [child.pid]
         assert watch.marked("SOAK_X=") == []
     finally:
         child.communicate(b"\n")
