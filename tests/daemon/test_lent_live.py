@@ -76,7 +76,7 @@ def entry(body, job):
 def test_every_step_counts_wherever_it_went(daemon):
     series = 'gpumux_steps_total{priority="low"}'
     before = sample(scrape(daemon), series)
-    with Session.connect(daemon.endpoint) as session, Control(daemon.endpoint, SOON_S) as control:
+    with Session.connect(daemon.endpoint, SOON_S) as session, Control(daemon.endpoint, SOON_S) as control:
         job = alone(daemon, session)
         for i in range(1, 301):
             job.one()
@@ -88,7 +88,7 @@ def test_every_step_counts_wherever_it_went(daemon):
 
 
 def test_state_moves_in_order_with_steps_the_executor_took(daemon):
-    with Session.connect(daemon.endpoint) as session:
+    with Session.connect(daemon.endpoint, SOON_S) as session:
         job = alone(daemon, session)
         for turn in range(5):
             for _ in range(turn * 13):
@@ -101,7 +101,7 @@ def test_state_moves_in_order_with_steps_the_executor_took(daemon):
 
 
 def test_a_bad_step_is_refused_and_good_ones_go_on(daemon):
-    with Session.connect(daemon.endpoint) as session:
+    with Session.connect(daemon.endpoint, SOON_S) as session:
         job = alone(daemon, session)
         failed = job.wait(job.post(scalars=[1]))  # an int where a float belongs
         assert isinstance(failed, msg.StepFailed)
@@ -114,7 +114,7 @@ def test_a_bad_step_is_refused_and_good_ones_go_on(daemon):
 
 
 def test_another_job_comes_and_goes(daemon):
-    with Session.connect(daemon.endpoint) as session, Session.connect(daemon.endpoint) as other:
+    with Session.connect(daemon.endpoint, SOON_S) as session, Session.connect(daemon.endpoint, SOON_S) as other:
         mine = alone(daemon, session)
         theirs = Counting(other, priority=1)
         for _ in range(30):
@@ -127,7 +127,7 @@ def test_another_job_comes_and_goes(daemon):
 
 
 def test_a_pause_holds_and_a_resume_lets_go(daemon):
-    with Session.connect(daemon.endpoint) as session, Control(daemon.endpoint, SOON_S) as control:
+    with Session.connect(daemon.endpoint, SOON_S) as session, Control(daemon.endpoint, SOON_S) as control:
         job = alone(daemon, session)
         for turn in range(3):
             control.change("pause", job.id)
@@ -142,7 +142,7 @@ def test_a_pause_holds_and_a_resume_lets_go(daemon):
 
 
 def test_a_pause_in_the_midst_of_steps_loses_none(daemon):
-    with Session.connect(daemon.endpoint) as session, Control(daemon.endpoint, SOON_S) as control:
+    with Session.connect(daemon.endpoint, SOON_S) as session, Control(daemon.endpoint, SOON_S) as control:
         job = alone(daemon, session)
         stop, failed = threading.Event(), []
 
@@ -184,7 +184,7 @@ def executors(daemon) -> list[int]:
 
 
 def test_an_executor_that_dies_ends_its_job_alone(daemon):
-    with Session.connect(daemon.endpoint) as session, Session.connect(daemon.endpoint) as other:
+    with Session.connect(daemon.endpoint, SOON_S) as session, Session.connect(daemon.endpoint, SOON_S) as other:
         bystander = Counting(other)
         bystander.one()
         known = set(executors(daemon))
@@ -216,7 +216,7 @@ def test_a_client_that_dies_frees_its_job(daemon):
 def test_a_client_that_leaves_with_a_goodbye_is_not_counted_lost(daemon):
     before = sample(scrape(daemon), "gpumux_sessions_lost_total")
     with Control(daemon.endpoint, SOON_S) as control:
-        with Session.connect(daemon.endpoint) as session:
+        with Session.connect(daemon.endpoint, SOON_S) as session:
             job = alone(daemon, session)
             job.data.release()
         status_when(control, lambda body: not body["jobs"])
@@ -224,7 +224,7 @@ def test_a_client_that_leaves_with_a_goodbye_is_not_counted_lost(daemon):
 
 
 def test_a_daemon_told_to_stop_ends_well(runtime_dir):
-    with serving(runtime_dir, "--log-level", "debug") as daemon, Session.connect(daemon.endpoint) as session:
+    with serving(runtime_dir, "--log-level", "debug") as daemon, Session.connect(daemon.endpoint, SOON_S) as session:
         job = alone(daemon, session)
         stepping, gone = threading.Event(), []
 

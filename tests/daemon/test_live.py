@@ -45,7 +45,7 @@ def daemon():
 
 @pytest.fixture
 def session(daemon):
-    with Session.connect(daemon.endpoint) as session:
+    with Session.connect(daemon.endpoint, SOON_S) as session:
         yield session
 
 
@@ -89,7 +89,7 @@ def test_state_lives_in_the_daemon_and_moves_in_order(session):
 
 
 def test_two_sessions_work_side_by_side_and_see_only_their_own(daemon, session):
-    with Session.connect(daemon.endpoint) as other:
+    with Session.connect(daemon.endpoint, SOON_S) as other:
         mine = LiveJob(session, samples.counter(), new_buffers=[4], binding=[0], priority=1)
         theirs = LiveJob(other, samples.counter(), new_buffers=[4], binding=[0])
         for i in range(1, 11):
@@ -186,7 +186,7 @@ def test_a_paused_job_that_is_told_to_drain_answers_its_steps_and_ends(daemon, s
 
 
 def test_a_program_that_crashes_its_kernel_fails_its_job_and_no_other(daemon, session):
-    with Session.connect(daemon.endpoint) as other:
+    with Session.connect(daemon.endpoint, SOON_S) as other:
         bystander = LiveJob(other, samples.counter(), new_buffers=[4], binding=[0])
         job = LiveJob(session, samples.crash_div())
         number = job.post(struct.pack("4q", -(2**63), 4, 6, 8), struct.pack("4q", -1, 2, 2, 2))
@@ -342,7 +342,7 @@ def children_of(pid):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_daemon_that_is_told_to_stop_tells_its_clients_at_once(runtime_dir, number):
-    with serving(runtime_dir) as daemon, Session.connect(daemon.endpoint) as session:
+    with serving(runtime_dir) as daemon, Session.connect(daemon.endpoint, SOON_S) as session:
         job = LiveJob(session, slow())
         job.post(bytes(4 * 1024 * 1024))
         children = children_of(daemon.process.pid)

@@ -136,7 +136,7 @@ def hang_up(daemon, text: str, words: str) -> dict:
 
 
 def test_a_running_daemon_reloads_its_file(live):
-    with Session.connect(live.endpoint) as session:
+    with Session.connect(live.endpoint, SOON_S) as session:
         job = LiveJob(session, samples.add_one(), name="first")
         with pytest.raises(AdmissionRefused, match="1 jobs open"):
             LiveJob(session, samples.add_one())

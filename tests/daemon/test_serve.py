@@ -207,8 +207,8 @@ def check_inline_steps(endpoint, curve):
 
 
 def check_operators_verbs(daemon, capsys):
-    flags = ["--endpoint", daemon.endpoint]
-    with Session.connect(daemon.endpoint) as session:
+    flags = ["--endpoint", daemon.endpoint, "--timeout", str(SOON_S)]
+    with Session.connect(daemon.endpoint, SOON_S) as session:
         job = LiveJob(session, samples.add_one(), name="operated", priority=1)
         assert main(["status", *flags]) == 0
         assert "operated" in capsys.readouterr().out

@@ -73,7 +73,7 @@ def prometheus(directory, target):
 
 def misbehave(daemon):
     """A request that is refused, a step that crashes its executor, a client that vanishes and one that sends nonsense."""
-    with Session.connect(daemon.endpoint) as session:
+    with Session.connect(daemon.endpoint, SOON_S) as session:
         crashing = LiveJob(session, samples.crash_div(), name="crashing")
         with pytest.raises(GpumuxError):
             session.call(msg.OpenJob(0, "e" * 32, "greedy", 7, 1.0, 1.1, None, 2, 0))
@@ -92,7 +92,7 @@ def test_a_real_prometheus_gets_data_for_every_panel_and_sees_a_daemon_die(runti
     monkeypatch.setenv("GPUMUX_METRICS_NAMES", "shown")
     with serving(runtime_dir) as daemon:
         target = daemon.metrics_url.removeprefix("http://").removesuffix("/metrics")
-        with Session.connect(daemon.endpoint) as session, prometheus(tmp_path, target) as server:
+        with Session.connect(daemon.endpoint, SOON_S) as session, prometheus(tmp_path, target) as server:
             high = LiveJob(session, samples.add_one(), name="train", priority=1)
             low = LiveJob(session, samples.add_one(), name="sweep")
             misbehave(daemon)

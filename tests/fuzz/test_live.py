@@ -244,7 +244,7 @@ class Witness:
 
 @pytest.fixture(scope="module")
 def witness(daemon):
-    with Session.connect(daemon.endpoint) as session:
+    with Session.connect(daemon.endpoint, SOON_S) as session:
         witness = Witness(session)
         yield witness
         witness.job.close()
