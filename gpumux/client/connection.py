@@ -242,6 +242,7 @@ def handshake(connection: Connection, greeting: Hello, timeout: float) -> Welcom
     seconds, VersionMismatch and other refusals as the daemon gives them."""
     deadline = time.monotonic() + timeout
     connection.send(encode(greeting))
+    error: GpumuxError | None = None
     while True:
         parts = connection.receive()
         if parts is not None:
@@ -249,9 +250,11 @@ def handshake(connection: Connection, greeting: Hello, timeout: float) -> Welcom
             if isinstance(message, Heartbeat):
                 continue
             return _welcome(message)
-        error = connection.lost()
         if error is not None:
             raise error
+        error = connection.lost()
+        if error is not None:
+            continue  # what came before the break still counts, and may have come after we looked
         left = deadline - time.monotonic()
         if left <= 0:
             raise unanswered(connection.endpoint, START_IT)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from gpumux.client.connection import Connection
+from gpumux.client.connection import Connection, handshake, hello
 from gpumux.client.session import Session
 from gpumux.errors import (
     AdmissionRefused,
@@ -435,6 +435,32 @@ def test_an_unfitting_daemon(runtime_dir: Path, reply: list[bytes], error: type[
         fake.close(linger=0)
     assert type(raised[0]) is error
     (runtime_dir / "g.sock").unlink()
+
+
+@pytest.mark.parametrize(
+    ("came", "error"),
+    [(encode(m.Refusal(0, "admission_refused", "full", "wait")), AdmissionRefused), (None, DaemonGone)],
+)
+def test_what_a_daemon_said_before_the_connection_broke_counts(came: Any, error: type[GpumuxError]):
+    """Also if it came between the look for a message and the look whether the connection is there."""
+
+    class Broken:
+        def __init__(self) -> None:
+            self.said: list[Any] = []
+
+        def send(self, parts: Any) -> None:
+            pass
+
+        def receive(self) -> Any:
+            return self.said.pop(0) if self.said else None
+
+        def lost(self) -> GpumuxError:
+            self.said.append(came)
+            return DaemonGone("it is gone")
+
+    broken: Any = Broken()
+    with pytest.raises(error):
+        handshake(broken, hello("client", False), LONG)
 
 
 def test_tcp_with_keys(tmp_path: Path, runtime_dir: Path):
