@@ -14,11 +14,12 @@ import pytest
 import zmq
 
 from gpumux.errors import ConfigError, EndpointBusy, ProtocolError
+from gpumux.wire import listening
 from gpumux.wire import messages as m
 from gpumux.wire.codec import encode
 from gpumux.wire.router import GOODBYE, Closed, Incoming, Opened, Router
 from tests.wire.samples import payload_for
-from tests.wire.world import HELLO, JOB, World
+from tests.wire.world import HELLO, JOB, WAIT_MS, World
 
 STEP = m.Step(JOB, 1, 1, 0, [], 0)
 
@@ -297,7 +298,9 @@ def test_heartbeats_are_sent_when_due(world, make_client):
     assert client.receive(m.Heartbeat).sent == world.now
 
 
-def test_close_says_leaving(world, make_client, runtime_dir: Path):
+def test_close_says_leaving(make_world, make_client, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listening, "_LINGER_MS", WAIT_MS)  # libzmq's thread may not get its turn within the usual time
+    world = make_world()
     client = make_client(world)
     world.open(client)
     world.router.close("maintenance")
