@@ -71,7 +71,13 @@ def as_undisturbed(run: Run, make: Any) -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "gpumux.client"]
+    """Without what a client says only because something takes long, which depends on the machine."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "gpumux.client"]
+    return [
+        line
+        for line in lines
+        if not line.endswith("waiting for it to come back") and not line.startswith("the daemon has been ")
+    ]
 
 
 @pytest.mark.slow
@@ -203,7 +209,7 @@ def a_damaged_snapshot(run: Run, older: Path, newest: Path, caplog: pytest.LogCa
     with run.job:
         turns(run, 5)
         as_undisturbed(run, conv_sgd)
-    mine = [line for line in said(caplog) if f"job '{run.trial.name}'" in line and "waiting for it" not in line]
+    mine = [line for line in said(caplog) if f"job '{run.trial.name}'" in line]
     damaged, back = mine
     assert f"snapshot {int(newest.name[:8])} is damaged; {int(older.name[:8])} is used" in damaged
     assert f"from snapshot {int(older.name[:8])}" in back

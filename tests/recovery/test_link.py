@@ -14,12 +14,13 @@ import pytest
 
 from gpumux.errors import EndpointBusy, GpumuxError, SnapshotFailed, UnknownJob
 from gpumux.model import GENERATOR_BYTES
+from gpumux.recovery import link
 from gpumux.recovery.layout import places, staged_bytes
 from gpumux.recovery.link import DirectoryLock, Link
 
 JOB = "ab" * 16
 SIZES = (5, 64, 0, 130)
-WAIT_S = 60.0
+WAIT_S = 120.0  # generous: the process that writes is the last to get a busy processor
 
 
 class Asker:
@@ -149,7 +150,8 @@ def test_one_daemon_a_directory(asker: Asker, tmp_path: Path):
         DirectoryLock(tmp_path / "snapshots", wait_s=0.0)
 
 
-def test_closing_lets_it_finish_what_it_is_at(tmp_path: Path):
+def test_closing_lets_it_finish_what_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(link, "CLOSE_S", WAIT_S)
     asker = Asker(tmp_path)
     data, beside = memory(state(1)), memory(b"".join(n.to_bytes(8, "little") for n in SIZES))
     asker.link.ask(
