@@ -20,6 +20,7 @@ from gpumux.wire.probe import check_listening, unanswered
 from gpumux.wire.records import Record, unpack
 
 Answer = TypeVar("Answer")
+AGAIN_S = 1.0  # from a hello to the next one, while nobody has answered
 START_IT = "start one with `gpumux serve`, or name another with --endpoint"
 
 
@@ -58,7 +59,9 @@ class Control:
             self._socket.connect(found.text)
             hello = msg.Hello(msg.PROTOCOL_VERSION, __version__, "control", os.getpid(), "", found.path is None)
             self._send(hello)
-            self.welcome = self._receive(msg.Welcome, 0)
+            # A connection may be cut before it was read (a daemon is flooded by this user, or the process): libzmq makes
+            # another one, without a word and without what it had sent.
+            self.welcome = self._receive(msg.Welcome, 0, hello)
         except BaseException:
             self._shut()
             raise
@@ -185,14 +188,21 @@ class Control:
         except zmq.Again:
             raise unanswered(self._found, START_IT) from None
 
-    def _receive(self, kind: type[Answer], ref: int) -> Answer:
-        """The next message of `kind` that answers `ref`; heartbeats and others are passed over."""
+    def _receive(self, kind: type[Answer], ref: int, again: msg.Message | None = None) -> Answer:
+        """The next message of `kind` that answers `ref`; heartbeats and others are passed over. `again` is said now and then
+        until it comes."""
         deadline = time.monotonic() + self._timeout
-        while self._socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
-            message = self._take(ref)
-            if isinstance(message, kind) and getattr(message, "ref", 0) == ref:
-                return message
-        raise unanswered(self._found, START_IT)
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            pause = left if again is None else min(left, AGAIN_S)
+            if self._socket.poll(int(pause * 1000)):
+                message = self._take(ref)
+                if isinstance(message, kind) and getattr(message, "ref", 0) == ref:
+                    return message
+            elif pause == left or again is None:
+                raise unanswered(self._found, START_IT)
+            else:
+                self._send(again)
 
     def _take(self, ref: int = 0) -> msg.Message:
         """The message that is there. Raises what a refusal of `ref`, or of the session, stands for, and DaemonGone."""

@@ -1,0 +1,43 @@
+"""A conversation with a daemon that hears less than was said."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+
+from gpumux.cli import control
+from gpumux.cli.control import Control
+from gpumux.wire import messages as m
+from gpumux.wire.codec import decode, encode
+
+LONG = 60.0  # seconds; a bound for a broken test
+
+
+def test_a_hello_that_is_lost_is_said_again(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """As one is whose connection was cut before the daemon had read it."""
+    monkeypatch.setattr(control, "AGAIN_S", 0.05)
+    said: list[str] = []
+
+    def serve() -> None:
+        while len(said) < 4:
+            assert fake.poll(LONG * 1000)
+            identity, *parts = fake.recv_multipart()
+            message, _ = decode(parts)
+            said.append(type(message).__name__)
+            if isinstance(message, m.Hello) and len(said) == 3:
+                fake.send_multipart([identity, *encode(m.Welcome(1, "x", "s", "", b"", LONG, LONG, 1, {}))])
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as fake:
+        fake.setsockopt(zmq.LINGER, 0)
+        fake.bind(f"ipc://{runtime_dir}/g.sock")
+        daemon = threading.Thread(target=serve)
+        daemon.start()
+        with Control(f"ipc://{runtime_dir}/g.sock", LONG) as conversation:
+            assert conversation.welcome.session == "s"
+            daemon_heard = list(said)
+        daemon.join(LONG)
+    assert daemon_heard[:3] == ["Hello"] * 3
+    (runtime_dir / "g.sock").unlink()
