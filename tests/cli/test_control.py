@@ -12,6 +12,8 @@ from gpumux.cli import control
 from gpumux.cli.control import Control
 from gpumux.wire import messages as m
 from gpumux.wire.codec import decode, encode
+from gpumux.wire.limits import Limits
+from tests.wire.world import RawClient, serving
 
 LONG = 60.0  # seconds; a bound for a broken test
 
@@ -41,3 +43,19 @@ def test_a_hello_that_is_lost_is_said_again(runtime_dir: Path, monkeypatch: pyte
         daemon.join(LONG)
     assert daemon_heard[:3] == ["Hello"] * 3
     (runtime_dir / "g.sock").unlink()
+
+
+def test_a_command_of_a_user_whose_flood_was_cut_off_gets_in(runtime_dir: Path):
+    """Its first hello is taken for more of the flood, and costs its connection."""
+    limits = Limits(burst_strangers=5.0, strangers_per_s=0.5)
+    with serving(runtime_dir, lambda router, arrival: None, limits=limits) as (endpoint, _), zmq.Context() as context:
+        flooder = RawClient(context, endpoint)
+        monitor = flooder.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for _ in range(10):
+            flooder.send_raw([b"noise"])
+        assert monitor.poll(LONG * 1000), "the flood was not cut off"
+        flooder.socket.disable_monitor()
+        monitor.close()
+        flooder.close()
+        with Control(endpoint, LONG) as conversation:
+            assert conversation.welcome.session
