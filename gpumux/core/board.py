@@ -90,10 +90,6 @@ class Board:
         """The class's ready job whose turn it is, or None."""
         return self.ready[priority].first()
 
-    def candidates(self, priority: Priority, most: int) -> list[Job]:
-        """The class's ready jobs by turn, at most so many of them."""
-        return self.ready[priority].candidates(most)
-
     def fits(self, job: Job, limit: Limit) -> bool:
         """The next piece of this ready job has room in its class's window under `limit`."""
         window = self.windows[job.priority]

@@ -50,12 +50,10 @@ class Cell:
 
     def add(self, rate: float, weight: float = 1.0) -> None:
         self.count = count = self.count + 1
+        # For every high piece beside low work: comparisons cost a third of what calls of min, max and sorted do.
         if count <= CREDIBLE:
-            self.newest = (*self.newest, rate)
-            self.mean = self.median
-            self.deviation = sum([abs(x - self.mean) for x in self.newest]) / count
+            self._begin(count, rate)
             return
-        # For every high piece beside low work: comparisons cost a third of what calls of min and max do.
         _, second, third = self.newest
         self.newest = (second, third, rate)
         part, mean, deviation = weight / (count if count < MEMORY else MEMORY), self.mean, self.deviation
@@ -72,6 +70,21 @@ class Cell:
         if off > bound:
             off = bound
         self.mean, self.deviation = mean, deviation + part * (off - deviation)
+
+    def _begin(self, count: int, rate: float) -> None:
+        """One of the first three samples: the mean is their median."""
+        if count == 1:
+            self.newest, self.mean, self.deviation = (rate,), rate, 0.0
+            return
+        first = self.newest[0]
+        low, high = (first, rate) if first < rate else (rate, first)
+        if count == 2:
+            self.newest, self.mean, self.deviation = (first, rate), high, (high - low) / 2
+            return
+        second = self.newest[1]
+        middle = low if second < low else high if second > high else second
+        self.newest, self.mean = (first, second, rate), middle
+        self.deviation = (abs(first - middle) + abs(second - middle) + abs(rate - middle)) / 3
 
     def to_judge(self, slack: float) -> bool:
         """Whether what the range costs may be a reason to ban low work, or a ban to end."""

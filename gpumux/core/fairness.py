@@ -13,6 +13,7 @@ guess was a second would otherwise push virtual time ahead, and whoever joins ne
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import Final, Literal, TypeAlias
 
 from gpumux.core.queue import Job
@@ -31,7 +32,7 @@ MAX_LAG_S: Final = 10e-3
 # Of jobs that may go out of turn where all whose turn it is are held:
 PATIENCE: Final = 16  # times in a row one of them may be held before it is another one's chance
 TURNS: Final = 32  # times it may be launched
-SPARE: Final = 64  # entries out of date, beyond as many as there are jobs, before they are cleared
+SPARE: Final = 8  # entries out of date, beyond as many as there are jobs, before they are cleared
 LOOKED_AT: Final = 16  # entries, of which some may be out of date, to find one
 
 
@@ -64,6 +65,8 @@ class ReadyQueue:
         if job.entry:
             job.entry = 0
             self.size -= 1
+            if len(self._heap) > 2 * self.size + SPARE:
+                self._tidy()
 
     def forget(self, job: Job) -> None:
         """Leave, and drop even outdated entries, so that nothing refers to the job any more."""
@@ -89,29 +92,48 @@ class ReadyQueue:
             return job
         return None
 
-    def candidates(self, most: int) -> list[Job]:
-        """The ready jobs whose turn comes first, at most `most`, in order. Changes nothing that counts."""
-        found: list[Job] = []
-        taken: list[Entry] = []
-        while len(found) < most and (job := self.first()) is not None:
-            found.append(job)
-            taken.append(heappop(self._heap))  # the one `first` left on top
-        for entry in taken:
-            heappush(self._heap, entry)
-        return found
+    def following(self) -> list[Job]:
+        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after `first`.
 
-    def another(self, than: list[Job]) -> Job | None:
-        """A ready job that is none of these few: the same one as before, until it was held so many times in a row or launched
+        None below an entry in the heap comes before it, so few are looked at: each before those below it, left before right.
+        """
+        heap = self._heap
+        second: Job | None = None
+        third: Job | None = None
+        sooner = later = inf
+        at, count = 1, len(heap)
+        while at:
+            if at < count:
+                known, number, job = heap[at]
+                if known < later:
+                    if job.entry == number:
+                        key = self.key(job)
+                        if key < sooner:
+                            third, later, second, sooner = second, sooner, job, key
+                        elif key < later:
+                            third, later = job, key
+                    at = 2 * at + 1
+                    continue
+            while at and not at & 1:  # from a right one up
+                at = (at >> 1) - 1
+            if at:
+                at += 1
+        if second is None:
+            return []
+        return [second] if third is None else [second, third]
+
+    def another(self, first: Job, than: list[Job]) -> Job | None:
+        """A ready job that is neither the first nor one of these few: the same one as before, until it was held so many times in a row or launched
         often enough. None if there is none, or it was not found soon."""
         self._patience -= 1
         job = self._another
-        if job is not None and self._patience > 0 and job not in than:
+        if job is not None and self._patience > 0 and job is not first and job not in than:
             return job if job.entry else None
         heap = self._heap
         for _ in range(min(len(heap), LOOKED_AT)):
             self._looked = (self._looked + 1) % len(heap)
             _, number, job = heap[self._looked]
-            if job.entry == number and job not in than:
+            if job.entry == number and job is not first and job not in than:
                 self._another, self._patience, self._turns = job, PATIENCE, TURNS
                 return job
         return None
@@ -140,8 +162,11 @@ class ReadyQueue:
         job.entry_key = key
         heappush(self._heap, (key, number, job))
         if len(self._heap) > 2 * self.size + SPARE:
-            self._heap = [entry for entry in self._heap if entry[2].entry == entry[1]]
-            heapify(self._heap)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[2].entry == entry[1]]
+        heapify(self._heap)
 
 
 class FairQueue(ReadyQueue):

@@ -33,7 +33,7 @@ _LOW_STREAM: Final = int(_LOW)
 _HIGH_STREAM: Final = int(_HIGH)
 _BY_RANK: Final = (_HIGH, _LOW)  # looked up once: an enum's members cost a call each time
 DEEP: Final = 1024  # launches; more than max_inflight lets a handful of jobs have
-CANDIDATES: Final = 3  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
+BY_TURN: Final = 3  # low jobs the guard is asked about, by turn: one that is held must not hold up the others
 
 
 class Choice:
@@ -149,8 +149,8 @@ class Guarded(Paced):
         if not ready.size or len(low.launches) >= limit.launches:
             return None
         rest = guard.rest
-        others = none_out and ready.size > 1  # matter where the device would be left without low work
-        if rest is not None and not (others and rest.partial) and rest.lasts(ready, guard.low_version, now):
+        others_matter = none_out and ready.size > 1  # where the device would be left without low work
+        if rest is not None and not (others_matter and rest.partial) and rest.lasts(ready, guard.low_version, now):
             guard.resting = True
             return None
         first = ready.first()
@@ -159,11 +159,14 @@ class Guarded(Paced):
         share = guard.admit(first, board, now)
         if share:
             return Choice(first, _LOW_STREAM, share)
-        if others and not guard.holds_all(first):
-            asked = ready.candidates(CANDIDATES)
-            # Who is held keeps its turn, perhaps for ever: one more is asked out of turn, and not always the same.
-            more = ready.another(asked) if ready.size > CANDIDATES else None
-            for job in (*asked[1:], more) if more is not None else asked[1:]:
+        if others_matter and not guard.holds_all(first):
+            others = ready.following()
+            if ready.size > BY_TURN:
+                # Who is held keeps its turn, perhaps for ever: one more is asked out of turn, and not always the same.
+                more = ready.another(first, others)
+                if more is not None:
+                    others.append(more)
+            for job in others:
                 share = guard.admit(job, board, now)
                 if share:
                     return Choice(job, _LOW_STREAM, share)

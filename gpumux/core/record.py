@@ -310,7 +310,7 @@ class Record:
         self.margin *= MARGIN_FADES
         if job.inflight == 1:  # the step that just ended
             self._calm = 0.0
-            track.idle_since, track.soonest = ended, 0.0
+            track.idle_since, track.soonest, track.behind = ended, 0.0, 0
             self.scene.left(track)
 
     def _adapt(self, track: Track) -> None:

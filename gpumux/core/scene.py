@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import inf
@@ -89,7 +88,10 @@ class Scene:
             if out.expected > out.blamed:
                 pending += out.expected - out.blamed
         if self.running:  # what ended beside a piece that still runs has cost what nobody saw yet
-            began = min([high.began for high in self.running])
+            began = self.running[0].began
+            for high in self.running:
+                if high.began < began:
+                    began = high.began
             for over in self._recent:
                 if over.ended > began and over.expected > over.blamed:
                     pending += over.expected - over.blamed
@@ -99,7 +101,11 @@ class Scene:
         """Those idle for no longer than they usually are, newest first."""
         found: list[Track] = []
         soonest = until = inf
-        for track in islice(reversed(self._idle.values()), MAX_IDLE):
+        left = MAX_IDLE
+        for track in reversed(self._idle.values()):
+            left -= 1
+            if left < 0:
+                break
             since, gaps = track.idle_since, track.gaps
             if since is None or track.job.paused:
                 continue
@@ -108,7 +114,7 @@ class Scene:
                 continue
             comes = track.soonest
             if comes <= now:
-                track.behind = bisect_right(gaps.sorted, now - since)
+                track.behind = gaps.passed(now - since, track.behind)
                 comes = track.soonest = since + (gaps.soonest(track.behind) if track.surprise.trusted else 0.0)
             found.append(track)
             if comes < soonest:

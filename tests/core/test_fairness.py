@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.core.fairness import MAX_LAG_S
+from gpumux.core.fairness import MAX_LAG_S, SPARE, FairQueue
+from gpumux.core.queue import Job
+from gpumux.model import JobId, JobSpec, Peer, Priority, SessionId
 from tests.core.world import World
 
 WINDOW = 4  # low launches out while no high job is active
@@ -186,5 +188,38 @@ def test_outdated_heap_entries_do_not_pile_up(order: str) -> None:
     for _ in range(1000):
         queue.enter(job)
         queue.leave(job)
-    assert len(queue._heap) <= 2 * 1 + 64
+    assert len(queue._heap) <= SPARE
     queue.check([])
+
+
+MOVES = st.tuples(st.sampled_from(["enter", "leave", "charge", "settle"]), st.integers(0, 7), st.floats(0.0, 0.01))
+
+
+@given(st.lists(MOVES, max_size=80))
+def test_who_follows_the_first_is_found_whatever_is_out_of_date(moves: list[tuple[str, int, float]]) -> None:
+    queue = FairQueue()
+    jobs = [
+        Job(JobId(str(n)), SessionId("s"), Peer(0, 0, 0), JobSpec(str(n)), 0.0, Priority.LOW, 1.0) for n in range(8)
+    ]
+    for move, number, seconds in moves:
+        job = jobs[number]
+        if move == "enter" and not job.entry:
+            queue.enter(job)
+        elif move == "leave":
+            queue.leave(job)
+        elif move == "charge":
+            queue.charge(job, seconds)
+        elif move == "settle":
+            queue.settle(job, 0.0, seconds)
+        ready = [job for job in jobs if job.entry]
+        queue.check(ready)
+        first = queue.first()
+        if first is None:
+            assert not ready
+            continue
+        others = [job for job in ready if job is not first]
+        found = queue.following()
+        assert len(found) == min(2, len(others)) == len({id(job) for job in found})
+        assert all(job in others for job in found)
+        assert [queue.key(job) for job in found] == sorted(queue.key(job) for job in others)[:2]
+        assert queue.first() is first
