@@ -35,8 +35,11 @@ MODULES = (
     "scene", "state", "story", "surprise", "track", "trying", "work",
 )  # fmt: skip
 # As the interpreter computes: floats are rounded after each operation (a fused one differs in the last bit), integers wrap.
-FLAGS = ("-fPIC", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-DNDEBUG", "-w")
-OPTIMIZE = "1"  # 2 takes half as long again to compile and gains next to nothing
+FLAGS = (
+    "-fPIC", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-DNDEBUG", "-w",
+    "-fvisibility=hidden", "-fno-plt",  # calls go straight where they go: that saves a tenth of the time
+)  # fmt: skip
+OPTIMIZE = "2"
 LEAST_MYPY = 2
 INSTALL = f"pip install 'mypy>={LEAST_MYPY}' setuptools"
 TOLD = 20  # lines of what a tool says that fails
