@@ -123,8 +123,8 @@ class ReadyQueue:
         return [second] if third is None else [second, third]
 
     def another(self, first: Job, than: list[Job]) -> Job | None:
-        """A ready job that is neither the first nor one of these few: the same one as before, until it was held so many times in a row or launched
-        often enough. None if there is none, or it was not found soon."""
+        """A ready job that is neither the first nor one of these few: the same one as before, until it was held so many times in
+        a row or launched often enough. None if there is none, or it was not found soon."""
         self._patience -= 1
         job = self._another
         if job is not None and self._patience > 0 and job is not first and job not in than:
@@ -165,6 +165,7 @@ class ReadyQueue:
             self._tidy()
 
     def _tidy(self) -> None:
+        """Drop what is out of date."""
         self._heap = [entry for entry in self._heap if entry[2].entry == entry[1]]
         heapify(self._heap)
 

@@ -177,7 +177,8 @@ class Gaps:
         return behind
 
     def within(self, behind: int, waited: float, seconds: float) -> float:
-        """How probable it is that a job idle for `waited` seconds, longer than `behind` of the gaps, comes within the next `seconds`."""
+        """How probable it is that a job idle for `waited` seconds, which `behind` of the gaps were no longer than, comes within the
+        next `seconds`."""
         known, until = self.sorted, waited + seconds
         left = len(known) - behind
         if left <= 0:
