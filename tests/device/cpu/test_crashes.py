@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from gpumux.model import ProgramId
 from gpumux.program.codec import encode
 from gpumux.program.ir import Program
 from tests.daemon.victim import long
-from tests.device.harness import Case, Driver, LoadedJob
+from tests.device.harness import GIVE_UP_S, Case, Driver, LoadedJob
 from tests.program import samples
 
 CASE = Case("cpu", wide=lambda: CpuDevice(threads=1, cores=2), narrow=lambda: CpuDevice(threads=1, cores=1))
@@ -56,9 +58,11 @@ def driver(device: CpuDevice) -> Iterator[Driver]:
 
 
 def children(pid: int) -> list[int]:
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread of the imports' that has just ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def zygote(device: CpuDevice) -> int:
@@ -195,10 +199,17 @@ def test_nothing_is_left_after_close() -> None:
     Neighbour(driver).check()
     job = driver.open()
     driver.device.check(job.job, ProgramId(1), encode(samples.sgd_linear()))
-    pids = [zygote(device), *children(zygote(device))]
-    assert len(pids) >= 2
-    device.close()
-    assert not [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
+    with ExitStack() as stack:
+        pids = [zygote(device), *children(zygote(device))]
+        watches = [os.pidfd_open(pid) for pid in pids]
+        for watch in watches:
+            stack.callback(os.close, watch)
+        assert len(pids) >= 2
+        device.close()
+        for (
+            watch
+        ) in watches:  # the kernel kills a checker with its zygote, and it dies once it has a processor for that
+            assert select.select([watch], [], [], GIVE_UP_S)[0], "a process is left"
     for held in driver.jobs.values():
         for data in held.data.values():
             data.close()
@@ -240,12 +251,21 @@ def test_a_check_that_computes_for_too_long_is_refused(driver: Driver, monkeypat
     job.load(samples.counter(), [4])
 
 
+def checkers(device: CpuDevice) -> list[int]:
+    """The processes that check something, which have told their name."""
+    named = [(pid, Path(f"/proc/{pid}/comm").read_text().strip()) for pid in children(zygote(device))]
+    return [pid for pid, name in named if name == "gpumux-checker"]
+
+
 def test_two_checks_run_side_by_side_on_two_cores(driver: Driver) -> None:
     hog, job = driver.open(), driver.open()
-    driver.device.check(hog.job, ProgramId(1), long(40_000))
-    job.load(samples.counter(), [4])
-    assert not any(isinstance(event, ProgramChecked) for event in driver.unread)
     assert isinstance(driver.device, CpuDevice)
+    driver.device.check(hog.job, ProgramId(1), long(40_000))
+    while not checkers(driver.device):
+        driver.poll()
+    os.kill(checkers(driver.device)[0], signal.SIGSTOP)  # it takes longer than the other, however busy the machine is
+    job.load(samples.sgd_linear(rows=22), [12])  # which was never checked
+    assert not any(isinstance(event, ProgramChecked) for event in driver.unread)
     driver.unload(driver.jobs.pop(hog.job).job)
     while driver.device._checks.running:  # its process is killed, and somebody has to hear of it
         driver.case.wait(driver.device)
