@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,20 @@ SEED = 5
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemons here have
 
 
-def a_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Held for as long as the test, also while no daemon listens: no other test or connection is given it meanwhile. Who
+    asks for it by number gets it, as libzmq's listeners set SO_REUSEADDR, too, and this socket does not listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # daemons start, and machines are busy
 def test_a_killed_daemon_costs_a_remote_job_time_and_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     server, alice = (make_keys(tmp_path / name, name) for name in ("daemon", "alice"))
     clients = tmp_path / "clients"
@@ -37,7 +42,7 @@ def test_a_killed_daemon_costs_a_remote_job_time_and_no_training(
     monkeypatch.setenv("GPUMUX_CURVE_SERVER", str(server[0]))
     config = tmp_path / "gpumux.toml"
     config.write_text(f'[access]\ncurve_secret_key = "{server[1]}"\ncurve_client_keys = "{clients}"\n')
-    address = f"tcp://127.0.0.1:{a_free_port()}"
+    address = f"tcp://127.0.0.1:{port}"
     daemon = Phoenix(tmp_path, flags=["--endpoint", address, "--config", str(config)])
     try:
         daemon.wait_until_ready()
