@@ -164,17 +164,17 @@ def as_installed(runtime_dir):
         process.communicate(timeout=SOON_S)
 
 
-def status(endpoint: str, uid: int, groups: list[int]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gpumux", "status", "--endpoint", endpoint]
+def status(endpoint: str, uid: int, groups: list[int], patience_s: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gpumux", "status", "--endpoint", endpoint, "--timeout", str(patience_s)]
     return subprocess.run(
         [*become(uid, uid, groups), *command], cwd=ROOT, capture_output=True, text=True, timeout=SOON_S
     )
 
 
 def test_members_of_the_group_get_in_and_strangers_do_not(as_installed):
-    member = status(as_installed, MEMBER, [MEMBERS])
+    member = status(as_installed, MEMBER, [MEMBERS], LIMIT_S)
     assert member.returncode == 0, member.stderr
-    stranger = status(as_installed, STRANGER, [])
+    stranger = status(as_installed, STRANGER, [], 5.0)  # who waits in vain, if not told
     assert (stranger.returncode, stranger.stdout) == (1, "")
     home = Path(as_installed.removeprefix("ipc://")).parent
     looked = subprocess.run(
