@@ -386,7 +386,7 @@ def slow_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     make, go_on = segments._attempt, threading.Event()
 
     def made(nbytes: int, name: str):
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return make(nbytes, name)
 
     monkeypatch.setattr(segments, "_attempt", made)
