@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gpumux.fuse.tuning import concurrent
 from gpumux.fuse.tuning.sweep import Listener
 from gpumux.fuse.tuning.task import find, make
 from microbench.daemon import RunningDaemon, running_daemon
+from tests.clients.leaving import jobs_left
 from tests.fuse.tuning import toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,14 +34,6 @@ HYPERBAND = {"algorithm": "hyperband", "steps": 6, "min_steps": 3, "eta": 2}
 def daemon() -> Iterator[RunningDaemon]:
     with running_daemon(threads=1) as running:
         yield running
-
-
-def jobs_left(daemon: RunningDaemon) -> list[str]:
-    """Jobs that don't go. A client may leave before its job's executor has died."""
-    end = time.monotonic() + 60
-    while (left := [job["name"] for job in daemon.status()["jobs"]]) and time.monotonic() < end:
-        pass
-    return left
 
 
 def test_equal_to_serial(daemon: RunningDaemon):
