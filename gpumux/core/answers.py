@@ -35,6 +35,7 @@ class Answer:
     unknown = False  # the piece has never run beside a high job that runs
     hold: Hold | None = None
     # A held launch stays so as long as these do:
+    job: Job | None = None
     step: Step | None = None
     track: Track | None = None  # of the job it is held for
     turn: Turn | None = None  # of that track's

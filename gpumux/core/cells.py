@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, TypeAlias
 
 from gpumux.core.bans import Ban
+from gpumux.core.queue import Span
 
 MEMORY: Final = 10  # samples an estimate is the running mean of
 CLIP: Final = 3.0  # deviations: what a sample may differ and still count in full
@@ -18,8 +19,8 @@ SURE: Final = 0.94
 
 
 # A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was out), whether together
-# with it (`places.START`) or in which half of it, and the low piece's span (queue.spans). Made for every question: no class.
-Spot: TypeAlias = tuple[int, int, int]
+# with it (`places.START`) or in which half of it, and the low piece's span (queue.Span). Made for every question: no class.
+Spot: TypeAlias = tuple[int, int, Span]
 
 GAP: Final = -1
 

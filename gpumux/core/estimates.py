@@ -17,7 +17,7 @@ from gpumux.core.bans import Ban
 from gpumux.core.baseline import Baseline
 from gpumux.core.cells import FLOOR_S, GAP, TIMED_SPREAD, Cell, Launched, Spot
 from gpumux.core.places import MOMENTS, Places
-from gpumux.core.queue import PairKey
+from gpumux.core.queue import PairKey, Span
 
 LEAST_HARM: Final = 0.25
 MOST_HARM: Final = 1.0 / LEAST_HARM
@@ -64,13 +64,13 @@ class Pair:
         self.uppers = [0.0] * pieces
         self.banned = [False] * pieces
         self.any_ban = False
-        self.launches: dict[tuple[int, int, int], Launched] = {}  # by Spot
-        self.caught: dict[int, Launched] = {}  # of `launches`, those that a step came during, by low span
-        self.spots: dict[int, list[Launched]] = {}  # of `launches` beside a piece, by low span
-        self.timed: dict[int, dict[int, Launched]] = {}  # those that repeat, by low span and 3 * piece + moment
-        self.bests: dict[int, tuple[int, float]] = {}  # see `best`
-        self.doubted: dict[int, int] = {}  # launches in a row that were not believed to cost so much, by low span
-        self.lows: dict[int, Launched] = {}  # wherever they were made, by low span
+        self.launches: dict[Spot, Launched] = {}
+        self.caught: dict[Span, Launched] = {}  # of `launches`, those that a step came during, by low span
+        self.spots: dict[Span, list[Launched]] = {}  # of `launches` beside a piece, by low span
+        self.timed: dict[Span, dict[int, Launched]] = {}  # those that repeat, by low span and 3 * piece + moment
+        self.bests: dict[Span, tuple[int, float]] = {}  # see `best`
+        self.doubted: dict[Span, int] = {}  # launches in a row that were not believed to cost so much, by low span
+        self.lows: dict[Span, Launched] = {}  # wherever they were made, by low span
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.typical = Cell()  # the same, where one outlier counts for little: what people are told
         self.speed = key.share  # solo seconds of low work done in a second beside this program
@@ -94,7 +94,7 @@ class Pair:
         self.banned[piece] = cell.ban is not None
         self.any_ban = True in self.banned
 
-    def harm(self, low: int) -> float:
+    def harm(self, low: Span) -> float:
         """What a second of the launch of span `low` costs over what one of any launch does."""
         known = self.lows.get(low)
         if known is None or self.rate <= 0.0:
@@ -147,12 +147,12 @@ class Pair:
             self.typical.add(rate)
             self.places.learn(spot, self.key.share, cost, cell.count, moved)
 
-    def seen(self, low: int) -> dict[int, Launched]:
+    def seen(self, low: Span) -> dict[int, Launched]:
         """Launches of span `low` at moments that repeat, by 3 * piece + moment."""
         found = self.timed.get(low)
         return found if found is not None else {}
 
-    def best(self, low: int, since: int) -> float:
+    def best(self, low: Span, since: int) -> float:
         """The least that launches of span `low` were found to cost since step `since`; inf: nothing known."""
         at, found = self.bests.get(low, (-(1 << 30), inf))
         if 0 <= since - at < BEST_EVERY:
@@ -209,7 +209,7 @@ class HighModel:
             found = self.pairs[key] = Pair(key, len(self.refs), places)
         return found
 
-    def never(self, low: str, span: int) -> bool:
+    def never(self, low: str, span: Span) -> bool:
         """Whether no launch of the low program's operators was ever seen beside it, on any share."""
         places = self.places.get(low)
         if places is None:
@@ -217,7 +217,7 @@ class HighModel:
         for pair in places.pairs:
             if span in pair.lows or span in pair.spots:  # `lows` alone is what another cut knew of it
                 return False
-        return span not in places.base
+        return not places.of(span).learned
 
     def step_known(self) -> bool:
         return self.steps[0].known or self.steps[1].known

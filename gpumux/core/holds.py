@@ -23,12 +23,13 @@ class Hold:
     """Why a low job may not launch now: for the sake of which high job, which of its pieces (-1: none in
     particular), by which ban, and when to ask again at the latest (inf: something will happen before)."""
 
-    __slots__ = ("ban", "begun", "foreseen", "high", "piece", "reason", "since", "until")
+    __slots__ = ("ban", "begun", "foreseen", "high", "noted", "piece", "reason", "since", "until")
 
     def __init__(self, reason: str, high: JobId, piece: int, ban: Ban | None, until: float) -> None:
         self.reason, self.high, self.piece, self.ban, self.until = reason, high, piece, ban, until
         self.since = 0.0  # the job is held, whatever for; and for this reason since `begun`
         self.begun = 0.0
+        self.noted = False  # it is what the job is held by now
         self.foreseen = True  # where it is a gap's end: the next step is expected then, and not at any time
 
 
@@ -49,13 +50,16 @@ class Holds:
             self.seconds[self.reason] += now - self._asked
         self.reason, self._asked = reason, now
 
-    def hold(self, job: JobId, hold: Hold, old: Hold | None, now: float) -> None:
-        """The job is held now, for this reason; `old` is what it was held by, if it was."""
+    def hold(self, job: JobId, hold: Hold, now: float) -> None:
+        """The job is held now, for this reason."""
+        old = self.newest.get(job)
         self.newest[job] = hold
+        hold.noted = True
         if old is None:
             hold.since = hold.begun = now
             self.fresh.append((job, hold))
             return
+        old.noted = False
         hold.since = old.since
         if old.reason == hold.reason:
             hold.begun = old.begun
@@ -65,8 +69,9 @@ class Holds:
 
     def freed(self, job: JobId, now: float) -> None:
         """The job was launched, or has nothing to launch."""
-        old = self.newest.pop(job, None)
-        if old is not None:
+        if job in self.newest:
+            old = self.newest.pop(job)
+            old.noted = False
             self._count(job, old, now)
 
     def of(self, job: JobId, now: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import between, foreseen
 from gpumux.core.moments import appointment, exposed, where
 from gpumux.core.places import MOMENTS, WORTH_S, Place, Plan
-from gpumux.core.queue import Job, PairKey, Piece, Step
+from gpumux.core.queue import Job, PairKey, Piece, Span, Step
 from gpumux.core.record import KNOWN, LEAST_SPEED, Record
 from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
@@ -43,12 +43,10 @@ class Guard(Record):
 
     def answer(self, job: Job, now: float) -> Answer | None:
         """What it was told in this event, or before it if that stands."""
-        answer = self.answers.get(job.id)
-        if answer is None and self.resting:
-            answer = self.standing.get(job.id)
-            if answer is not None and not answer.stands(self.low_version, now):
-                answer = None
-        return answer
+        answer = job.held
+        if answer is None or answer in self.answers:
+            return answer
+        return answer if self.resting and answer.stands(self.low_version, now) else None
 
     def admit(self, job: Job, board: Board, now: float) -> float:
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
@@ -66,9 +64,9 @@ class Guard(Record):
         end = scene.free_at + takes
         if end < scene.calm:
             return 1.0
-        standing = self.standing.get(job.id)
-        if standing is not None and standing.step is step and standing.stands(self.low_version, now):
-            self.answers[job.id] = standing
+        held = job.held
+        if held is not None and held.step is step and held.stands(self.low_version, now):
+            self._hold(job, held)
             return 0.0
         if scene.running:
             answer = self._beside(program.piece(span, seconds), scene, now)
@@ -76,10 +74,11 @@ class Guard(Record):
             answer = Answer(1.0, seconds)
             if scene.idle:
                 self._between(answer, program.on(1.0), span, scene, end, now)
-        self.answers[job.id] = answer
         if answer.hold is None:
+            self.admitted = answer
             return answer.share
-        answer.step, self.standing[job.id] = step, answer
+        answer.job, answer.step = job, step
+        self._hold(job, answer)
         track = answer.track
         assert track is not None
         if answer.need < track.awaited:
@@ -87,6 +86,17 @@ class Guard(Record):
         if scene.low_out and answer.hold.until == inf:
             answer.low_seen = self.low_version
         return 0.0
+
+    def _hold(self, job: Job, answer: Answer) -> None:
+        """This is the answer; what the job was told earlier in the event is not."""
+        told, before = self.answers, job.held
+        job.held = answer
+        if told and before is not None:
+            for at in range(len(told)):
+                if told[at] is before:
+                    told[at] = answer
+                    return
+        told.append(answer)
 
     def _beside(self, piece: Piece, scene: Scene, now: float) -> Answer:
         """The answer while high work runs."""
@@ -104,7 +114,7 @@ class Guard(Record):
                 answer.hold.until = appointment(alone, self._plan(alone, piece), scene, now, self.reach)
         return answer
 
-    def _between(self, answer: Answer, key: PairKey, span: int, scene: Scene, end: float, now: float) -> None:
+    def _between(self, answer: Answer, key: PairKey, span: Span, scene: Scene, end: float, now: float) -> None:
         """Whether what runs until `end` has to wait for the next step of a job that is idle."""
         latest: Hold | None = None
         for track in scene.idle:
@@ -199,12 +209,13 @@ class Guard(Record):
 
     def recut(self, job: Job) -> None:
         """A program of the job has come, or is cut another way: what was said of its pieces is of others."""
-        if self.standing.pop(job.id, None) is not None:
+        if job.held is not None:
+            self.unheld(job)
             self.rest = None
 
     def holds_all(self, job: Job) -> bool:
         """Whether what holds this job, just asked about, holds every low job."""
-        answer = self.answers.get(job.id)
+        answer = job.held
         hold = answer.hold if answer is not None else None
         return hold is not None and hold.piece < 0 and hold.reason in EVERYBODY
 
@@ -261,15 +272,15 @@ class Guard(Record):
         known = pair.launches.get(spot)
         if known is not None:
             expected, upper = max(0.0, known.cell.mean), known.upper
-        elif moment in MOMENTS and span in places.base:
+        elif moment in MOMENTS and places.of(span).learned:
             answer.exploring = high.track
             expected = places.expected(span, at, moment, pair.key.share) * (answer.exposed if at == len(refs) else 1.0)
             return Cost(expected, places.feared(span, expected), at, -1), wraps
         else:
             known = pair.lows.get(span)
             if known is not None:
-                expected = answer.exposed * max(0.0, known.cell.mean, places.base.get(span, 0.0))
-                upper = answer.exposed * max(known.upper, known.worst, places.worst.get(span, 0.0))
+                expected = answer.exposed * max(0.0, known.cell.mean, places.of(span).base)
+                upper = answer.exposed * max(known.upper, known.worst, places.of(span).worst)
         if known is not None and (
             not pair.any_ban or (moment in MOMENTS and spot in pair.launches and known.cell.count > 1)
         ):
@@ -314,15 +325,14 @@ class Guard(Record):
 
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
-        wake, reason, holds, newest = inf, "", self.holds, self.holds.newest
+        wake, reason, holds = inf, "", self.holds
         rest = Rest(self.asked[0], self.asked[1], self.low_version) if self.asked is not None else None
-        for job, answer in self.answers.items():
-            hold = answer.hold
-            if hold is None:
-                continue
-            old = newest.get(job)
-            if old is not hold:
-                holds.hold(job, hold, old, now)
+        for answer in self.answers:
+            job, hold = answer.job, answer.hold
+            assert job is not None
+            assert hold is not None
+            if not hold.noted:
+                holds.hold(job.id, hold, now)
             if hold.until < wake:
                 wake = hold.until
             if not reason:

@@ -15,7 +15,7 @@ from gpumux.core.blame import OVERLAPPING
 from gpumux.core.cells import CREDIBLE, GAP
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import MANY, Gaps
-from gpumux.core.queue import PairKey
+from gpumux.core.queue import PairKey, Span
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.core.trying import may_risk
@@ -27,7 +27,7 @@ AHEAD: Final = 16  # moments weighed: then it is time to look again
 RARE: Final = 0.002  # an arrival less probable may cost more than a step may lose
 
 
-def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene, end: float, now: float) -> Hold | None:
+def between(track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene, end: float, now: float) -> Hold | None:
     """Why a launch of the low program that is `span` and runs until `end` has to wait for an idle job's next step."""
     gaps, since, model = track.gaps, track.idle_since, track.model
     if model is None or since is None:
@@ -59,7 +59,7 @@ def between(track: Track, key: PairKey, span: int, answer: Answer, scene: Scene,
     rare = RARE if track.surprise.trusts(key.low) else 0.0
     if alike is not None and scene.free_at > now and scene.free_at > soonest:
         # It would begin after the step only.
-        worst = max(worst, alike.upper, pair.places.worst.get(span, 0.0))
+        worst = max(worst, alike.upper, pair.places.of(span).worst)
     # A launch that is over so soon after the step came can't delay it by much more.
     most = OVERLAPPING * (end - soonest) if soonest > now else inf  # as `outlasted` says
     expected = mean if mean < most else most

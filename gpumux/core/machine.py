@@ -210,10 +210,10 @@ class Core:
             state.tell(job.id, step.id, f"waits:{reason}", *detail)
 
     def _why_not_now(self, policy: Policy, job: Job) -> tuple[str, tuple[object, ...]]:
-        board, name = self._state.board, job.priority.name.lower()
         answer = policy.guard.answer(job, self._state.now) if policy.guard is not None else None
         if answer is not None and answer.hold is not None:
             return f"held:{answer.hold.reason}", (explain.Clause(self._state, answer.hold),)
+        board, name = self._state.board, job.priority.name.lower()
         limit, window = policy.limit(board, job.priority), board.windows[job.priority]
         if board.fits(job, limit) or not window.launches:
             first = board.first(job.priority)

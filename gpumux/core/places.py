@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpumux.core.bans import PROBE_EVERY
 from gpumux.core.cells import CREDIBLE, FORGET, Spot
+from gpumux.core.queue import Span
 
 if TYPE_CHECKING:
     from gpumux.core.estimates import Pair
@@ -119,21 +120,38 @@ class Plan:
         return least[index + 1]
 
 
+class Kind:
+    """Of launches of one low piece, wherever they began and on whatever share."""
+
+    __slots__ = ("base", "learned", "plans", "version", "worst")
+
+    def __init__(self) -> None:
+        self.learned = False  # there was one
+        self.base = 0.0  # what they cost
+        self.worst = 0.0  # the most one did, slowly forgotten
+        self.version = 0  # of what plans are made of
+        self.plans: list[Plan | None] = [None] * (2 * (ALWAYS + 1))  # by whether a step may come from idle, and daring
+
+
 class Places:
     """Of one low program beside one high program under one cut. `pairs`: one for each share, the whole device first."""
 
-    __slots__ = ("base", "effects", "fed", "pairs", "plans", "versions", "worst")
+    __slots__ = ("_kinds", "effects", "fed", "pairs")
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
         self.fed = 0  # the high job's step in which the low program was last launched, on whatever share
-        self.base: dict[int, float] = {}  # by low span: what its launches cost, wherever they began
-        self.worst: dict[int, float] = {}  # by low span: the most one did, slowly forgotten
+        self._kinds: dict[Span, Kind] = {}
         self.effects: dict[
             float, dict[int, float]
         ] = {}  # by share and place: what launches cost there over what they do elsewhere
-        self.plans: dict[tuple[int, int, bool], Plan] = {}  # by low span and what else they depend on
-        self.versions: dict[int, int] = {}
+
+    def of(self, low: Span) -> Kind:
+        """What is known of launches of the low piece."""
+        found = self._kinds.get(low)
+        if found is None:
+            found = self._kinds[low] = Kind()
+        return found
 
     def learn(self, spot: Spot, share: float, cost: float, count: int, moved: bool) -> None:
         """A launch at `spot`, the `count`-th there, cost so many seconds. Where launches are often is where they cost little: so that
@@ -142,46 +160,47 @@ class Places:
         if cost < 0.0:
             cost = 0.0
         piece, moment, low = spot
-        base = self.base.get(low)
-        if base is None:
-            self.base[low] = cost
+        kind = self.of(low)
+        base = kind.base
+        if not kind.learned:
+            kind.learned, kind.base = True, cost
         else:
             if base > LEAST_BASE_S and moment in MOMENTS:
                 effects, at, effect = self.effects.setdefault(share, {}), 3 * piece + moment, cost / base
                 known = effects.get(at, 1.0)
                 effects[at] = known + 0.4 * fresh * ((effect if effect < MOST_EFFECT else MOST_EFFECT) - known)
-            self.base[low] = base + 0.15 * fresh * (cost - base)
-        faded = FORGET**fresh * self.worst.get(low, 0.0)
-        self.worst[low] = cost if cost > faded else faded
+            kind.base = base + 0.15 * fresh * (cost - base)
+        faded = FORGET**fresh * kind.worst
+        kind.worst = cost if cost > faded else faded
         if moved or count <= CREDIBLE:
-            self.versions[low] = self.versions.get(low, 0) + 1
+            kind.version += 1
 
-    def expected(self, low: int, piece: int, moment: int, share: float) -> float:
+    def expected(self, low: Span, piece: int, moment: int, share: float) -> float:
         """What a launch is expected to cost that never began there."""
         effects = self.effects.get(share)
-        return self.base.get(low, 0.0) * (effects.get(3 * piece + moment, 1.0) if effects is not None else 1.0)
+        return self.of(low).base * (effects.get(3 * piece + moment, 1.0) if effects is not None else 1.0)
 
-    def feared(self, low: int, expected: float) -> float:
+    def feared(self, low: Span, expected: float) -> float:
         """What it may cost there."""
-        return max(UNTRIED * expected, WORSE * self.worst.get(low, 0.0))
+        return max(UNTRIED * expected, WORSE * self.of(low).worst)
 
     def plan(
-        self, low: int, seconds: float, price: float, limit: float, step: int, daring: int, from_idle: bool,
+        self, low: Span, seconds: float, price: float, limit: float, step: int, daring: int, from_idle: bool,
         refs: Sequence[float], pause: float,
     ) -> Plan:  # fmt: skip
         """Where the low piece of so many seconds may begin at the price (low seconds for a high second), no step losing more than
         `limit`, as of the high job's step `step`. `daring`: places may be tried where a step might: CAREFUL, IF_STUCK, ALWAYS.
         `from_idle`: nothing runs before the high step begins that could mark that moment. `refs`: seconds of its pieces, alone; `pause`:
         those for which it is idle after each step, 0.0 if it is not."""
-        key, version = (low, daring, from_idle), self.versions.get(low, 0)
-        plan = self.plans.get(key)
+        kind, way = self.of(low), daring + (ALWAYS + 1 if from_idle else 0)
+        plan = kind.plans[way]
         if (
             plan is not None
-            and plan.version == version
+            and plan.version == kind.version
             and (step - plan.made < REPLAN or not plan.outdated(step, price, limit))
         ):
             return plan
-        fear, found = WORSE * self.worst.get(low, 0.0), self._tried(low, limit, price, seconds, pause > 0.0)
+        fear, found = WORSE * kind.worst, self._tried(low, limit, price, seconds, pause > 0.0)
         stuck = fear > limit and found.count(None) == len(found)
         dare = daring == ALWAYS or (daring == IF_STUCK and stuck)
         at: list[Place | None] = found
@@ -195,10 +214,10 @@ class Places:
                 other = at[-1]
                 if other is None or place.score < other.score:
                     at[-1] = place
-        plan = self.plans[key] = Plan(at, found, seconds, version, step, price, limit)
+        plan = kind.plans[way] = Plan(at, found, seconds, kind.version, step, price, limit)
         return plan
 
-    def _tried(self, low: int, limit: float, price: float, seconds: float, pauses: bool) -> list[Place | None]:
+    def _tried(self, low: Span, limit: float, price: float, seconds: float, pauses: bool) -> list[Place | None]:
         """By place, the best share of those with which launches of the low piece were seen to cost no step more than `limit`.
         `pauses`: the end of the step is one of the places."""
         count = 3 * len(self.pairs[0].rates)
@@ -217,13 +236,14 @@ class Places:
         return found
 
     def _hope(
-        self, at: list[Place | None], low: int, price: float, feared: float, limit: float, step: int, seconds: float,
+        self, at: list[Place | None], low: Span, price: float, feared: float, limit: float, step: int, seconds: float,
         left: Sequence[float], from_idle: bool,
     ) -> None:  # fmt: skip
         """Put what may be better into `at`: where there was none yet, or long ago, and one may be made as a step is not expected
         to lose more than `feared`. `left`: where none of those that were tried will do, seconds from each high piece to the end
         of the step."""
-        base, fear = self.base.get(low, 0.0), WORSE * self.worst.get(low, 0.0)
+        kind = self.of(low)
+        base, fear = kind.base, WORSE * kind.worst
         moments = MOMENTS if left else (START, HEARD)  # what only a timer marks is looked at where the others won't do
         for pair in self.pairs:
             share, pieces = pair.key.share, len(pair.rates)
@@ -266,7 +286,7 @@ class Places:
                         at[index] = Place(share, hope * cost, cost, rank, False)
 
     def _at_end(
-        self, low: int, price: float, feared: float, limit: float, step: int, seconds: float, pause: float
+        self, low: Span, price: float, feared: float, limit: float, step: int, seconds: float, pause: float
     ) -> Iterator[Place]:
         """The same of the end of the step: the next one loses by what lasts longer than the pause."""
         for pair in self.pairs:
@@ -278,5 +298,5 @@ class Places:
                 if known.upper <= limit or (step - known.seen < PROBE_EVERY and not known.promises(limit)):
                     continue
                 cost, hope = max(cost, known.cell.mean), 1.0
-            if max(UNTRIED * cost, WORSE * felt * self.worst.get(low, 0.0)) <= feared:
+            if max(UNTRIED * cost, WORSE * felt * self.of(low).worst) <= feared:
                 yield Place(share, hope * cost, cost, price * hope * cost, False)

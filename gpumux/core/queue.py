@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from sys import intern
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from gpumux.model import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId, TransferId
 
 if TYPE_CHECKING:
+    from gpumux.core.answers import Answer
     from gpumux.core.estimates import HighModel
 
 
@@ -35,9 +37,14 @@ class PairKey(NamedTuple):
     share: float
 
 
-def spans(bounds: Sequence[int]) -> tuple[int, ...]:
-    """A number for the operators of each piece, whatever cut it belongs to: what is known of a launch is known by it."""
-    return tuple([start << 32 | end for start, end in pairwise(bounds)])
+# The operators of a piece, whatever cut it belongs to: what is known of a launch is known by them. A word, as no key of a dict is
+# found faster: it is there once, and so is its hash.
+Span: TypeAlias = str
+
+
+def spans(bounds: Sequence[int]) -> tuple[Span, ...]:
+    """Those of each piece."""
+    return tuple([intern(f"{start}-{end}") for start, end in pairwise(bounds)])
 
 
 class Piece:
@@ -46,8 +53,8 @@ class Piece:
 
     __slots__ = ("program", "seconds", "span")
 
-    def __init__(self, program: Program, span: int, seconds: float) -> None:
-        self.program, self.span, self.seconds = program, span, seconds  # span: of operators (queue.spans)
+    def __init__(self, program: Program, span: Span, seconds: float) -> None:
+        self.program, self.span, self.seconds = program, span, seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +68,15 @@ class Program:
     cut: int = -1
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
-    spans: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()
     asked_s: float | None = (
         None  # how long the device was asked to make its pieces; None: as long as it makes them itself
     )
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device says so
+    whole: PairKey | None = None
     keys: dict[float, PairKey] = field(default_factory=dict)
-    asked: dict[int, Piece] = field(default_factory=dict)
+    asked: dict[Span, Piece] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -76,12 +84,17 @@ class Program:
 
     def on(self, share: float) -> PairKey:
         """What the guard knows it by, as a low program on a share of the device."""
+        if share == 1.0:  # asked for by every question
+            whole = self.whole
+            if whole is None:
+                whole = self.whole = PairKey(self.key, share)
+            return whole
         found = self.keys.get(share)
         if found is None:
             found = self.keys[share] = PairKey(self.key, share)
         return found
 
-    def piece(self, span: int, seconds: float) -> Piece:
+    def piece(self, span: Span, seconds: float) -> Piece:
         """The piece by its operators; predictions differ from cut to cut."""
         found = self.asked.get(span)
         if found is None or found.seconds != seconds:
@@ -96,7 +109,7 @@ class Step:
     cut = -1
     pieces: tuple[float, ...] = ()
     bounds: tuple[int, ...] = ()
-    spans: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()
     launched = 0
     done = 0
     started = 0.0
@@ -151,6 +164,7 @@ class Job:
     entry: int = 0
     entry_key: float = 0.0
     active: bool = False  # counted in its class's active jobs
+    held: Answer | None = None  # why the guard holds its next piece, as of when it was last asked about it
     steps_done: int = 0
     steps_failed: int = 0
     device_s: float = 0.0

@@ -43,8 +43,8 @@ class Record:
     # A dict of more than 30 attributes has no fast way to them.
     __slots__ = (
         "_calm", "_last_end", "_last_high", "_low_until", "_other_high", "_pinched", "_seen_version", "_touched",
-        "answers", "asked", "bans", "cutting", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
-        "narrow", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "standing", "tracks", "version",
+        "admitted", "answers", "asked", "bans", "cutting", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
+        "narrow", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version",
         "wide", "width",
     )  # fmt: skip
 
@@ -59,13 +59,13 @@ class Record:
         self.bans = Bans()
         self.holds = Holds()
         self.recent = blame.Recent()
-        self.answers: dict[JobId, Answer] = {}
+        self.answers: list[Answer] = []  # of this event: who is held, and why
+        self.admitted: Answer | None = None  # the launch that is being made, where there was more to it than an idle device
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
         self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
         self.reach = 0.0  # seconds from launching a low piece to the moment the device begins with it
         self.margin = 0.0  # seconds by which launches that should have ended before a step did not, lately
-        self.standing: dict[JobId, Answer] = {}  # held, and why: asked again only when that may have changed
         self.version = 0  # of what an answer depends on, but for the time
         self.low_version = 0  # of low launches that are out
         self.scene = Scene(self.tracks, self.idle, self.recent.launches)  # of the version and time `seen`
@@ -101,6 +101,12 @@ class Record:
             track.changed()
             self.scene.changed()
 
+    def unheld(self, job: Job) -> None:
+        """What was said of its next piece is no longer so."""
+        if self.answers and job.held in self.answers:
+            self.answers.remove(job.held)
+        job.held = None
+
     def launched(self, launch: Launch, board: Board, now: float) -> None:
         self.version += 1
         launch.began = launch.at = now
@@ -110,9 +116,9 @@ class Record:
         low, high = board.windows
         job, step = launch.job, launch.step
         self.low_version += 1
-        answer = self.answers.pop(job.id, None) if self.answers else None
-        if self.standing:
-            self.standing.pop(job.id, None)
+        answer, self.admitted = self.admitted, None
+        if job.held is not None:
+            self.unheld(job)
         launch.key = step.program.on(launch.share)
         first = len(low.launches) == 1
         launch.alone = first and not high.launches
@@ -335,14 +341,13 @@ class Record:
         track = self.tracks.pop(job.id, None)
         if track is not None:
             track.changed()
-        self.standing.pop(job.id, None)
+        self.unheld(job)
         if self._last_high is job:
             self._last_high = None
         self.rest = self.asked = None
         self._calm = 0.0  # one that was idle for longer may be looked out for again
         self.idle.pop(job.id, None)
         self.scene.changed()
-        self.answers.pop(job.id, None)
         self.holds.forget(job.id, now)
         if self.bans.forget(job.id):
             for model in self.models.all():

@@ -41,6 +41,7 @@ class Scene:
 
     __slots__ = (
         "_idle",
+        "_leaves",
         "_recent",
         "_soonest",
         "_tracks",
@@ -56,7 +57,8 @@ class Scene:
     def __init__(self, tracks: Mapping[JobId, Track], idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
         self._tracks, self._idle, self._recent = tracks, idle, recent
         self.running: Sequence[Running] = ()
-        self.idle: Sequence[Track] = ()
+        self.idle: list[Track] = []
+        self._leaves = 0.0  # until then `idle` is what it is
         self._soonest = inf  # of those idle
         self._until = 0.0  # they are to be looked at anew
         self.calm = self.free_at = self.pending = 0.0
@@ -71,7 +73,7 @@ class Scene:
 
     def changed(self) -> None:
         """A high job became idle, is so no longer, or does not count any more."""
-        self._until = 0.0
+        self._until = self._leaves = 0.0
 
     def look(self, board: Board, now: float) -> None:
         lows, highs = board.windows
@@ -98,30 +100,32 @@ class Scene:
         self.free_at, self.pending, self.low_out = free_at, pending, bool(lows.launches)
 
     def _look_at_idle(self, now: float) -> None:
-        """Those idle for no longer than they usually are, newest first."""
-        found: list[Track] = []
-        soonest = until = inf
-        left = MAX_IDLE
-        for track in reversed(self._idle.values()):
-            left -= 1
-            if left < 0:
-                break
-            since, gaps = track.idle_since, track.gaps
-            if since is None or track.job.paused:
-                continue
-            leaves = since + gaps.longest
-            if now > leaves:
-                continue
+        """When the next step of one of them is expected. Gaps pass all the time, but few jobs come or leave."""
+        if now >= self._leaves:
+            self._find_idle(now)
+        soonest = inf
+        for track in self.idle:
             comes = track.soonest
             if comes <= now:
+                since, gaps = track.idle_since, track.gaps
+                assert since is not None
                 track.behind = gaps.passed(now - since, track.behind)
                 comes = track.soonest = since + (gaps.soonest(track.behind) if track.surprise.trusted else 0.0)
-            found.append(track)
             if comes < soonest:
                 soonest = comes
-            if leaves < until:
-                until = leaves
-        self.idle, self._soonest, self._until = found, soonest, soonest if soonest < until else until
+        self._soonest, self._until = soonest, soonest if soonest < self._leaves else self._leaves
+
+    def _find_idle(self, now: float) -> None:
+        """Those idle for no longer than they usually are, newest first."""
+        self.idle, self._leaves = [], inf
+        for track in islice(reversed(self._idle.values()), MAX_IDLE):
+            if track.idle_since is None or track.job.paused:
+                continue
+            leaves = track.idle_since + track.gaps.longest
+            if now <= leaves:
+                self.idle.append(track)
+                if leaves < self._leaves:
+                    self._leaves = leaves
 
 
 def _running(launches: Iterable[Launch], tracks: Mapping[JobId, Track], now: float) -> list[Running]:

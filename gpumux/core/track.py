@@ -61,6 +61,7 @@ class Track:
         "idle_since",
         "job",
         "left",
+        "late",
         "lows",
         "model",
         "over",
@@ -114,6 +115,7 @@ class Track:
         self.over = 0  # steps over the target
         self.ratios: deque[float] = deque(maxlen=RECENT)
         self.watched_until = KNOWN_STEPS
+        self.late = 0  # steps in a row beside low work that lost more than they may
         self.watching = True  # what low work costs this step is charged to launches, to learn from
         self.calibrating = FIRST_CLEAN  # steps without low work still wanted
         self.clean_at = 0  # `steps` when there last was one
@@ -190,8 +192,10 @@ class Track:
                 if trusted:
                     account.relieved()
         self.steps = steps = self.steps + 1
-        if shared and excess > account.limit:  # not so well known, then
-            self.watched_until = max(self.watched_until, steps + WATCH_AGAIN)
+        if shared:
+            self.late = late = self.late + 1 if excess > account.limit else 0
+            if late >= account.doubts:  # it is not so well known, then, unless steps are that late without low work, too
+                self.watched_until = max(self.watched_until, steps + WATCH_AGAIN)
         self.watching = steps < self.watched_until or steps % WATCH_EVERY == 0
         if steps == LEARNING_STEPS:
             account.learn_no_more()

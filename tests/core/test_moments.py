@@ -129,7 +129,7 @@ def test_what_falls_into_the_pause_tells_nothing_of_what_is_felt() -> None:
     pair = model.pair(PairKey("low", 1.0))
     pair.learn((3, START, 7), 0.0, 0.0, 5e-4, 10, 0.0)
     assert 7 not in pair.lows
-    assert 7 not in pair.places.base
+    assert not pair.places.of(7).learned
     assert pair.launches[(3, START, 7)].upper == 0.0
     pair.learn((1, START, 7), 2e-4, 1e-4, 5e-4, 11, 1.0)
     assert pair.lows[7].upper > 1e-4

@@ -91,7 +91,7 @@ class World:
         guard = policy.guard if policy is not None else None
         if guard is None:
             return
-        until = [answer.hold.until for answer in guard.answers.values() if answer.hold is not None]
+        until = [answer.hold.until for answer in guard.answers if answer.hold is not None]
         if guard.resting:
             until.append(guard.rest.until)
         if min(until, default=inf) < inf:
