@@ -84,18 +84,16 @@ class Rest:
         self.partial = False  # only the first was asked, as low work was out: once none is, others matter
         self._turn: Turn | None = None  # what they are held by: most often one and the same for all
         self._seen = 0
-        self._others: list[tuple[Turn, int]] | None = None
+        self._others: list[Answer] = []
 
-    def add(self, turn: Turn, seen: int, low_seen: int) -> None:
-        """One of them is held by this count of the turn, and by what is out of the low class in that version."""
+    def add(self, answer: Answer) -> None:
+        """One of them is held so."""
         if self._turn is None:
-            self._turn, self._seen = turn, seen
-        elif turn is not self._turn or seen != self._seen:
-            if self._others is None:
-                self._others = []
-            self._others.append((turn, seen))
-        if low_seen != ANY:
-            self._low_seen = low_seen
+            self._turn, self._seen = answer.turn, answer.seen
+        elif answer.turn is not self._turn or answer.seen != self._seen:
+            self._others.append(answer)
+        if answer.low_seen != ANY:
+            self._low_seen = answer.low_seen
 
     def lasts(self, ready: ReadyQueue, low: int, now: float) -> bool:
         """Whether nobody has to be asked again: neither those nor anybody who was not ready then. `low`: the low class's version."""
@@ -108,7 +106,8 @@ class Rest:
             return False
         if self._turn is not None and self._turn.count != self._seen:
             return False
-        for turn, seen in self._others or ():  # noqa: SIM110
-            if turn.count != seen:
+        for answer in self._others:
+            other = answer.turn
+            if other is None or other.count != answer.seen:
                 return False
         return True

@@ -164,9 +164,20 @@ def went(cell: Cell, speed: float) -> None:
     cell.speed = cell.speed + 0.2 * (speed - cell.speed) if cell.speed else speed
 
 
+def early(found: Found, arrived: float) -> tuple[Found, Found]:
+    """Those launched before the step came, and those launched since."""
+    before: Found = []
+    since: Found = []
+    for beside in found:
+        (before if beside[0].at < arrived else since).append(beside)
+    return before, since
+
+
 def arrived(excess: float, found: Found) -> None:
     """A step came while these low launches were out: its first piece was `excess` seconds late."""
-    total = sum([seconds for _, seconds in found])
+    total = 0.0
+    for _, seconds in found:
+        total += seconds
     for launch, seconds in found:
         launch.caught = True
         launch.blamed += excess * seconds / total

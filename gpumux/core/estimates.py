@@ -45,6 +45,7 @@ class Pair:
         "known",
         "launches",
         "lows",
+        "news",
         "places",
         "rate",
         "rates",
@@ -75,12 +76,14 @@ class Pair:
         self.typical = Cell()  # the same, where one outlier counts for little: what people are told
         self.speed = key.share  # solo seconds of low work done in a second beside this program
         self.known = 0  # cells that have a sample
+        self.news = True  # some of them have another one by now
 
     def add(self, piece: int, rate: float, weight: float) -> Cell:
         """A second of the range beside low work cost `rate`. The cell that learned it."""
         cell = self.cells[piece]
         if not cell.count:
             self.known += 1
+        self.news = True
         cell.add(rate if rate < MAX_RATE else MAX_RATE, weight)
         mean = cell.mean  # as `restate` does, but for bans
         upper = mean + 2 * cell.deviation

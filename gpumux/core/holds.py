@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 from gpumux.core.bans import Ban
+from gpumux.core.queue import Job
 from gpumux.model import JobId
 
 REASONS: Final = ("calibration", "learning", "ban", "price", "budget", "tail", "gap")
@@ -23,13 +24,12 @@ class Hold:
     """Why a low job may not launch now: for the sake of which high job, which of its pieces (-1: none in
     particular), by which ban, and when to ask again at the latest (inf: something will happen before)."""
 
-    __slots__ = ("ban", "begun", "foreseen", "high", "noted", "piece", "reason", "since", "until")
+    __slots__ = ("ban", "begun", "foreseen", "high", "piece", "reason", "since", "until")
 
     def __init__(self, reason: str, high: JobId, piece: int, ban: Ban | None, until: float) -> None:
         self.reason, self.high, self.piece, self.ban, self.until = reason, high, piece, ban, until
         self.since = 0.0  # the job is held, whatever for; and for this reason since `begun`
         self.begun = 0.0
-        self.noted = False  # it is what the job is held by now
         self.foreseen = True  # where it is a gap's end: the next step is expected then, and not at any time
 
 
@@ -50,29 +50,28 @@ class Holds:
             self.seconds[self.reason] += now - self._asked
         self.reason, self._asked = reason, now
 
-    def hold(self, job: JobId, hold: Hold, now: float) -> None:
+    def hold(self, job: Job, hold: Hold, now: float) -> None:
         """The job is held now, for this reason."""
-        old = self.newest.get(job)
-        self.newest[job] = hold
-        hold.noted = True
+        old, job.hold = job.hold, hold
+        self.newest[job.id] = hold
         if old is None:
             hold.since = hold.begun = now
-            self.fresh.append((job, hold))
+            self.fresh.append((job.id, hold))
             return
-        old.noted = False
         hold.since = old.since
         if old.reason == hold.reason:
             hold.begun = old.begun
         else:
-            self._count(job, old, now)
+            self._count(job.id, old, now)
             hold.begun = now
 
-    def freed(self, job: JobId, now: float) -> None:
+    def freed(self, job: Job, now: float) -> None:
         """The job was launched, or has nothing to launch."""
-        if job in self.newest:
-            old = self.newest.pop(job)
-            old.noted = False
-            self._count(job, old, now)
+        old = job.hold
+        if old is not None:
+            job.hold = None
+            del self.newest[job.id]
+            self._count(job.id, old, now)
 
     def of(self, job: JobId, now: float) -> dict[str, float]:
         """Seconds for which the low job was held since it opened, by reason, the longest first."""
@@ -82,9 +81,9 @@ class Holds:
             found[hold.reason] = found.get(hold.reason, 0.0) + now - hold.begun
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def forget(self, job: JobId, now: float) -> None:
+    def forget(self, job: Job, now: float) -> None:
         self.freed(job, now)
-        self._totals.pop(job, None)
+        self._totals.pop(job.id, None)
 
     def _count(self, job: JobId, hold: Hold, now: float) -> None:
         totals = self._totals.get(job)

@@ -331,8 +331,8 @@ class Guard(Record):
             job, hold = answer.job, answer.hold
             assert job is not None
             assert hold is not None
-            if not hold.noted:
-                holds.hold(job.id, hold, now)
+            if job.hold is not hold:
+                holds.hold(job, hold, now)
             if hold.until < wake:
                 wake = hold.until
             if not reason:
@@ -341,8 +341,8 @@ class Guard(Record):
                 self._pinched = True
                 if hold.reason == "budget" and hold.high in self.tracks:
                     self.tracks[hold.high].account.short = True
-            if rest is not None and answer.turn is not None:
-                rest.add(answer.turn, answer.seen, answer.low_seen)
+            if rest is not None:
+                rest.add(answer)
         holds.note(reason, now)
         if rest is not None:
             rest.until, rest.partial, self.rest = wake, self.scene.low_out, rest

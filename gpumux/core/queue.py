@@ -22,6 +22,7 @@ from gpumux.model import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, S
 if TYPE_CHECKING:
     from gpumux.core.answers import Answer
     from gpumux.core.estimates import HighModel
+    from gpumux.core.holds import Hold
 
 
 class JobState(Enum):
@@ -165,6 +166,7 @@ class Job:
     entry_key: float = 0.0
     active: bool = False  # counted in its class's active jobs
     held: Answer | None = None  # why the guard holds its next piece, as of when it was last asked about it
+    hold: Hold | None = None  # since when and why it is held, for people
     steps_done: int = 0
     steps_failed: int = 0
     device_s: float = 0.0

@@ -93,7 +93,7 @@ class Record:
 
     def paused(self, job: Job, now: float) -> None:
         """The job was paused or resumed."""
-        self.holds.freed(job.id, now)
+        self.holds.freed(job, now)
         track = self.tracks.get(job.id)
         if track is not None:
             self.version += 1
@@ -125,8 +125,8 @@ class Record:
         launch.beside_high = bool(high.launches or self.idle)
         start = now if first or self._low_until < now else self._low_until
         launch.due = self._low_until = start + (answer.seconds if answer is not None else launch.predicted)
-        if self.holds.newest:
-            self.holds.freed(job.id, now)
+        if job.hold is not None:
+            self.holds.freed(job, now)
         launch.trusting = launch.beside_high if answer is None else answer.trusting
         if answer is None:
             return
@@ -204,7 +204,10 @@ class Record:
             if launch.touched is not None:
                 for cell in launch.touched:
                     blame.went(cell, launch.speed)
-        self.recent.add(launch)
+        if board.windows[_HIGH].launches:
+            self.recent.add(launch)
+        elif launch.spots and (launch.caught or launch.spots[0][1][0] != GAP):  # no high piece to come can feel it
+            self.recent.open.append(launch)
 
     def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
         job, step, piece = launch.job, launch.step, launch.piece
@@ -273,15 +276,15 @@ class Record:
         """The launch ended `excess` seconds late: these are what it was late by, and are learned of."""
         piece = launch.piece
         if piece == 0 and track.from_idle:
-            early = [(low, seconds) for low, seconds in found if low.at < track.arrived]
+            early, later = blame.early(found, track.arrived)
             if early:
                 self._caught(track, early)
-                later = [(low, seconds) for low, seconds in found if low.at >= track.arrived]
-                late = max([(low.ended or ended) - track.arrived for low, _ in early])
-                part = min(excess, blame.OVERLAPPING * late) if later else excess
-                blame.arrived(part, early)
                 if not later:
+                    blame.arrived(excess, early)
                     return
+                late = max([(low.ended or ended) - track.arrived for low, _ in early])
+                part = min(excess, blame.OVERLAPPING * late)
+                blame.arrived(part, early)
                 found, excess = later, excess - part
         for low in blame.share_out(model, piece, excess, found, track.account):
             if low.job.state is not JobState.CLOSING:
@@ -289,9 +292,10 @@ class Record:
 
     def _caught(self, track: Track, early: blame.Found) -> None:
         """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
-        late = max(
-            [low.ended - track.arrived for low, _ in early if not low.spots and low.due <= track.arrived], default=0.0
-        )
+        late = 0.0
+        for low, _ in early:
+            if low.due <= track.arrived and not low.spots and low.ended - track.arrived > late:
+                late = low.ended - track.arrived
         if late > 0.0:
             self.margin = min(self.margin + late / 2, MOST_MARGIN_S)
 
@@ -324,8 +328,8 @@ class Record:
         model, account = track.model, track.account
         assert model is not None
         for pair in model.pairs.values():
-            if KNOWN <= pair.known < len(pair.cells):
-                prior = pair.prior()
+            if pair.news and KNOWN <= pair.known < len(pair.cells):
+                pair.news, prior = False, pair.prior()
                 for piece, cell in enumerate(pair.cells):
                     if not cell.count:
                         pair.rates[piece] = pair.uppers[piece] = prior
@@ -348,7 +352,7 @@ class Record:
         self._calm = 0.0  # one that was idle for longer may be looked out for again
         self.idle.pop(job.id, None)
         self.scene.changed()
-        self.holds.forget(job.id, now)
+        self.holds.forget(job, now)
         if self.bans.forget(job.id):
             for model in self.models.all():
                 model.unban()
