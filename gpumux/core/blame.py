@@ -118,16 +118,16 @@ def others(out: Iterable[Launch], job: Job, before: float) -> bool:
 
 def share_out(model: HighModel, piece: int, excess: float, found: Found, account: Account) -> Sequence[Launch]:
     """Charge `excess` seconds of the piece to the launches beside it. Those that may have to be banned for it, or freed."""
-    least, pairs = LEAST_OVERLAP * model.refs[piece], model.pairs
+    least = LEAST_OVERLAP * model.refs[piece]
     if least < LEAST_S:
         least = LEAST_S
     if len(found) == 1:
         launch, seconds = found[0]
-        pair = pairs.get(launch.key) or model.pair(launch.key)
+        pair = model.pair(launch.key)
         return (launch,) if _doubtful(_charge(pair, launch, piece, seconds, least, excess), account) else ()
     weighed, total = [], 0.0
     for launch, seconds in found:
-        pair = pairs.get(launch.key) or model.pair(launch.key)
+        pair = model.pair(launch.key)
         mean = pair.cells[piece].mean
         weight = seconds * (UNKNOWN + mean if mean > 0.0 else UNKNOWN)
         weighed.append((pair, launch, seconds, weight))

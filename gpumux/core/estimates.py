@@ -41,6 +41,7 @@ class Pair:
         "caught",
         "cells",
         "doubted",
+        "effects",
         "key",
         "known",
         "launches",
@@ -49,6 +50,7 @@ class Pair:
         "places",
         "rate",
         "rates",
+        "share",
         "speed",
         "spots",
         "timed",
@@ -57,7 +59,7 @@ class Pair:
     )
 
     def __init__(self, key: PairKey, pieces: int, places: Places) -> None:
-        self.key = key
+        self.key, self.share = key, key.share
         self.places = places  # of all shares
         places.pairs.append(self)
         self.cells = [Cell() for _ in range(pieces)]
@@ -75,6 +77,7 @@ class Pair:
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.typical = Cell()  # the same, where one outlier counts for little: what people are told
         self.speed = key.share  # solo seconds of low work done in a second beside this program
+        self.effects: dict[int, float] = {}  # by 3 * piece + moment: what launches cost there over what they do elsewhere
         self.known = 0  # cells that have a sample
         self.news = True  # some of them have another one by now
 
@@ -148,7 +151,7 @@ class Pair:
             anywhere.add(cost / whole, peak / whole, rate, seconds, step)
             self.rate += 0.1 * (rate - self.rate) if self.rate else rate
             self.typical.add(rate)
-            self.places.learn(spot, self.key.share, cost, cell.count, moved)
+            self.places.learn(spot, self.effects, cost, cell.count, moved)
 
     def seen(self, low: Span) -> dict[int, Launched]:
         """Launches of span `low` at moments that repeat, by 3 * piece + moment."""
@@ -200,16 +203,22 @@ class HighModel:
         self.places: dict[str, Places] = {}  # by low program
 
     def pair(self, key: PairKey) -> Pair:
-        found = self.pairs.get(key)
-        if found is None:
-            if len(self.pairs) >= MOST_PAIRS:
-                oldest = next(iter(self.pairs)).low
-                self.pairs = {other: pair for other, pair in self.pairs.items() if other.low != oldest}
-                self.places.pop(oldest, None)
-            places = self.places.get(key.low)
-            if places is None:
-                places = self.places[key.low] = Places()
-            found = self.pairs[key] = Pair(key, len(self.refs), places)
+        of = self.places.get(key.low)
+        if of is not None:
+            for pair in of.pairs:  # one for each share: a dict of them would be slower
+                if pair.share == key.share:
+                    return pair
+        return self._new(key)
+
+    def _new(self, key: PairKey) -> Pair:
+        if len(self.pairs) >= MOST_PAIRS:
+            oldest = next(iter(self.pairs)).low
+            self.pairs = {other: pair for other, pair in self.pairs.items() if other.low != oldest}
+            self.places.pop(oldest, None)
+        places = self.places.get(key.low)
+        if places is None:
+            places = self.places[key.low] = Places()
+        found = self.pairs[key] = Pair(key, len(self.refs), places)
         return found
 
     def never(self, low: str, span: Span) -> bool:

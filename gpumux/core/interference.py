@@ -227,7 +227,7 @@ class Guard(Record):
             track, model = high.track, high.model
             if track.calibrating:
                 return answer.refused("calibration", track, -1)
-            pair = model.pairs.get(key) or model.pair(key)
+            pair = model.pair(key)
             speed = pair.speed
             if share < 1.0 and not pair.known:
                 speed = share * model.pair(piece.program.on(1.0)).speed
@@ -274,7 +274,7 @@ class Guard(Record):
             expected, upper = max(0.0, known.cell.mean), known.upper
         elif moment in MOMENTS and places.of(span).learned:
             answer.exploring = high.track
-            expected = places.expected(span, at, moment, pair.key.share) * (answer.exposed if at == len(refs) else 1.0)
+            expected = places.expected(span, at, moment, pair.effects) * (answer.exposed if at == len(refs) else 1.0)
             return Cost(expected, places.feared(span, expected), at, -1), wraps
         else:
             known = pair.lows.get(span)
@@ -318,7 +318,7 @@ class Guard(Record):
         least = min(best, plan.cost)
         avoidable = cost.expected - least if least < cost.expected else 0.0
         if moment in MOMENTS and (place := plan.at[3 * at + moment]) is not None:
-            if place.share != pair.key.share:
+            if place.share != pair.share:
                 place = plan.tried[3 * at + moment] or place
             avoidable = (place.score - plan.score) / account.price
         return account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds, ahead), None

@@ -38,7 +38,7 @@ def between(track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene
     if track.calibrating and gaps.within(behind, waited, seconds) > SPOILS:
         clear = wait(gaps, behind, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
         return Hold("calibration", track.job.id, -1, None, since + clear)
-    pair = model.pairs.get(key) or model.pair(key)
+    pair = model.pair(key)
     answer.spots.append((pair, (GAP, 3, span)))
     alike = pair.lows.get(span)
     delay = pair.caught.get(span) or alike

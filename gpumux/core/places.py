@@ -136,15 +136,12 @@ class Kind:
 class Places:
     """Of one low program beside one high program under one cut. `pairs`: one for each share, the whole device first."""
 
-    __slots__ = ("_kinds", "effects", "fed", "pairs")
+    __slots__ = ("_kinds", "fed", "pairs")
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
         self.fed = 0  # the high job's step in which the low program was last launched, on whatever share
         self._kinds: dict[Span, Kind] = {}
-        self.effects: dict[
-            float, dict[int, float]
-        ] = {}  # by share and place: what launches cost there over what they do elsewhere
 
     def of(self, low: Span) -> Kind:
         """What is known of launches of the low piece."""
@@ -153,7 +150,7 @@ class Places:
             found = self._kinds[low] = Kind()
         return found
 
-    def learn(self, spot: Spot, share: float, cost: float, count: int, moved: bool) -> None:
+    def learn(self, spot: Spot, effects: dict[int, float], cost: float, count: int, moved: bool) -> None:
         """A launch at `spot`, the `count`-th there, cost so many seconds. Where launches are often is where they cost little: so that
         this does not pass for what they cost anywhere, each place counts about once. `moved`: what is known of it is no longer what it was."""
         fresh = 1.0 / count
@@ -166,7 +163,7 @@ class Places:
             kind.learned, kind.base = True, cost
         else:
             if base > LEAST_BASE_S and moment in MOMENTS:
-                effects, at, effect = self.effects.setdefault(share, {}), 3 * piece + moment, cost / base
+                at, effect = 3 * piece + moment, cost / base
                 known = effects.get(at, 1.0)
                 effects[at] = known + 0.4 * fresh * ((effect if effect < MOST_EFFECT else MOST_EFFECT) - known)
             kind.base = base + 0.15 * fresh * (cost - base)
@@ -175,10 +172,9 @@ class Places:
         if moved or count <= CREDIBLE:
             kind.version += 1
 
-    def expected(self, low: Span, piece: int, moment: int, share: float) -> float:
+    def expected(self, low: Span, piece: int, moment: int, effects: dict[int, float]) -> float:
         """What a launch is expected to cost that never began there."""
-        effects = self.effects.get(share)
-        return self.of(low).base * (effects.get(3 * piece + moment, 1.0) if effects is not None else 1.0)
+        return self.of(low).base * effects.get(3 * piece + moment, 1.0)
 
     def feared(self, low: Span, expected: float) -> float:
         """What it may cost there."""
@@ -223,7 +219,7 @@ class Places:
         count = 3 * len(self.pairs[0].rates)
         found: list[Place | None] = [None] * (count + 1)
         for pair in self.pairs:
-            share = pair.key.share
+            share = pair.share
             time = WORTH_S * seconds / share
             for known in pair.spots.get(low, ()):
                 index, upper = known.index, known.upper
@@ -246,8 +242,8 @@ class Places:
         base, fear = kind.base, WORSE * kind.worst
         moments = MOMENTS if left else (START, HEARD)  # what only a timer marks is looked at where the others won't do
         for pair in self.pairs:
-            share, pieces = pair.key.share, len(pair.rates)
-            effects, seen = self.effects.get(share), pair.seen(low)
+            share, pieces = pair.share, len(pair.rates)
+            effects, seen = pair.effects, pair.seen(low)
             likely = (
                 fear <= feared and UNTRIED * base <= feared
             )  # as `feared` says, where nothing is known of the place itself
@@ -258,7 +254,7 @@ class Places:
                         continue
                     index = 3 * piece + moment
                     other, known = at[index], seen.get(index)
-                    effect = effects.get(index, 1.0) if effects is not None else 1.0
+                    effect = effects.get(index, 1.0) if effects else 1.0
                     if known is None and effect == 1.0 and not left:
                         if likely and (other is None or usual.score < other.score):
                             at[index] = usual
@@ -290,10 +286,10 @@ class Places:
     ) -> Iterator[Place]:
         """The same of the end of the step: the next one loses by what lasts longer than the pause."""
         for pair in self.pairs:
-            share, end = pair.key.share, len(pair.rates)
+            share, end = pair.share, len(pair.rates)
             known = pair.seen(low).get(3 * end + START)
             felt = max(0.0, 1.0 - pause * share / seconds) if seconds > 0.0 else 0.0
-            cost, hope = felt * self.expected(low, end, START, share), HOPE
+            cost, hope = felt * self.expected(low, end, START, pair.effects), HOPE
             if known is not None:
                 if known.upper <= limit or (step - known.seen < PROBE_EVERY and not known.promises(limit)):
                     continue

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from sys import intern
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from gpumux.model import Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId, TransferId
 
@@ -31,11 +31,19 @@ class JobState(Enum):
     CLOSING = "closing"  # all is answered; the device is letting go of it
 
 
-class PairKey(NamedTuple):
+class PairKey:
     """One low program (by content, so that equal ones are one) on one share of the device."""
 
-    low: str
-    share: float
+    __slots__ = ("low", "share")
+
+    def __init__(self, low: str, share: float) -> None:
+        self.low, self.share = low, share
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PairKey) and self.low == other.low and self.share == other.share
+
+    def __hash__(self) -> int:
+        return hash(self.low)
 
 
 # The operators of a piece, whatever cut it belongs to: what is known of a launch is known by them. A word, as no key of a dict is

@@ -62,7 +62,6 @@ class Track:
         "job",
         "left",
         "late",
-        "lows",
         "model",
         "over",
         "pieces",
@@ -110,7 +109,6 @@ class Track:
         self.explored = -9  # `pieces` when an unknown pair was last tried
         self.explored_step = -1  # `steps` when that was
         self.probed = -(1 << 30)  # `steps` when a ban was last probed
-        self.lows: set[tuple[str, float]] = set()
         self.host_wait = 0.0  # seconds the device waited for the host with a piece of the job due
         self.over = 0  # steps over the target
         self.ratios: deque[float] = deque(maxlen=RECENT)

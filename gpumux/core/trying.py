@@ -39,7 +39,7 @@ def may_try(
         high_piece, moment, _ = spot
         if moment in MOMENTS:
             place = plan.at[3 * high_piece + moment]
-            if place is None or place.tried or place.share != pair.key.share:
+            if place is None or place.tried or place.share != pair.share:
                 return False
             waits = float(track.steps - fed)
             if not learning:  # it can be tried for so long only
