@@ -19,7 +19,7 @@ DOUBTFUL: Final = 0.5  # of what a step may lose: what a launch has to seem to c
 LEAST_S: Final = 1e-6  # a piece shorter than this tells nothing
 LEAST_OVERLAP: Final = 0.25  # of a piece: what is blamed on less is spread over so much
 
-Found: TypeAlias = list[tuple[Launch, float]]  # launches beside a high piece, and for how many seconds of it
+Found: TypeAlias = list[Launch]  # launches beside a high piece; `overlap` says for how many seconds of it
 
 
 class Recent:
@@ -75,11 +75,12 @@ class Recent:
 
 def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> Found:
     """Low launches that ran during [start, end), and for how many seconds of it."""
-    found = []
+    found: Found = []
     for launch in out:
         seconds = end - (start if start > launch.began else launch.began)
         if seconds > 0.0:
-            found.append((launch, seconds))
+            launch.overlap = seconds
+            found.append(launch)
     if recent.last_end > start:
         for launch in recent.launches:
             if launch.latest <= start:
@@ -88,7 +89,8 @@ def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> F
             if ended > start:
                 seconds = (ended if ended < end else end) - (start if start > launch.began else launch.began)
                 if seconds > 0.0:
-                    found.append((launch, seconds))
+                    launch.overlap = seconds
+                    found.append(launch)
     return found
 
 
@@ -97,10 +99,10 @@ def trusting(found: Found, left: float, arrived: float, programs: set[str]) -> f
     did. Their programs are added."""
     relied = total = 0.0
     longest: Launch | None = None
-    for launch, seconds in found:
-        total += seconds
+    for launch in found:
+        total += launch.overlap
         if launch.trusting and left <= launch.at < arrived:
-            relied += seconds
+            relied += launch.overlap
             if longest is None or launch.predicted > longest.predicted:
                 longest = launch
     if longest is not None:
@@ -122,27 +124,29 @@ def share_out(model: HighModel, piece: int, excess: float, found: Found, account
     if least < LEAST_S:
         least = LEAST_S
     if len(found) == 1:
-        launch, seconds = found[0]
+        launch = found[0]
         pair = model.pair(launch.key)
-        return (launch,) if _doubtful(_charge(pair, launch, piece, seconds, least, excess), account) else ()
-    weighed, total = [], 0.0
-    for launch, seconds in found:
+        return (launch,) if _doubtful(_charge(pair, launch, piece, least, excess), account) else ()
+    pairs: list[Pair] = []
+    total = 0.0
+    for launch in found:
         pair = model.pair(launch.key)
         mean = pair.cells[piece].mean
-        weight = seconds * (UNKNOWN + mean if mean > 0.0 else UNKNOWN)
-        weighed.append((pair, launch, seconds, weight))
+        launch.weight = weight = launch.overlap * (UNKNOWN + mean if mean > 0.0 else UNKNOWN)
+        pairs.append(pair)
         total += weight
     part = excess / total
-    for pair, launch, seconds, weight in weighed:
-        _charge(pair, launch, piece, seconds, least, part * weight)
-    return [launch for pair, launch, _, _ in weighed if _doubtful(pair.cells[piece], account)]
+    for place, launch in enumerate(found):
+        _charge(pairs[place], launch, piece, least, part * launch.weight)
+    return [launch for place, launch in enumerate(found) if _doubtful(pairs[place].cells[piece], account)]
 
 
 def _doubtful(cell: Cell, account: Account) -> bool:
     return (cell.ban is not None or cell.mean > account.dear) and cell.to_judge(account.slack)
 
 
-def _charge(pair: Pair, launch: Launch, piece: int, seconds: float, least: float, mine: float) -> Cell:
+def _charge(pair: Pair, launch: Launch, piece: int, least: float, mine: float) -> Cell:
+    seconds = launch.overlap
     launch.blamed += mine
     launch.here += mine
     rate = mine / (seconds if seconds > least else least)
@@ -168,17 +172,17 @@ def early(found: Found, arrived: float) -> tuple[Found, Found]:
     """Those launched before the step came, and those launched since."""
     before: Found = []
     since: Found = []
-    for beside in found:
-        (before if beside[0].at < arrived else since).append(beside)
+    for launch in found:
+        (before if launch.at < arrived else since).append(launch)
     return before, since
 
 
 def arrived(excess: float, found: Found) -> None:
     """A step came while these low launches were out: its first piece was `excess` seconds late."""
     total = 0.0
-    for _, seconds in found:
-        total += seconds
-    for launch, seconds in found:
+    for launch in found:
+        total += launch.overlap
+    for launch in found:
         launch.caught = True
-        launch.blamed += excess * seconds / total
-        launch.here += excess * seconds / total
+        launch.blamed += excess * launch.overlap / total
+        launch.here += excess * launch.overlap / total

@@ -52,6 +52,8 @@ class Launch:
     peak = 0.0
     tried = False
     trusting = False  # that idle high jobs come when they usually do
+    overlap = 0.0  # seconds beside the high piece that ended last
+    weight = 0.0  # what part of its excess is taken to be this one's, over what others' are
     spots: Sequence[tuple[Pair, Spot]] = ()
     touched: list[Cell] | None = None
 
@@ -80,8 +82,10 @@ class Board:
     """Both classes' windows and jobs. Indexed by Priority."""
 
     def __init__(self, order: Order) -> None:
-        self.windows = tuple(Window() for _ in Priority)
-        self.ready: tuple[ReadyQueue, ...] = tuple(make_queue(order) for _ in Priority)
+        self.low, self.high = Window(), Window()
+        self.windows: tuple[Window, ...] = (self.low, self.high)
+        self.low_ready, self.high_ready = make_queue(order), make_queue(order)
+        self.ready: tuple[ReadyQueue, ...] = (self.low_ready, self.high_ready)
         self.active_jobs = [0 for _ in Priority]
 
     # ---- what policies see

@@ -51,6 +51,7 @@ class ReadyQueue:
         self._another: Job | None = None  # who may be launched out of turn
         self._patience = self._turns = 0  # and how often it may still be held or launched before it is somebody else
         self._looked = 0  # where that one was found
+        self._following: list[Job] | None = None  # as long as nothing changed
 
     def key(self, job: Job) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
@@ -65,6 +66,7 @@ class ReadyQueue:
         if job.entry:
             job.entry = 0
             self.size -= 1
+            self._following = None
             if len(self._heap) > 2 * self.size + SPARE:
                 self._tidy()
 
@@ -73,6 +75,7 @@ class ReadyQueue:
         self.leave(job)
         if self._another is job:
             self._another = None
+        self._following = None
         self._heap = [entry for entry in self._heap if entry[2] is not job]
         heapify(self._heap)
 
@@ -85,6 +88,7 @@ class ReadyQueue:
                 continue
             key = self.key(job)
             if key > known:
+                self._following = None
                 self._number = job.entry = number = self._number + 1
                 job.entry_key = key
                 heapreplace(heap, (key, number, job))
@@ -93,10 +97,14 @@ class ReadyQueue:
         return None
 
     def following(self) -> list[Job]:
-        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after `first`.
+        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after `first`."""
+        found = self._following
+        if found is None:
+            found = self._following = self._look_behind()
+        return found
 
-        None below an entry in the heap comes before it, so few are looked at: each before those below it, left before right.
-        """
+    def _look_behind(self) -> list[Job]:
+        """None below an entry in the heap comes before it, so few are looked at: each before those below it, left before right."""
         heap = self._heap
         second: Job | None = None
         third: Job | None = None
@@ -140,6 +148,7 @@ class ReadyQueue:
 
     def charge(self, job: Job, predicted: float) -> None:
         """A piece of `predicted` seconds was launched."""
+        self._following = None
         if job is self._another:
             self._turns -= 1
             self._patience = PATIENCE if self._turns > 0 else 0
@@ -157,6 +166,7 @@ class ReadyQueue:
         assert len(self._heap) <= 2 * self.size + SPARE, f"{len(self._heap)} heap entries for {self.size} ready jobs"
 
     def _push(self, job: Job) -> None:
+        self._following = None
         key = self.key(job)
         self._number = job.entry = number = self._number + 1
         job.entry_key = key
@@ -203,6 +213,7 @@ class FairQueue(ReadyQueue):
         least = self.virtual - MAX_LAG_S - job.pending
         if job.served < least:
             job.served = least
+        self._following = None
         if job.entry and job.entry_key > job.served + job.pending:
             self._push(job)
 

@@ -54,7 +54,7 @@ class Guard(Record):
         at, program = step.launched, step.program
         seconds, span = (step.pieces[at], step.spans[at]) if at else (program.pieces[0], program.spans[0])
         takes = self.lag + self.margin + seconds * STRETCH
-        start = self._low_until if self._low_until > now and board.windows[_LOW].launches else now
+        start = self._low_until if self._low_until > now and board.low.launches else now
         if start + takes < self._calm:
             return 1.0
         scene = self.scene

@@ -7,7 +7,7 @@ high job. Between steps, the gaps there were tell how probable an arrival is.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -105,7 +105,7 @@ class Gaps:
                     if both >= found:
                         widest, found = at - 1, both
         self._newest.append(seconds)
-        at = self.passed(seconds, 0)
+        at = bisect_right(known, seconds)
         known.insert(at, seconds)
         if at + 1 < len(known):
             beyond = known[at + 1] - seconds
@@ -163,9 +163,20 @@ class Gaps:
         return found < apart
 
     def passed(self, waited: float, behind: int) -> int:
-        """How many of the gaps were no longer than `waited`, where at least `behind` were. The library's bisection compares
-        objects of any kind, which costs four times as much where this is compiled."""
-        known, beyond = self.sorted, len(self.sorted)
+        """How many of the gaps were no longer than `waited`, where at least `behind` were: mostly just so many, or a few more.
+        The library's bisection compares objects of any kind, which costs four times as much where this is compiled."""
+        known, beyond, stride = self.sorted, len(self.sorted), 1
+        while behind < beyond:
+            if waited < known[behind]:
+                return behind
+            behind += 1
+            if behind + stride >= beyond:
+                break
+            if waited < known[behind + stride]:
+                beyond = behind + stride
+                break
+            behind += stride + 1
+            stride *= 2
         while behind < beyond:
             middle = (behind + beyond) >> 1
             if waited < known[middle]:

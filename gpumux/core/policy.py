@@ -129,6 +129,7 @@ class Guarded(Paced):
     def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
         super().__init__(config, info)
         self.guard = self._guard = Guard(config, info)
+        self._high_launches, self._idle_launches = self._high.launches, self._low_idle.launches
         self._beside = [Limit(n, n * self._low.seconds / self._low.launches) for n in range(self._guard.wide + 1)]
 
     def limit(self, board: Board, priority: Priority) -> Limit:
@@ -138,15 +139,14 @@ class Guarded(Paced):
 
     def choose(self, board: Board, now: float) -> Choice | None:
         # Asked after every event and after every launch: what needs no look at a job comes first.
-        ready, high = board.ready
-        low, out = board.windows
-        if high.size and len(out.launches) < self._high.launches:
+        ready, high, low = board.low_ready, board.high_ready, board.low
+        if high.size and len(board.high.launches) < self._high_launches:
             job = high.first()
             if job is not None and board.fits(job, self._high):
                 return Choice(job, _HIGH_STREAM)
         guard, none_out = self._guard, not low.launches
-        limit = self._beside[guard.width] if board.active_jobs[_HIGH] else self._low_idle
-        if not ready.size or len(low.launches) >= limit.launches:
+        beside = board.active_jobs[_HIGH] > 0
+        if not ready.size or len(low.launches) >= (guard.width if beside else self._idle_launches):
             return None
         rest = guard.rest
         others_matter = none_out and ready.size > 1  # where the device would be left without low work
@@ -154,7 +154,7 @@ class Guarded(Paced):
             guard.resting = True
             return None
         first = ready.first()
-        if first is None or not (none_out or board.fits(first, limit)):
+        if first is None or not (none_out or board.fits(first, self._beside[guard.width] if beside else self._low_idle)):
             return None
         share = guard.admit(first, board, now)
         if share:
@@ -165,7 +165,7 @@ class Guarded(Paced):
                 # Who is held keeps its turn, perhaps for ever: one more is asked out of turn, and not always the same.
                 more = ready.another(first, others)
                 if more is not None:
-                    others.append(more)
+                    others = [*others, more]
             for job in others:
                 share = guard.admit(job, board, now)
                 if share:

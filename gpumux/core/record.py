@@ -113,7 +113,7 @@ class Record:
         if launch.job.priority is _HIGH:
             self._launched_high(launch, board)
             return
-        low, high = board.windows
+        low, high = board.low, board.high
         job, step = launch.job, launch.step
         self.low_version += 1
         answer, self.admitted = self.admitted, None
@@ -170,7 +170,7 @@ class Record:
                 track.account.begin(track.solo_step())
             if due < step.submitted:
                 due = step.submitted
-        if launch.at > due and len(board.windows[_HIGH].launches) == 1:
+        if launch.at > due and len(board.high.launches) == 1:
             track.host_wait += launch.at - due
 
     def done(self, launch: Launch, started: float, ended: float, board: Board) -> None:
@@ -204,7 +204,7 @@ class Record:
             if launch.touched is not None:
                 for cell in launch.touched:
                     blame.went(cell, launch.speed)
-        if board.windows[_HIGH].launches:
+        if board.high.launches:
             self.recent.add(launch)
         elif launch.spots and (launch.caught or launch.spots[0][1][0] != GAP):  # no high piece to come can feel it
             self.recent.open.append(launch)
@@ -224,7 +224,7 @@ class Record:
             track.from_idle = step.submitted == track.arrived
         model = step.model
         assert model is not None
-        low, high = board.windows
+        low, high = board.low, board.high
         if self._last_high is not job:
             self._other_high, self._last_high = self._last_end, job
         self._last_end = ended
@@ -237,7 +237,7 @@ class Record:
         if low.launches or recent.last_end > start:
             found = blame.beside(low.launches.values(), recent, start, ended)
         if found and not track.watching:  # what low work costs is well known, and this step only pays for it
-            for out, _ in found:
+            for out in found:
                 out.spots = ()
         if recent.open:
             recent.settle(start, track.steps, track.account)
@@ -245,7 +245,7 @@ class Record:
             track.shared = True
             baseline = model.reference(piece, beside, track.from_idle) if beside or not piece else model.solo[piece]
             if track.watching:
-                for out, _ in found:
+                for out in found:
                     if out.tried:
                         track.tried = True
             if baseline.count:
@@ -282,7 +282,7 @@ class Record:
                 if not later:
                     blame.arrived(excess, early)
                     return
-                late = max([(low.ended or ended) - track.arrived for low, _ in early])
+                late = max([(low.ended or ended) - track.arrived for low in early])
                 part = min(excess, blame.OVERLAPPING * late)
                 blame.arrived(part, early)
                 found, excess = later, excess - part
@@ -293,7 +293,7 @@ class Record:
     def _caught(self, track: Track, early: blame.Found) -> None:
         """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
         late = 0.0
-        for low, _ in early:
+        for low in early:
             if low.due <= track.arrived and not low.spots and low.ended - track.arrived > late:
                 late = low.ended - track.arrived
         if late > 0.0:
@@ -304,7 +304,7 @@ class Record:
         track.changed()
         solo_s = track.solo_step()
         self.cutting.stepped(track, solo_s, ended)
-        if self.recent.end_step(board.windows[_LOW].launches.values()):
+        if self.recent.end_step(board.low.launches.values()):
             track.watching = True
         if self._touched:
             others = []

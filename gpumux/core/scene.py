@@ -76,7 +76,7 @@ class Scene:
         self._until = self._leaves = 0.0
 
     def look(self, board: Board, now: float) -> None:
-        lows, highs = board.windows
+        lows, highs = board.low, board.high
         if now >= self._until:
             self._look_at_idle(now)
         if highs.launches:
