@@ -46,7 +46,8 @@ class Answer:
     def __init__(self, share: float, seconds: float) -> None:
         self.share = share
         self.seconds = seconds  # the launch is predicted to take
-        self.spots: list[tuple[Pair, Spot]] = []
+        self.spots: list[tuple[Pair, Spot]] = []  # where it would begin
+        self.gaps: list[Pair] = []  # of idle jobs, one of whose steps may come during it
 
     def held(self, hold: Hold, track: Track) -> Answer:
         self.hold, self.track = hold, track

@@ -37,7 +37,7 @@ class Recent:
         if launch.ended > self.last_end:
             self.last_end = launch.ended
         launch.latest = self.last_end
-        if launch.spots:
+        if launch.spots or launch.gaps:
             self.open.append(launch)
 
     def settle(self, until: float, step: int, account: Account) -> None:
@@ -48,10 +48,15 @@ class Recent:
             if launch.ended > until:
                 still.append(launch)
                 continue
-            peak = launch.peak if launch.peak > launch.here else launch.here
+            peak, seconds = launch.peak if launch.peak > launch.here else launch.here, launch.ended - launch.began
             for pair, spot in launch.spots:
-                if (spot[0] != GAP or launch.caught) and (doubts == 1 or pair.believes(spot, peak, doubts, much)):
-                    pair.learn(spot, launch.blamed, peak, launch.ended - launch.began, step, launch.exposed)
+                if doubts == 1 or pair.believes(spot, peak, doubts, much):
+                    pair.learn(spot, launch.blamed, peak, seconds, step, launch.exposed)
+            if launch.caught:
+                for pair in launch.gaps:
+                    spot = (GAP, 3, launch.step.spans[launch.piece])
+                    if doubts == 1 or pair.believes(spot, peak, doubts, much):
+                        pair.learn(spot, launch.blamed, peak, seconds, step, launch.exposed)
         self.open = still
 
     def end_step(self, out: Iterable[Launch]) -> bool:

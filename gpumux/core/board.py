@@ -55,6 +55,7 @@ class Launch:
     overlap = 0.0  # seconds beside the high piece that ended last
     weight = 0.0  # what part of its excess is taken to be this one's, over what others' are
     spots: Sequence[tuple[Pair, Spot]] = ()
+    gaps: Sequence[Pair] = ()
     touched: list[Cell] | None = None
 
     def __init__(

@@ -108,12 +108,14 @@ class ReadyQueue:
         heap = self._heap
         second: Job | None = None
         third: Job | None = None
-        sooner = later = inf
+        sooner = later = bound = inf
         at, count = 1, len(heap)
+        if count > 2 and heap[1][2].entry == heap[1][1] and heap[2][2].entry == heap[2][1]:
+            bound = max(self.key(heap[1][2]), self.key(heap[2][2]))  # one of two that are sooner than most
         while at:
             if at < count:
                 known, number, job = heap[at]
-                if known < later:
+                if known < later and known <= bound:
                     if job.entry == number:
                         key = self.key(job)
                         if key < sooner:

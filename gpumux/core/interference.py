@@ -15,7 +15,7 @@ from typing import Final
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Ban
 from gpumux.core.board import Board
-from gpumux.core.cells import FLOOR_S
+from gpumux.core.cells import FLOOR_S, GAP
 from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
@@ -125,7 +125,7 @@ class Guard(Record):
             if held is None:
                 continue
             learning = held.reason == "gap" and track.steps < LEARNING_STEPS
-            if learning and may_try(track, None, *answer.spots[-1], None, now):
+            if learning and may_try(track, None, answer.gaps[-1], (GAP, 3, span), None, now):
                 answer.probed = answer.exploring = track
             elif latest is None or held.until > latest.until:  # before that it would be asked in vain
                 latest = held

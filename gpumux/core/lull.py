@@ -12,7 +12,7 @@ from typing import Final
 
 from gpumux.core.answers import Answer
 from gpumux.core.blame import OVERLAPPING
-from gpumux.core.cells import CREDIBLE, GAP
+from gpumux.core.cells import CREDIBLE
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import MANY, Gaps
 from gpumux.core.queue import PairKey, Span
@@ -39,7 +39,7 @@ def between(track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene
         clear = wait(gaps, behind, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
         return Hold("calibration", track.job.id, -1, None, since + clear)
     pair = model.pair(key)
-    answer.spots.append((pair, (GAP, 3, span)))
+    answer.gaps.append(pair)
     alike = pair.lows.get(span)
     delay = pair.caught.get(span) or alike
     if delay is not None:

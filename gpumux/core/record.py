@@ -14,7 +14,6 @@ from gpumux.core import blame
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Bans
 from gpumux.core.board import Board, Launch
-from gpumux.core.cells import GAP
 from gpumux.core.config import CoreConfig
 from gpumux.core.cutting import DEFAULT_TARGET_S, Cutting
 from gpumux.core.estimates import HighModel
@@ -131,7 +130,7 @@ class Record:
         if answer is None:
             return
         launch.expected = answer.expected
-        launch.spots, launch.exposed = answer.spots, answer.exposed
+        launch.spots, launch.gaps, launch.exposed = answer.spots, answer.gaps, answer.exposed
         for high_job in answer.beside:
             places = high_job.model.places.get(step.program.key)
             if places is not None:
@@ -198,15 +197,14 @@ class Record:
             if seconds > 0.0:
                 self.harvested += seconds
                 launch.speed = predicted / seconds
-            for pair, spot in launch.spots:
-                if spot[0] != GAP:
-                    pair.speed += 0.2 * (launch.speed - pair.speed)
+            for pair, _ in launch.spots:
+                pair.speed += 0.2 * (launch.speed - pair.speed)
             if launch.touched is not None:
                 for cell in launch.touched:
                     blame.went(cell, launch.speed)
         if board.high.launches:
             self.recent.add(launch)
-        elif launch.spots and (launch.caught or launch.spots[0][1][0] != GAP):  # no high piece to come can feel it
+        elif launch.spots or launch.caught:  # no high piece to come can feel it
             self.recent.open.append(launch)
 
     def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
@@ -238,7 +236,7 @@ class Record:
             found = blame.beside(low.launches.values(), recent, start, ended)
         if found and not track.watching:  # what low work costs is well known, and this step only pays for it
             for out in found:
-                out.spots = ()
+                out.spots = out.gaps = ()
         if recent.open:
             recent.settle(start, track.steps, track.account)
         if found:
@@ -294,7 +292,7 @@ class Record:
         """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
         late = 0.0
         for low in early:
-            if low.due <= track.arrived and not low.spots and low.ended - track.arrived > late:
+            if low.due <= track.arrived and not low.spots and not low.gaps and low.ended - track.arrived > late:
                 late = low.ended - track.arrived
         if late > 0.0:
             self.margin = min(self.margin + late / 2, MOST_MARGIN_S)
