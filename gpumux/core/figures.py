@@ -33,12 +33,12 @@ from gpumux.core.track import Track
 from gpumux.model import Priority
 
 
-def guard_figures(guard: Guard) -> dict[str, Any]:
+def guard_figures(guard: Guard, now: float) -> dict[str, Any]:
     return {
         "bans": [_ban(ban) for ban in guard.bans.active],
         "bans_total": guard.bans.total,
         "probes_total": guard.bans.probes,
-        "held_seconds": dict(guard.holds.seconds),
+        "held_seconds": guard.holds.seconds(now),
         "harvested_seconds": guard.harvested,
         "low_window": guard.width,
     }

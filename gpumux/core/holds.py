@@ -34,10 +34,10 @@ class Hold:
 
 
 class Holds:
-    __slots__ = ("_asked", "_totals", "fresh", "newest", "reason", "seconds")
+    __slots__ = ("_asked", "_seconds", "_totals", "fresh", "newest", "reason")
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(REASONS, 0.0)  # in which low work was ready and had room, but was held
+        self._seconds = dict.fromkeys(REASONS, 0.0)
         self.newest: dict[JobId, Hold] = {}  # of those held now, who is for longest first
         self._totals: dict[JobId, dict[str, float]] = {}  # by job, seconds by reason of holds that are over
         self.fresh: list[tuple[JobId, Hold]] = []  # who was not held before the event
@@ -46,9 +46,19 @@ class Holds:
 
     def note(self, reason: str, now: float) -> None:
         """After an event: why the low job is held whose turn it is; "": nobody is."""
-        if self.reason:
-            self.seconds[self.reason] += now - self._asked
+        before = self.reason
+        if reason == before:
+            return
+        if before:
+            self._seconds[before] += now - self._asked
         self.reason, self._asked = reason, now
+
+    def seconds(self, now: float) -> dict[str, float]:
+        """By reason, in which low work was ready and had room, but was held."""
+        found = dict(self._seconds)
+        if self.reason:
+            found[self.reason] += now - self._asked
+        return found
 
     def hold(self, job: Job, hold: Hold, now: float) -> None:
         """The job is held now, for this reason."""

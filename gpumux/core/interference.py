@@ -247,7 +247,7 @@ class Guard(Record):
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
             elif scene.low_out or not may_try(
-                track, self._plan(high, piece), *answer.spots[-1], ban, now, answer.exposed
+                track, self._plan(high, piece), pair, answer.spots[-1][1], ban, now, answer.exposed
             ):
                 return answer.refused(refused, track, cost.piece if ban is None else cost.banned, ban)
             else:

@@ -86,8 +86,14 @@ def exposed(high: Running, at: int, until: float, start: float, lasts: float) ->
     pause = high.track.gaps.short
     if high.more or pause <= 0.0 or lasts <= 0.0:
         return 1.0
-    leaves = until + sum(high.model.refs[at + 1 :])
+    refs, leaves = high.model.refs, 0.0
+    for piece in range(at + 1, len(refs)):
+        leaves += refs[piece]
+    leaves += until
     beyond = start + lasts - leaves
     if beyond <= 0.0:
         return 1.0
-    return min(1.0, (max(0.0, leaves - start) + max(0.0, beyond - pause)) / lasts)
+    felt = leaves - start if leaves > start else 0.0
+    if beyond > pause:
+        felt += beyond - pause
+    return felt / lasts if felt < lasts else 1.0

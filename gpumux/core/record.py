@@ -307,8 +307,9 @@ class Record:
         if self._touched:
             others = []
             for touched in self._touched:
-                if touched[1] is track:
-                    judge(self.bans, *touched, ended)
+                model, whose, low, piece = touched
+                if whose is track:
+                    judge(self.bans, model, track, low, piece, ended)
                 else:
                     others.append(touched)
             self._touched = others

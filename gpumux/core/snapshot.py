@@ -43,7 +43,7 @@ def take(core: CoreState) -> dict[str, Any]:
             "slots": sum(charge.slots for charge in charges),
             "transient": sum(charge.transient for charge in charges),
         },
-        "guard": None if core.guard is None else guard_figures(core.guard),
+        "guard": None if core.guard is None else guard_figures(core.guard, core.now),
         "counters": {"events": core.events, "ignored": dict(core.ignored), "refusals": dict(core.refusals)},
     }
 
