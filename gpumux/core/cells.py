@@ -26,16 +26,19 @@ GAP: Final = -1
 
 
 class Cell:
-    """A running mean that one outlier can't move far, with its deviation and the newest three samples."""
+    """A running mean that one outlier can't move far, with its deviation and the newest three samples. Of a range, `rate` and `most` are
+    what the look-ahead takes it to cost, expected and at worst; where there is no sample, what other ranges cost."""
 
-    __slots__ = ("ban", "count", "deviation", "floor", "mean", "newest", "speed")
+    # Attributes, not tuples and lists: each of those is memory of its own that a decision has to fetch.
+    __slots__ = ("ban", "count", "deviation", "floor", "mean", "most", "newest", "rate", "second", "speed", "third")
 
     def __init__(self, floor: float = 0.02) -> None:
         self.floor = floor  # a difference that means nothing
         self.count = 0
         self.mean = 0.0
         self.deviation = 0.0
-        self.newest: tuple[float, ...] = ()
+        self.newest = self.second = self.third = 0.0  # samples, as far as there were so many
+        self.rate = self.most = 0.0
         self.speed = 0.0  # solo seconds of low work done in a second; 0.0: not known
         self.ban: Ban | None = None
 
@@ -47,16 +50,16 @@ class Cell:
     @property
     def median(self) -> float:
         """Of the newest three samples: what at least two of them say."""
-        return sorted(self.newest)[len(self.newest) // 2] if self.newest else 0.0
+        known = sorted([self.newest, self.second, self.third][: self.count])
+        return known[len(known) // 2] if known else 0.0
 
     def add(self, rate: float, weight: float = 1.0) -> None:
         self.count = count = self.count + 1
+        self.third, self.second, self.newest = self.second, self.newest, rate
         # For every high piece beside low work: comparisons cost a third of what calls of min, max and sorted do.
         if count <= CREDIBLE:
             self._begin(count, rate)
             return
-        _, second, third = self.newest
-        self.newest = (second, third, rate)
         part, mean, deviation = weight / (count if count < MEMORY else MEMORY), self.mean, self.deviation
         bound = CLIP * deviation + self.floor + 0.1 * (mean if mean > 0.0 else -mean)
         off = rate - mean
@@ -75,16 +78,16 @@ class Cell:
     def _begin(self, count: int, rate: float) -> None:
         """One of the first three samples: the mean is their median."""
         if count == 1:
-            self.newest, self.mean, self.deviation = (rate,), rate, 0.0
+            self.mean, self.deviation = rate, 0.0
             return
-        first = self.newest[0]
+        first = self.second if count == 2 else self.third
         low, high = (first, rate) if first < rate else (rate, first)
         if count == 2:
-            self.newest, self.mean, self.deviation = (first, rate), high, (high - low) / 2
+            self.mean, self.deviation = high, (high - low) / 2
             return
-        second = self.newest[1]
+        second = self.second
         middle = low if second < low else high if second > high else second
-        self.newest, self.mean = (first, second, rate), middle
+        self.mean = middle
         self.deviation = (abs(first - middle) + abs(second - middle) + abs(rate - middle)) / 3
 
     def to_judge(self, slack: float) -> bool:
@@ -95,7 +98,7 @@ class Cell:
 
     def restart(self) -> None:
         """Forget the samples, but not the ban: what was known is no longer so."""
-        self.count, self.newest, self.mean, self.deviation = 0, (), 0.0, 0.0
+        self.count, self.mean, self.deviation = 0, 0.0, 0.0
 
 
 class Launched:

@@ -31,12 +31,11 @@ MAX_RATE: Final = 0.95  # excess seconds of an overlapped second: all but all of
 
 
 class Pair:
-    """One low program beside one high program. `rates`, `uppers` and `banned` are the cells' figures in the
-    form the look-ahead walks through."""
+    """One low program beside one high program. `cells` are what the look-ahead walks
+    through."""
 
     __slots__ = (
         "any_ban",
-        "banned",
         "bests",
         "caught",
         "cells",
@@ -49,13 +48,11 @@ class Pair:
         "news",
         "places",
         "rate",
-        "rates",
         "share",
         "speed",
         "spots",
         "timed",
         "typical",
-        "uppers",
     )
 
     def __init__(self, key: PairKey, pieces: int, places: Places) -> None:
@@ -63,9 +60,6 @@ class Pair:
         self.places = places  # of all shares
         places.pairs.append(self)
         self.cells = [Cell() for _ in range(pieces)]
-        self.rates = [0.0] * pieces
-        self.uppers = [0.0] * pieces
-        self.banned = [False] * pieces
         self.any_ban = False
         self.launches: dict[Spot, Launched] = {}
         self.caught: dict[Span, Launched] = {}  # of `launches`, those that a step came during, by low span
@@ -90,15 +84,14 @@ class Pair:
         cell.add(rate if rate < MAX_RATE else MAX_RATE, weight)
         mean = cell.mean  # as `restate` does, but for bans
         upper = mean + 2 * cell.deviation
-        self.rates[piece], self.uppers[piece] = mean if mean > 0.0 else 0.0, upper if upper > 0.0 else 0.0
+        cell.rate, cell.most = mean if mean > 0.0 else 0.0, upper if upper > 0.0 else 0.0
         return cell
 
     def restate(self, piece: int) -> None:
         """Put the cell's figures where the look-ahead reads them."""
         cell = self.cells[piece]
-        self.rates[piece], self.uppers[piece] = max(0.0, cell.mean), max(0.0, cell.upper)
-        self.banned[piece] = cell.ban is not None
-        self.any_ban = True in self.banned
+        cell.rate, cell.most = max(0.0, cell.mean), max(0.0, cell.upper)
+        self.any_ban = any([each.ban is not None for each in self.cells])
 
     def harm(self, low: Span) -> float:
         """What a second of the launch of span `low` costs over what one of any launch does."""
@@ -309,7 +302,8 @@ def _inherit(heir: Pair, piece: int, parts: list[tuple[Cell, float]]) -> None:
         return
     cell, total = heir.cells[piece], sum([share for _, share in sampled])
     main = max(sampled, key=lambda part: part[1])[0]
-    cell.count, cell.newest, cell.speed = main.count, main.newest, main.speed
+    cell.count, cell.speed = main.count, main.speed
+    cell.newest, cell.second, cell.third = main.newest, main.second, main.third
     cell.mean = sum([old.mean * share for old, share in sampled]) / total
     cell.deviation = sum([old.deviation * share for old, share in sampled]) / total
     # A range that was banned stays so where most of it lies.

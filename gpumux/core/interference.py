@@ -286,7 +286,7 @@ class Guard(Record):
         ):
             return Cost(expected, max(0.0, upper), at, -1), wraps
         end = start + STRETCH * lasts
-        cost = overlap_cost(refs, pair.rates, pair.uppers, pair.banned, high.at, high.until, high.more, start, end)
+        cost = overlap_cost(refs, pair.cells, high.at, high.until, high.more, start, end)
         if known is not None:
             cost.expected, cost.upper = expected, max(0.0, upper)
             return cost, wraps

@@ -26,7 +26,7 @@ def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, n
     now_run = track.model
     if now_run is not None and now_run is not model and now_run.key == model.key:  # under another cut by now
         return
-    rate = cell.newest[-1] if ban is not None else min(cell.mean, cell.median)
+    rate = cell.newest if ban is not None else min(cell.mean, cell.median)
     rate = max(rate, 0.0)
     ratio = 1.0 / (1.0 - rate)
     length = min(min(low.step.pieces) / max(cell.speed, pair.speed, LEAST_SPEED), model.refs[piece] * ratio)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
+
+from gpumux.core.cells import Cell
 
 LATE: Final = 0.05  # of its time: what a piece that should be over is still given
 GAPS: Final = 256  # gaps remembered
@@ -29,10 +30,8 @@ class Cost:
 
 
 def overlap_cost(
-    refs: Sequence[float],
-    rates: Sequence[float],
-    uppers: Sequence[float],
-    bans: Sequence[bool],
+    refs: list[float],
+    cells: list[Cell],
     at: int,
     runs_until: float,
     more: bool,
@@ -47,10 +46,11 @@ def overlap_cost(
     while True:
         if reached > start:
             seconds = (reached if reached < end else end) - start
-            cost = seconds * rates[piece]
+            cell = cells[piece]
+            cost = seconds * cell.rate
             expected += cost
-            upper += seconds * uppers[piece]
-            if bans[piece] and banned < 0:
+            upper += seconds * cell.most
+            if banned < 0 and cell.ban is not None:
                 banned = piece
             if cost > dearest:
                 dear, dearest = piece, cost

@@ -216,7 +216,7 @@ class Places:
     def _tried(self, low: Span, limit: float, price: float, seconds: float, pauses: bool) -> list[Place | None]:
         """By place, the best share of those with which launches of the low piece were seen to cost no step more than `limit`.
         `pauses`: the end of the step is one of the places."""
-        count = 3 * len(self.pairs[0].rates)
+        count = 3 * len(self.pairs[0].cells)
         found: list[Place | None] = [None] * (count + 1)
         for pair in self.pairs:
             share = pair.share
@@ -242,7 +242,7 @@ class Places:
         base, fear = kind.base, WORSE * kind.worst
         moments = MOMENTS if left else (START, HEARD)  # what only a timer marks is looked at where the others won't do
         for pair in self.pairs:
-            share, pieces = pair.share, len(pair.rates)
+            share, pieces = pair.share, len(pair.cells)
             effects, seen = pair.effects, pair.seen(low)
             likely = (
                 fear <= feared and UNTRIED * base <= feared
@@ -286,7 +286,7 @@ class Places:
     ) -> Iterator[Place]:
         """The same of the end of the step: the next one loses by what lasts longer than the pause."""
         for pair in self.pairs:
-            share, end = pair.share, len(pair.rates)
+            share, end = pair.share, len(pair.cells)
             known = pair.seen(low).get(3 * end + START)
             felt = max(0.0, 1.0 - pause * share / seconds) if seconds > 0.0 else 0.0
             cost, hope = felt * self.expected(low, end, START, pair.effects), HOPE

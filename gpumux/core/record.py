@@ -131,10 +131,11 @@ class Record:
             return
         launch.expected = answer.expected
         launch.spots, launch.gaps, launch.exposed = answer.spots, answer.gaps, answer.exposed
-        for high_job in answer.beside:
-            places = high_job.model.places.get(step.program.key)
-            if places is not None:
-                places.fed = high_job.track.steps
+        if answer.beside:
+            for high_job in answer.beside:
+                places = high_job.model.places.get(step.program.key)
+                if places is not None:
+                    places.fed = high_job.track.steps
         if answer.exploring is not None:
             answer.exploring.watching = True
             answer.exploring.explored = answer.exploring.pieces
@@ -197,8 +198,9 @@ class Record:
             if seconds > 0.0:
                 self.harvested += seconds
                 launch.speed = predicted / seconds
-            for pair, _ in launch.spots:
-                pair.speed += 0.2 * (launch.speed - pair.speed)
+            if launch.spots:
+                for pair, _ in launch.spots:
+                    pair.speed += 0.2 * (launch.speed - pair.speed)
             if launch.touched is not None:
                 for cell in launch.touched:
                     blame.went(cell, launch.speed)
@@ -329,9 +331,9 @@ class Record:
         for pair in model.pairs.values():
             if pair.news and KNOWN <= pair.known < len(pair.cells):
                 pair.news, prior = False, pair.prior()
-                for piece, cell in enumerate(pair.cells):
+                for cell in pair.cells:
                     if not cell.count:
-                        pair.rates[piece] = pair.uppers[piece] = prior
+                        cell.rate = cell.most = prior
         if self._pinched:
             self.width = max(self.width - 1, self.narrow)
         elif account.full:

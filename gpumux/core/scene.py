@@ -67,8 +67,8 @@ class Scene:
     def left(self, track: Track) -> None:
         """A high job became idle. So one that is so for longer may be looked out for no more: nobody is held for its sake."""
         self._idle[track.job.id] = track
-        for other in islice(reversed(self._idle.values()), MAX_IDLE, MAX_IDLE + 1):
-            other.changed()
+        if len(self._idle) > MAX_IDLE:
+            next(islice(reversed(self._idle.values()), MAX_IDLE, None)).changed()
         self.changed()
 
     def changed(self) -> None:

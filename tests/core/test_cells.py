@@ -17,7 +17,7 @@ def test_the_first_three_samples_count_by_their_median(rates: list[float]) -> No
     cell = Cell()
     for rate in rates:
         cell.add(rate)
-    assert cell.newest == tuple(rates)
+    assert [cell.third, cell.second, cell.newest][-len(rates) :] == rates
     assert cell.mean == cell.median == sorted(rates)[len(rates) // 2]
     assert abs(cell.deviation - mean(abs(rate - cell.mean) for rate in rates)) < 1e-12
 
