@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +26,7 @@ class Answer:
     # One is made for every question, and few of these are ever another than here.
     exposed = 1.0  # part of the launch that high work is there to feel
     expected = 0.0  # excess high seconds
-    beside: Sequence[Running] = ()  # high jobs that run
+    beside: list[Running] | None = None  # high jobs that run
     probe: Ban | None = None
     probed: Track | None = None
     exploring: Track | None = None

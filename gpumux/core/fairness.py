@@ -51,7 +51,6 @@ class ReadyQueue:
         self._another: Job | None = None  # who may be launched out of turn
         self._patience = self._turns = 0  # and how often it may still be held or launched before it is somebody else
         self._looked = 0  # where that one was found
-        self._following: list[Job] | None = None  # as long as nothing changed
 
     def key(self, job: Job) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
@@ -66,7 +65,6 @@ class ReadyQueue:
         if job.entry:
             job.entry = 0
             self.size -= 1
-            self._following = None
             if len(self._heap) > 2 * self.size + SPARE:
                 self._tidy()
 
@@ -75,7 +73,6 @@ class ReadyQueue:
         self.leave(job)
         if self._another is job:
             self._another = None
-        self._following = None
         self._heap = [entry for entry in self._heap if entry[2] is not job]
         heapify(self._heap)
 
@@ -88,7 +85,6 @@ class ReadyQueue:
                 continue
             key = self.key(job)
             if key > known:
-                self._following = None
                 self._number = job.entry = number = self._number + 1
                 job.entry_key = key
                 heapreplace(heap, (key, number, job))
@@ -97,25 +93,19 @@ class ReadyQueue:
         return None
 
     def following(self) -> list[Job]:
-        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after `first`."""
-        found = self._following
-        if found is None:
-            found = self._following = self._look_behind()
-        return found
+        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after `first`.
 
-    def _look_behind(self) -> list[Job]:
-        """None below an entry in the heap comes before it, so few are looked at: each before those below it, left before right."""
+        None below an entry in the heap comes before it, so few are looked at: each before those below it, left before right.
+        """
         heap = self._heap
         second: Job | None = None
         third: Job | None = None
-        sooner = later = bound = inf
+        sooner = later = inf
         at, count = 1, len(heap)
-        if count > 2 and heap[1][2].entry == heap[1][1] and heap[2][2].entry == heap[2][1]:
-            bound = max(self.key(heap[1][2]), self.key(heap[2][2]))  # one of two that are sooner than most
         while at:
             if at < count:
                 known, number, job = heap[at]
-                if known < later and known <= bound:
+                if known < later:
                     if job.entry == number:
                         key = self.key(job)
                         if key < sooner:
@@ -150,7 +140,6 @@ class ReadyQueue:
 
     def charge(self, job: Job, predicted: float) -> None:
         """A piece of `predicted` seconds was launched."""
-        self._following = None
         if job is self._another:
             self._turns -= 1
             self._patience = PATIENCE if self._turns > 0 else 0
@@ -168,7 +157,6 @@ class ReadyQueue:
         assert len(self._heap) <= 2 * self.size + SPARE, f"{len(self._heap)} heap entries for {self.size} ready jobs"
 
     def _push(self, job: Job) -> None:
-        self._following = None
         key = self.key(job)
         self._number = job.entry = number = self._number + 1
         job.entry_key = key
@@ -215,7 +203,6 @@ class FairQueue(ReadyQueue):
         least = self.virtual - MAX_LAG_S - job.pending
         if job.served < least:
             job.served = least
-        self._following = None
         if job.entry and job.entry_key > job.served + job.pending:
             self._push(job)
 

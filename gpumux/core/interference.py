@@ -118,10 +118,11 @@ class Guard(Record):
         """Whether what runs until `end` has to wait for the next step of a job that is idle."""
         latest: Hold | None = None
         for track in scene.idle:
-            if end < foreseen(track, key):
+            soonest = foreseen(track, key)
+            if end < soonest:
                 answer.trusting = True
                 continue
-            held = between(track, key, span, answer, scene, end, now)
+            held = between(track, key, span, answer, scene, end, soonest, now)
             if held is None:
                 continue
             learning = held.reason == "gap" and track.steps < LEARNING_STEPS

@@ -27,8 +27,11 @@ AHEAD: Final = 16  # moments weighed: then it is time to look again
 RARE: Final = 0.002  # an arrival less probable may cost more than a step may lose
 
 
-def between(track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene, end: float, now: float) -> Hold | None:
-    """Why a launch of the low program that is `span` and runs until `end` has to wait for an idle job's next step."""
+def between(
+    track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene, end: float, soonest: float, now: float
+) -> Hold | None:
+    """Why a launch of the low program that is `span` and runs until `end` has to wait for an idle job's next step, which is not
+    expected before `soonest` (`foreseen`)."""
     gaps, since, model = track.gaps, track.idle_since, track.model
     if model is None or since is None:
         return None
@@ -40,8 +43,7 @@ def between(track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene
         return Hold("calibration", track.job.id, -1, None, since + clear)
     pair = model.pair(key)
     answer.gaps.append(pair)
-    alike = pair.lows.get(span)
-    delay = pair.caught.get(span) or alike
+    delay = pair.caught.get(span) or pair.lows.get(span)
     if delay is not None:
         known, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
         if mean < 0.0:
@@ -55,9 +57,9 @@ def between(track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene
     else:
         known, few = 0.0, True
         worst = mean = OVERLAPPING * seconds
-    soonest, account = foreseen(track, key), track.account
+    account = track.account
     rare = RARE if track.surprise.trusts(key.low) else 0.0
-    if alike is not None and scene.free_at > now and scene.free_at > soonest:
+    if scene.free_at > now and scene.free_at > soonest and (alike := pair.lows.get(span)) is not None:
         # It would begin after the step only.
         worst = max(worst, alike.upper, pair.places.of(span).worst)
     # A launch that is over so soon after the step came can't delay it by much more.

@@ -145,7 +145,7 @@ class Guarded(Paced):
             if job is not None and board.fits(job, self._high):
                 return Choice(job, _HIGH_STREAM)
         guard, none_out = self._guard, not low.launches
-        beside = board.active_jobs[_HIGH] > 0
+        beside = board.active_jobs[_HIGH_STREAM] > 0
         if not ready.size or len(low.launches) >= (guard.width if beside else self._idle_launches):
             return None
         rest = guard.rest

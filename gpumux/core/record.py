@@ -131,7 +131,7 @@ class Record:
             return
         launch.expected = answer.expected
         launch.spots, launch.gaps, launch.exposed = answer.spots, answer.gaps, answer.exposed
-        if answer.beside:
+        if answer.beside is not None:
             for high_job in answer.beside:
                 places = high_job.model.places.get(step.program.key)
                 if places is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from math import inf
 from typing import Final
@@ -42,6 +42,7 @@ class Scene:
     __slots__ = (
         "_idle",
         "_leaves",
+        "_nobody",
         "_recent",
         "_soonest",
         "_tracks",
@@ -56,7 +57,8 @@ class Scene:
 
     def __init__(self, tracks: Mapping[JobId, Track], idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
         self._tracks, self._idle, self._recent = tracks, idle, recent
-        self.running: Sequence[Running] = ()
+        self.running: list[Running] = []
+        self._nobody = self.running
         self.idle: list[Track] = []
         self._leaves = 0.0  # until then `idle` is what it is
         self._soonest = inf  # of those idle
@@ -82,7 +84,7 @@ class Scene:
         if highs.launches:
             self.running, self.calm = _running(highs.launches.values(), self._tracks, now), 0.0
         else:
-            self.running, self.calm = (), self._soonest
+            self.running, self.calm = self._nobody, self._soonest
         free_at, pending = now, 0.0
         for out in lows.launches.values():
             if out.due > free_at:
