@@ -44,12 +44,12 @@ class Launch:
     speed = 1.0
     expected = 0.0
     blamed = 0.0
-    beside_high = False
-    alone = False
     exposed = 1.0
-    caught = False
     here = 0.0  # of that, in the high step that runs
     peak = 0.0
+    beside_high = False
+    alone = False
+    caught = False
     tried = False
     trusting = False  # that idle high jobs come when they usually do
     overlap = 0.0  # seconds beside the high piece that ended last

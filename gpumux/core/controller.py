@@ -62,24 +62,24 @@ class Account:
     )  # fmt: skip
 
     def __init__(self, max_slowdown: float) -> None:
+        self.limit = 0.0  # the most it may lose
+        self.used = 0.0  # excess of the step that runs, so far
+        self.balance = 0.0
+        self.credit = 0.0  # of the step that runs
+        self.price = PRICE_START
+        self.tokens = TOKENS  # steps over the tail limit that may still be risked
+        self.full = False  # the account could not hold the last step's credit
+        self.short = False  # in this step low work waited for credit
+        self.learned = False  # what is not known was tried for long enough: steps over the limit count from now on
+        self.doubts = 1  # launches in a row, see Noise.doubts
         self.slack = max(max_slowdown - 1.0, LEAST_SLOWDOWN)
         # Of a second beside low work: what is lost of it at most if the mean is kept.
         self.dear = self.slack / (1.0 + self.slack)
         self.noise = Noise()
-        self.doubts = 1  # launches in a row, see Noise.doubts
         self.beside = 0.0  # steps beside low work, the newest hundred
-        self.balance = 0.0
-        self.credit = 0.0  # of the step that runs
-        self.limit = 0.0  # the most it may lose
-        self.used = 0.0  # excess of the step that runs, so far
-        self.price = PRICE_START
         self.tail = TAIL_START
-        self.tokens = TOKENS  # steps over the tail limit that may still be risked
-        self.learned = False  # what is not known was tried for long enough: steps over the limit count from now on
         self.unseen = 0.0  # seconds that a step may have waited for the core, which does not know of it
         self.unshared = 0  # steps since low work last ran beside one
-        self.short = False  # in this step low work waited for credit
-        self.full = False  # the account could not hold the last step's credit
 
     def begin(self, solo_step: float) -> None:
         """A step begins that takes `solo_step` seconds alone."""

@@ -58,22 +58,21 @@ class Pair:
     def __init__(self, key: PairKey, pieces: int, places: Places) -> None:
         self.key, self.share = key, key.share
         self.places = places  # of all shares
-        places.pairs.append(self)
         self.cells = [Cell() for _ in range(pieces)]
-        self.any_ban = False
-        self.launches: dict[Spot, Launched] = {}
+        self.lows: dict[Span, Launched] = {}  # wherever they were made, by low span
         self.caught: dict[Span, Launched] = {}  # of `launches`, those that a step came during, by low span
+        self.launches: dict[Spot, Launched] = {}
+        self.speed = key.share  # solo seconds of low work done in a second beside this program
+        self.known = 0  # cells that have a sample
+        self.any_ban = False
+        self.news = True  # some of them have another one by now
+        self.rate = 0.0  # high seconds lost in a second of any launch
+        self.effects: dict[int, float] = {}  # by 3 * piece + moment: what launches cost there over what they do elsewhere
         self.spots: dict[Span, list[Launched]] = {}  # of `launches` beside a piece, by low span
         self.timed: dict[Span, dict[int, Launched]] = {}  # those that repeat, by low span and 3 * piece + moment
         self.bests: dict[Span, tuple[int, float]] = {}  # see `best`
         self.doubted: dict[Span, int] = {}  # launches in a row that were not believed to cost so much, by low span
-        self.lows: dict[Span, Launched] = {}  # wherever they were made, by low span
-        self.rate = 0.0  # high seconds lost in a second of any launch
         self.typical = Cell()  # the same, where one outlier counts for little: what people are told
-        self.speed = key.share  # solo seconds of low work done in a second beside this program
-        self.effects: dict[int, float] = {}  # by 3 * piece + moment: what launches cost there over what they do elsewhere
-        self.known = 0  # cells that have a sample
-        self.news = True  # some of them have another one by now
 
     def add(self, piece: int, rate: float, weight: float) -> Cell:
         """A second of the range beside low work cost `rate`. The cell that learned it."""
@@ -212,6 +211,7 @@ class HighModel:
         if places is None:
             places = self.places[key.low] = Places()
         found = self.pairs[key] = Pair(key, len(self.refs), places)
+        places.pairs.append(found)
         return found
 
     def never(self, low: str, span: Span) -> bool:

@@ -77,13 +77,13 @@ class Gaps:
     __slots__ = ("_behind", "_newest", "_widest", "apart", "erratic", "least", "longest", "short", "sorted", "usual")
 
     def __init__(self) -> None:
+        self.sorted: list[float] = []
+        self.longest = self.short = self.usual = self.least = 0.0
+        self.erratic = False  # steps came when none was expected
         self._newest: deque[float] = deque()
         self._widest = -1, 0.0  # neighbours farthest apart: where they lie (-1: not looked for), how far
         self._behind = NOT_LOOKED_FOR  # the same of those from where on
-        self.sorted: list[float] = []
         self.apart: list[float] = []  # how much longer the next one is than each of `sorted`; one fewer
-        self.usual = self.short = self.least = self.longest = 0.0
-        self.erratic = False  # steps came when none was expected
 
     def add(self, seconds: float) -> None:
         known, apart = self.sorted, self.apart

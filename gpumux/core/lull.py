@@ -33,7 +33,7 @@ def between(
     """Why a launch of the low program that is `span` and runs until `end` has to wait for an idle job's next step, which is not
     expected before `soonest` (`foreseen`)."""
     gaps, since, model = track.gaps, track.idle_since, track.model
-    if model is None or since is None:
+    if model is None or since == inf:
         return None
     waited, seconds, behind = now - since, end - now, track.behind
     if behind >= len(gaps.sorted):
@@ -98,11 +98,9 @@ def _gap(track: Track, until: float, rare: float) -> Hold:
 
 def foreseen(track: Track, key: PairKey) -> float:
     """The idle job's next step is not expected before this, as far as the low program may rely on its gaps."""
-    if track.surprise.trusted:
+    gaps, since = track.gaps, track.idle_since
+    if not gaps.erratic:
         return track.soonest
-    since = track.idle_since
-    assert since is not None
-    gaps = track.gaps
     if track.surprise.trusts(key.low):
         return since + gaps.soonest(track.behind)
     return since + (0.5 * gaps.sorted[0] if len(gaps.sorted) >= PLENTY else 0.0)  # so soon none came by far

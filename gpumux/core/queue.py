@@ -156,25 +156,26 @@ class Job:
     opened: float
     priority: Priority
     weight: float
-    state: JobState = JobState.OPEN
-    paused: bool = False
-    told: bool = False  # CloseJob was sent
-    wanted: Priority | None = None  # the class it is to change to, once nothing of it is out
-    programs: dict[ProgramId, Program] = field(default_factory=dict)
+    # What every decision reads first: it lies together where this is compiled.
     queue: deque[Step | Transfer] = field(default_factory=deque)
-    running: dict[StepId, Step] = field(default_factory=dict)
-    transfer: Transfer | None = None
+    held: Answer | None = None  # why the guard holds its next piece, as of when it was last asked about it
+    hold: Hold | None = None  # since when and why it is held, for people
     inflight: int = 0  # steps in queue and running
-    transfers: int = 0  # transfers in queue and under way
     outstanding: int = 0
-    last_step: int = -1
     served: float = 0.0
     pending: float = 0.0
     entry: int = 0
     entry_key: float = 0.0
     active: bool = False  # counted in its class's active jobs
-    held: Answer | None = None  # why the guard holds its next piece, as of when it was last asked about it
-    hold: Hold | None = None  # since when and why it is held, for people
+    state: JobState = JobState.OPEN
+    paused: bool = False
+    told: bool = False  # CloseJob was sent
+    wanted: Priority | None = None  # the class it is to change to, once nothing of it is out
+    programs: dict[ProgramId, Program] = field(default_factory=dict)
+    running: dict[StepId, Step] = field(default_factory=dict)
+    transfer: Transfer | None = None
+    transfers: int = 0  # transfers in queue and under way
+    last_step: int = -1
     steps_done: int = 0
     steps_failed: int = 0
     device_s: float = 0.0

@@ -84,11 +84,11 @@ class Record:
         self.version += 1
         self._calm = 0.0
         track = self.idle.pop(job.id, None)
-        if track is not None and track.idle_since is not None:
+        if track is not None and track.idle_since < inf:
             self.scene.changed()
             track.changed()
             track.gaps.add(now - track.idle_since)
-            track.left, track.idle_since, track.arrived = track.idle_since, None, now
+            track.left, track.idle_since, track.arrived = track.idle_since, inf, now
 
     def paused(self, job: Job, now: float) -> None:
         """The job was paused or resumed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import islice
 from math import inf
 from typing import Final
@@ -55,7 +55,7 @@ class Scene:
         "running",
     )
 
-    def __init__(self, tracks: Mapping[JobId, Track], idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
+    def __init__(self, tracks: dict[JobId, Track], idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
         self._tracks, self._idle, self._recent = tracks, idle, recent
         self.running: list[Running] = []
         self._nobody = self.running
@@ -110,9 +110,8 @@ class Scene:
             comes = track.soonest
             if comes <= now:
                 since, gaps = track.idle_since, track.gaps
-                assert since is not None
                 track.behind = gaps.passed(now - since, track.behind)
-                comes = track.soonest = since + (gaps.soonest(track.behind) if track.surprise.trusted else 0.0)
+                comes = track.soonest = since + (0.0 if gaps.erratic else gaps.soonest(track.behind))
             if comes < soonest:
                 soonest = comes
         self._soonest, self._until = soonest, soonest if soonest < self._leaves else self._leaves
@@ -121,7 +120,7 @@ class Scene:
         """Those idle for no longer than they usually are, newest first."""
         self.idle, self._leaves = [], inf
         for track in islice(reversed(self._idle.values()), MAX_IDLE):
-            if track.idle_since is None or track.job.paused:
+            if track.idle_since == inf or track.job.paused:
                 continue
             leaves = track.idle_since + track.gaps.longest
             if now <= leaves:
@@ -130,7 +129,7 @@ class Scene:
                     self._leaves = leaves
 
 
-def _running(launches: Iterable[Launch], tracks: Mapping[JobId, Track], now: float) -> list[Running]:
+def _running(launches: Iterable[Launch], tracks: dict[JobId, Track], now: float) -> list[Running]:
     """The oldest piece of each high job on the device, with when it should be over."""
     found: list[Running] = []
     for launch in launches:

@@ -41,7 +41,6 @@ class Turn:
 class Track:
     __slots__ = (
         "account",
-        "active_since",
         "arrived",
         "awaited",
         "began",
@@ -76,36 +75,40 @@ class Track:
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
+        # What every decision reads lies together, as it is laid out where this is compiled: a line of memory fetched for one is
+        # there for the next.
         self.job = job
+        self.gaps = Gaps()
+        self.model: HighModel | None = None  # of the newest step launched
+        self.account = Account(job.spec.max_slowdown)
+        self.idle_since = inf  # inf: it is not
+        self.soonest = 0.0  # the next step is not expected before this, while it is in the future
+        self.behind = 0  # gaps no longer than it has been idle for by now, as of the last look (scene.py)
+        self.steps = 0
+        self.calibrating = FIRST_CLEAN  # steps without low work still wanted
+        self.watching = True  # what low work costs this step is charged to launches, to learn from
+        self.surprise = Surprise()
+        self.ended = 0.0  # of its newest piece, by the device's word
+        self.pieces = 0
         self.turn = Turn()  # of what a hold for its sake depends on
         self.whole = Turn()  # the same of one that nothing lifts before its step is over
         self.awaited = (
             inf  # those held for its sake need not be asked again in this step while it can't lose so much more
         )
-        self.account = Account(job.spec.max_slowdown)
-        self.gaps = Gaps()
-        self.surprise = Surprise()
-        self.model: HighModel | None = None  # of the newest step launched
-        self.ended = 0.0  # of its newest piece, by the device's word
-        self.idle_since: float | None = None
-        self.soonest = 0.0  # the next step is not expected before this, while it is in the future
-        self.behind = 0  # gaps no longer than it has been idle for by now, as of the last look (scene.py)
         self.left = 0.0  # when the job had become idle before its newest step came
         self.arrived = 0.0  # when a step came that found the job idle
         # Of the step that runs:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
-        self.excess = 0.0
-        self.caught: set[str] = set()  # low programs that were out when it came, and relied on it not to
-        self.surprised = 0.0  # seconds it lost by coming while low work was out
         self.shared = False  # low work ran beside it
         self.beside = False  # other high work did
         self.tried = False  # low work was let out to find out what it costs
+        self.excess = 0.0
+        self.caught: set[str] = set()  # low programs that were out when it came, and relied on it not to
+        self.surprised = 0.0  # seconds it lost by coming while low work was out
         # Of its life:
-        self.steps = 0
         self.shared_steps = 0
         self.company = 0  # steps beside other high work
-        self.pieces = 0
         self.explored = -9  # `pieces` when an unknown pair was last tried
         self.explored_step = -1  # `steps` when that was
         self.probed = -(1 << 30)  # `steps` when a ban was last probed
@@ -114,8 +117,6 @@ class Track:
         self.ratios: deque[float] = deque(maxlen=RECENT)
         self.watched_until = KNOWN_STEPS
         self.late = 0  # steps in a row beside low work that lost more than they may
-        self.watching = True  # what low work costs this step is charged to launches, to learn from
-        self.calibrating = FIRST_CLEAN  # steps without low work still wanted
         self.clean_at = 0  # `steps` when there last was one
         self.tries = 0
 
