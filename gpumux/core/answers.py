@@ -27,6 +27,8 @@ class Answer:
     exposed = 1.0  # part of the launch that high work is there to feel
     expected = 0.0  # excess high seconds
     beside: list[Running] | None = None  # high jobs that run
+    spots: list[tuple[Pair, Spot]] | None = None  # where it would begin, beside those
+    gaps: list[Pair] | None = None  # of idle jobs, one of whose steps may come during it
     probe: Ban | None = None
     probed: Track | None = None
     exploring: Track | None = None
@@ -45,8 +47,6 @@ class Answer:
     def __init__(self, share: float, seconds: float) -> None:
         self.share = share
         self.seconds = seconds  # the launch is predicted to take
-        self.spots: list[tuple[Pair, Spot]] = []  # where it would begin
-        self.gaps: list[Pair] = []  # of idle jobs, one of whose steps may come during it
 
     def held(self, hold: Hold, track: Track) -> Answer:
         self.hold, self.track = hold, track

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 from gpumux.core.board import Launch
@@ -22,6 +22,9 @@ LEAST_OVERLAP: Final = 0.25  # of a piece: what is blamed on less is spread over
 Found: TypeAlias = list[Launch]  # launches beside a high piece; `overlap` says for how many seconds of it
 
 
+NOBODY: Final[Found] = []
+
+
 class Recent:
     """The newest low launches that ended."""
 
@@ -37,7 +40,7 @@ class Recent:
         if launch.ended > self.last_end:
             self.last_end = launch.ended
         launch.latest = self.last_end
-        if launch.spots or launch.gaps:
+        if launch.spots is not None or launch.gaps is not None:
             self.open.append(launch)
 
     def settle(self, until: float, step: int, account: Account) -> None:
@@ -49,10 +52,11 @@ class Recent:
                 still.append(launch)
                 continue
             peak, seconds = launch.peak if launch.peak > launch.here else launch.here, launch.ended - launch.began
-            for pair, spot in launch.spots:
-                if doubts == 1 or pair.believes(spot, peak, doubts, much):
-                    pair.learn(spot, launch.blamed, peak, seconds, step, launch.exposed)
-            if launch.caught:
+            if launch.spots is not None:
+                for pair, spot in launch.spots:
+                    if doubts == 1 or pair.believes(spot, peak, doubts, much):
+                        pair.learn(spot, launch.blamed, peak, seconds, step, launch.exposed)
+            if launch.caught and launch.gaps is not None:
                 for pair in launch.gaps:
                     spot = (GAP, 3, launch.step.spans[launch.piece])
                     if doubts == 1 or pair.believes(spot, peak, doubts, much):
@@ -123,7 +127,7 @@ def others(out: Iterable[Launch], job: Job, before: float) -> bool:
     return False
 
 
-def share_out(model: HighModel, piece: int, excess: float, found: Found, account: Account) -> Sequence[Launch]:
+def share_out(model: HighModel, piece: int, excess: float, found: Found, account: Account) -> Found:
     """Charge `excess` seconds of the piece to the launches beside it. Those that may have to be banned for it, or freed."""
     least = LEAST_OVERLAP * model.refs[piece]
     if least < LEAST_S:
@@ -131,7 +135,7 @@ def share_out(model: HighModel, piece: int, excess: float, found: Found, account
     if len(found) == 1:
         launch = found[0]
         pair = model.pair(launch.key)
-        return (launch,) if _doubtful(_charge(pair, launch, piece, least, excess), account) else ()
+        return [launch] if _doubtful(_charge(pair, launch, piece, least, excess), account) else NOBODY
     pairs: list[Pair] = []
     total = 0.0
     for launch in found:

@@ -6,7 +6,6 @@ Nothing here grows with the number of jobs but the ready heaps, so an event cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -54,8 +53,8 @@ class Launch:
     trusting = False  # that idle high jobs come when they usually do
     overlap = 0.0  # seconds beside the high piece that ended last
     weight = 0.0  # what part of its excess is taken to be this one's, over what others' are
-    spots: Sequence[tuple[Pair, Spot]] = ()
-    gaps: Sequence[Pair] = ()
+    spots: list[tuple[Pair, Spot]] | None = None
+    gaps: list[Pair] | None = None
     touched: list[Cell] | None = None
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Final
 from gpumux.core.answers import Answer, Rest
 from gpumux.core.bans import Ban
 from gpumux.core.board import Board
-from gpumux.core.cells import FLOOR_S, GAP
+from gpumux.core.cells import FLOOR_S, GAP, Spot
 from gpumux.core.estimates import Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
@@ -126,7 +126,7 @@ class Guard(Record):
             if held is None:
                 continue
             learning = held.reason == "gap" and track.steps < LEARNING_STEPS
-            if learning and may_try(track, None, answer.gaps[-1], (GAP, 3, span), None, now):
+            if learning and answer.gaps and may_try(track, None, answer.gaps[-1], (GAP, 3, span), None, now):
                 answer.probed = answer.exploring = track
             elif latest is None or held.until > latest.until:  # before that it would be asked in vain
                 latest = held
@@ -241,14 +241,14 @@ class Guard(Record):
                 if scene.low_out:  # everybody waits, or there would always be somebody out
                     return answer.refused("learning", track, -1)
                 answer.exploring = track
-            cost, ahead = self._cost(high, pair, piece, scene, lasts, answer, now)
+            cost, ahead, spot = self._cost(high, pair, piece, scene, lasts, answer, now)
             if answer.unknown and not may_risk(track):
                 return answer.untried(track, high.at)
-            refused, ban = self._refused(high, pair, piece, cost, scene, answer, ahead)
+            refused, ban = self._refused(high, pair, piece, cost, scene, spot, ahead)
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
             elif scene.low_out or not may_try(
-                track, self._plan(high, piece), pair, answer.spots[-1][1], ban, now, answer.exposed
+                track, self._plan(high, piece), pair, spot, ban, now, answer.exposed
             ):
                 return answer.refused(refused, track, cost.piece if ban is None else cost.banned, ban)
             else:
@@ -261,13 +261,16 @@ class Guard(Record):
 
     def _cost(
         self, high: Running, pair: Pair, piece: Piece, scene: Scene, lasts: float, answer: Answer, now: float
-    ) -> tuple[Cost, bool]:
-        """By the ranges it will meet, or by what launches of the same kind cost, where there were some; and whether it begins
-        with the next step only."""
+    ) -> tuple[Cost, bool, Spot]:
+        """By the ranges it will meet, or by what launches of the same kind cost, where there were some; whether it begins
+        with the next step only; and where."""
         refs, start, span = high.model.refs, scene.free_at, piece.span
         at, wraps, moment, until = high.where or where(high, scene, now, self.reach)
         spot = (at, moment, span)
-        answer.spots.append((pair, spot))
+        if answer.spots is None:
+            answer.spots = [(pair, spot)]
+        else:
+            answer.spots.append((pair, spot))
         answer.exposed = 1.0 if wraps and at < len(refs) else exposed(high, at, until, start, lasts)
         places, expected, upper = pair.places, 0.0, 0.0
         known = pair.launches.get(spot)
@@ -276,7 +279,7 @@ class Guard(Record):
         elif moment in MOMENTS and places.of(span).learned:
             answer.exploring = high.track
             expected = places.expected(span, at, moment, pair.effects) * (answer.exposed if at == len(refs) else 1.0)
-            return Cost(expected, places.feared(span, expected), at, -1), wraps
+            return Cost(expected, places.feared(span, expected), at, -1), wraps, spot
         else:
             known = pair.lows.get(span)
             if known is not None:
@@ -285,26 +288,26 @@ class Guard(Record):
         if known is not None and (
             not pair.any_ban or (moment in MOMENTS and spot in pair.launches and known.cell.count > 1)
         ):
-            return Cost(expected, max(0.0, upper), at, -1), wraps
+            return Cost(expected, max(0.0, upper), at, -1), wraps, spot
         end = start + STRETCH * lasts
         cost = overlap_cost(refs, pair.cells, high.at, high.until, high.more, start, end)
         if known is not None:
             cost.expected, cost.upper = expected, max(0.0, upper)
-            return cost, wraps
+            return cost, wraps, spot
         answer.exploring = high.track
         whole = high.model.pairs.get(piece.program.on(1.0))
         known = whole.lows.get(span) if whole is not None else None
         if known is None:
             answer.unknown = True
-            return cost, wraps
+            return cost, wraps, spot
         # On a smaller share it costs about as much, but over more steps.
         spread = answer.exposed * (min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0)
         expected = max(0.0, answer.exposed * known.cell.mean)
         cost.expected, cost.upper = expected, max(cost.upper, known.upper * spread)
-        return cost, wraps
+        return cost, wraps, spot
 
     def _refused(
-        self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene, answer: Answer, ahead: bool
+        self, high: Running, pair: Pair, piece: Piece, cost: Cost, scene: Scene, spot: Spot, ahead: bool
     ) -> tuple[str, Ban | None]:
         track = high.track
         if cost.banned >= 0 and track.steps - pair.places.fed < STARVED:
@@ -315,7 +318,7 @@ class Guard(Record):
         if (cost.upper if ahead else account.used + pending + cost.upper) > account.limit:
             return "tail", None  # as `refuses` would say: nothing else matters then
         best, plan = pair.best(piece.span, track.steps - STALE), self._plan(high, piece)
-        at, moment, _ = answer.spots[-1][1]
+        at, moment, _ = spot
         least = min(best, plan.cost)
         avoidable = cost.expected - least if least < cost.expected else 0.0
         if moment in MOMENTS and (place := plan.at[3 * at + moment]) is not None:

@@ -42,7 +42,10 @@ def between(
         clear = wait(gaps, behind, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
         return Hold("calibration", track.job.id, -1, None, since + clear)
     pair = model.pair(key)
-    answer.gaps.append(pair)
+    if answer.gaps is None:
+        answer.gaps = [pair]
+    else:
+        answer.gaps.append(pair)
     delay = pair.caught.get(span) or pair.lows.get(span)
     if delay is not None:
         known, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean

@@ -198,7 +198,7 @@ class Record:
             if seconds > 0.0:
                 self.harvested += seconds
                 launch.speed = predicted / seconds
-            if launch.spots:
+            if launch.spots is not None:
                 for pair, _ in launch.spots:
                     pair.speed += 0.2 * (launch.speed - pair.speed)
             if launch.touched is not None:
@@ -206,7 +206,7 @@ class Record:
                     blame.went(cell, launch.speed)
         if board.high.launches:
             self.recent.add(launch)
-        elif launch.spots or launch.caught:  # no high piece to come can feel it
+        elif launch.spots is not None or launch.caught:  # no high piece to come can feel it
             self.recent.open.append(launch)
 
     def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
@@ -233,12 +233,13 @@ class Record:
             len(high.launches) != job.outstanding and blame.others(high.launches.values(), job, ended)
         )
         recent, span = self.recent, ended - start
-        found: blame.Found = []
         if low.launches or recent.last_end > start:
             found = blame.beside(low.launches.values(), recent, start, ended)
+        else:
+            found = blame.NOBODY
         if found and not track.watching:  # what low work costs is well known, and this step only pays for it
             for out in found:
-                out.spots = out.gaps = ()
+                out.spots = out.gaps = None
         if recent.open:
             recent.settle(start, track.steps, track.account)
         if found:
@@ -294,7 +295,7 @@ class Record:
         """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
         late = 0.0
         for low in early:
-            if low.due <= track.arrived and not low.spots and not low.gaps and low.ended - track.arrived > late:
+            if low.due <= track.arrived and low.spots is None and low.gaps is None and low.ended - track.arrived > late:
                 late = low.ended - track.arrived
         if late > 0.0:
             self.margin = min(self.margin + late / 2, MOST_MARGIN_S)
