@@ -135,6 +135,8 @@ def share_out(model: HighModel, piece: int, excess: float, found: Found, account
     if len(found) == 1:
         launch = found[0]
         pair = model.pair(launch.key)
+        if not pair.fresh:
+            _learned_of(model, pair)
         return [launch] if _doubtful(_charge(pair, launch, piece, least, excess), account) else NOBODY
     pairs: list[Pair] = []
     total = 0.0
@@ -143,11 +145,18 @@ def share_out(model: HighModel, piece: int, excess: float, found: Found, account
         mean = pair.cells[piece].mean
         launch.weight = weight = launch.overlap * (UNKNOWN + mean if mean > 0.0 else UNKNOWN)
         pairs.append(pair)
+        if not pair.fresh:
+            _learned_of(model, pair)
         total += weight
     part = excess / total
     for place, launch in enumerate(found):
         _charge(pairs[place], launch, piece, least, part * launch.weight)
     return [launch for place, launch in enumerate(found) if _doubtful(pairs[place].cells[piece], account)]
+
+
+def _learned_of(model: HighModel, pair: Pair) -> None:
+    pair.fresh = True
+    model.fresh.append(pair)
 
 
 def _doubtful(cell: Cell, account: Account) -> bool:

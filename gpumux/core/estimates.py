@@ -41,11 +41,11 @@ class Pair:
         "cells",
         "doubted",
         "effects",
+        "fresh",
         "key",
         "known",
         "launches",
         "lows",
-        "news",
         "places",
         "rate",
         "share",
@@ -65,7 +65,7 @@ class Pair:
         self.speed = key.share  # solo seconds of low work done in a second beside this program
         self.known = 0  # cells that have a sample
         self.any_ban = False
-        self.news = True  # some of them have another one by now
+        self.fresh = False  # some of them have another one by now, and it is among the model's
         self.rate = 0.0  # high seconds lost in a second of any launch
         self.effects: dict[int, float] = {}  # by 3 * piece + moment: what launches cost there over what they do elsewhere
         self.spots: dict[Span, list[Launched]] = {}  # of `launches` beside a piece, by low span
@@ -79,7 +79,6 @@ class Pair:
         cell = self.cells[piece]
         if not cell.count:
             self.known += 1
-        self.news = True
         cell.add(rate if rate < MAX_RATE else MAX_RATE, weight)
         mean = cell.mean  # as `restate` does, but for bans
         upper = mean + 2 * cell.deviation
@@ -180,7 +179,7 @@ Bounds: TypeAlias = "tuple[int, ...]"
 class HighModel:
     """What is known of one high program under one cut."""
 
-    __slots__ = ("beside", "bounds", "first", "key", "pairs", "places", "refs", "solo", "steps", "total")
+    __slots__ = ("beside", "bounds", "first", "fresh", "key", "pairs", "places", "refs", "solo", "steps", "total")
 
     def __init__(self, key: str, bounds: Bounds, predicted: Sequence[float]) -> None:
         self.key = key
@@ -192,6 +191,7 @@ class HighModel:
         self.first = Baseline()  # its first piece when the job was idle: nothing hides its launch
         self.steps = (Baseline(), Baseline())  # whole: behind the step before, and from idle
         self.pairs: dict[PairKey, Pair] = {}
+        self.fresh: list[Pair] = []  # of which something was learned since the prior of their unknown ranges was worked out
         self.places: dict[str, Places] = {}  # by low program
 
     def pair(self, key: PairKey) -> Pair:
@@ -279,7 +279,8 @@ class HighModel:
         sources = [_overlapping(self.bounds, start, end) for start, end in pairwise(bounds)]
         for key, pair in self.pairs.items():
             heir = made.pair(key)
-            heir.speed = pair.speed
+            heir.speed, heir.fresh = pair.speed, True
+            made.fresh.append(heir)
             heir.lows, heir.rate, heir.typical = pair.lows, pair.rate, pair.typical
             for piece, parts in enumerate(sources):
                 _inherit(heir, piece, [(pair.cells[old], share) for old, share in parts])

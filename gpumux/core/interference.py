@@ -200,7 +200,7 @@ class Guard(Record):
         """A low job, of which nothing is out, is a high one from now on. `begun`: its step of which pieces ran already; the
         whole of it tells nothing, since its beginning had nobody's care."""
         self.version += 1
-        track = self.tracks[job.id] = Track(job)
+        track = job.track = self.tracks[job.id] = Track(job)
         track.ended = now  # it has waited for the guard, and not for the host
         if begun is not None:
             begun.model = self.models.of(begun.program.key, begun.bounds, begun.pieces, self.tracks)

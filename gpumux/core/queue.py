@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpumux.core.answers import Answer
     from gpumux.core.estimates import HighModel
     from gpumux.core.holds import Hold
+    from gpumux.core.track import Track
 
 
 class JobState(Enum):
@@ -160,6 +161,7 @@ class Job:
     queue: deque[Step | Transfer] = field(default_factory=deque)
     held: Answer | None = None  # why the guard holds its next piece, as of when it was last asked about it
     hold: Hold | None = None  # since when and why it is held, for people
+    track: Track | None = None  # what the guard knows of it, as a high one
     inflight: int = 0  # steps in queue and running
     outstanding: int = 0
     served: float = 0.0

@@ -67,7 +67,7 @@ class Record:
         self.margin = 0.0  # seconds by which launches that should have ended before a step did not, lately
         self.version = 0  # of what an answer depends on, but for the time
         self.low_version = 0  # of low launches that are out
-        self.scene = Scene(self.tracks, self.idle, self.recent.launches)  # of the version and time `seen`
+        self.scene = Scene(self.idle, self.recent.launches)  # of the version and time `seen`
         self.seen, self._seen_version = -1.0, 0
         self.asked: tuple[Job, int] | None = None  # the first of those who were all asked in this event, and held
         self.rest: Rest | None = None
@@ -150,9 +150,9 @@ class Record:
     def _launched_high(self, launch: Launch, board: Board) -> None:
         job, step = launch.job, launch.step
         self._calm = 0.0  # steps that waited for a transfer, say, weren't submitted just now
-        track = self.tracks.get(job.id)
+        track = job.track
         if track is None:
-            track = self.tracks[job.id] = Track(job)
+            track = job.track = self.tracks[job.id] = Track(job)
         due = track.ended
         if launch.piece:
             if track.awaited < inf:
@@ -211,7 +211,7 @@ class Record:
 
     def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
         job, step, piece = launch.job, launch.step, launch.piece
-        track = self.tracks.get(job.id)
+        track = job.track
         if track is None:
             return  # the job is closing
         start = track.ended if track.ended > launch.at else launch.at
@@ -329,12 +329,14 @@ class Record:
         """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
         model, account = track.model, track.account
         assert model is not None
-        for pair in model.pairs.values():
-            if pair.news and KNOWN <= pair.known < len(pair.cells):
-                pair.news, prior = False, pair.prior()
+        for pair in model.fresh:
+            pair.fresh = False
+            if KNOWN <= pair.known < len(pair.cells):
+                prior = pair.prior()
                 for cell in pair.cells:
                     if not cell.count:
                         cell.rate = cell.most = prior
+        model.fresh.clear()
         if self._pinched:
             self.width = max(self.width - 1, self.narrow)
         elif account.full:
@@ -345,6 +347,7 @@ class Record:
         """Nothing of the job is left."""
         self.version += 1
         track = self.tracks.pop(job.id, None)
+        job.track = None
         if track is not None:
             track.changed()
         self.unheld(job)

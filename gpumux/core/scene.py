@@ -45,7 +45,6 @@ class Scene:
         "_nobody",
         "_recent",
         "_soonest",
-        "_tracks",
         "_until",
         "calm",
         "free_at",
@@ -55,8 +54,8 @@ class Scene:
         "running",
     )
 
-    def __init__(self, tracks: dict[JobId, Track], idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
-        self._tracks, self._idle, self._recent = tracks, idle, recent
+    def __init__(self, idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
+        self._idle, self._recent = idle, recent
         self.running: list[Running] = []
         self._nobody = self.running
         self.idle: list[Track] = []
@@ -82,7 +81,7 @@ class Scene:
         if now >= self._until:
             self._look_at_idle(now)
         if highs.launches:
-            self.running, self.calm = _running(highs.launches.values(), self._tracks, now), 0.0
+            self.running, self.calm = _running(highs.launches.values(), now), 0.0
         else:
             self.running, self.calm = self._nobody, self._soonest
         free_at, pending = now, 0.0
@@ -129,11 +128,11 @@ class Scene:
                     self._leaves = leaves
 
 
-def _running(launches: Iterable[Launch], tracks: dict[JobId, Track], now: float) -> list[Running]:
+def _running(launches: Iterable[Launch], now: float) -> list[Running]:
     """The oldest piece of each high job on the device, with when it should be over."""
     found: list[Running] = []
     for launch in launches:
-        job, model, track = launch.job, launch.step.model, tracks.get(launch.job.id)
+        job, model, track = launch.job, launch.step.model, launch.job.track
         if track is None or model is None or (found and found[0].track is track):
             continue  # closing, or seen already: its pieces run in order
         began = track.ended if track.ended > launch.at else launch.at

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpumux.core.answers import Answer
-from gpumux.core.lull import between
+from gpumux.core.lull import between, foreseen
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload
 from microbench.common import percentile
@@ -89,14 +89,15 @@ def test_who_could_run_once_what_is_out_has_ended_is_asked_then() -> None:
     one = track("high", [1e-3 * count for count in range(1, 40)], now - 5.2e-3)
     while one.surprise.trusts(LOW.low):
         one.surprise.step(2 * MOST, [LOW.low], 2 * MOST, MOST, MOST / 2, 0.0)
+    one.gaps.trust(one.surprise.trusted)
     one.account.limit = 0.46e-3
     guard = guard_of(one)
     scene, seconds = guard.scene, 0.3e-3
     scene.free_at, scene.low_out = now, False
     one.behind = 5
-    assert between(one, LOW, SPAN, Answer(1.0, seconds), scene, now + seconds, now) is None, "a step can bear it"
+    assert between(one, LOW, SPAN, Answer(1.0, seconds), scene, now + seconds, foreseen(one, LOW), now) is None, "a step can bear it"
     scene.free_at, scene.low_out, scene.pending = now + seconds, True, 0.15e-3
-    hold = between(one, LOW, SPAN, Answer(1.0, seconds), scene, scene.free_at + seconds, now)
+    hold = between(one, LOW, SPAN, Answer(1.0, seconds), scene, scene.free_at + seconds, foreseen(one, LOW), now)
     assert hold is not None, "but not both"
     assert hold.until == inf, "until what is out has ended"
 

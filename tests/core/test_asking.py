@@ -12,7 +12,7 @@ from gpumux.core.board import Board
 from gpumux.core.config import CoreConfig
 from gpumux.core.estimates import HighModel
 from gpumux.core.interference import Guard
-from gpumux.core.lull import between
+from gpumux.core.lull import between, foreseen
 from gpumux.core.places import START
 from gpumux.core.queue import PairKey
 from gpumux.core.scene import MAX_IDLE
@@ -59,7 +59,7 @@ def test_who_several_idle_jobs_hold_is_asked_again_when_the_last_of_them_would_l
     guard = guard_of(*[track(str(index), gaps, now - ago) for index, (gaps, ago) in enumerate(jobs)])
     guard.scene.look(Board("fair"), now)
     alone = {
-        one.job.id: between(one, LOW, SPAN, Answer(1.0, seconds), guard.scene, now + seconds, now)
+        one.job.id: between(one, LOW, SPAN, Answer(1.0, seconds), guard.scene, now + seconds, foreseen(one, LOW), now)
         for one in guard.scene.idle
         if now + seconds >= one.soonest
     }

@@ -109,6 +109,7 @@ def test_without_trust_a_piece_that_would_be_over_before_the_next_step_is_expect
         track.steps, track.account.tokens = 300, 0.0
         while not trusted and track.surprise.trusts("low"):
             track.surprise.step(2 * MOST, ["another"], 2 * MOST, MOST, CREDIT, 0.0)
+        track.gaps.trust(track.surprise.trusted)
         world.elapse(2e-3)
         world.step("low", 0)
         assert bool(world.launches) is trusted
