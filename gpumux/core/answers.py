@@ -79,12 +79,18 @@ class Rest:
     __slots__ = ("_entered", "_first", "_low", "_low_seen", "_others", "_seen", "_step", "_turn", "partial", "until")
 
     def __init__(self, first: Job, entered: int, low: int) -> None:
+        self._others: list[Answer] = []
+        self.begin(first, entered, low)
+
+    def begin(self, first: Job, entered: int, low: int) -> None:
+        """It is the next one."""
         self._first, self._step, self._entered, self._low, self.until = first, first.queue[0], entered, low, inf
         self._low_seen = ANY
         self.partial = False  # only the first was asked, as low work was out: once none is, others matter
         self._turn: Turn | None = None  # what they are held by: most often one and the same for all
         self._seen = 0
-        self._others: list[Answer] = []
+        if self._others:
+            self._others.clear()
 
     def add(self, answer: Answer) -> None:
         """One of them is held so."""

@@ -330,7 +330,14 @@ class Guard(Record):
     def settled(self, now: float) -> float:
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
         wake, reason, holds = inf, "", self.holds
-        rest = Rest(self.asked[0], self.asked[1], self.low_version) if self.asked is not None else None
+        rest: Rest | None = None
+        if self.asked is not None:
+            first, entered = self.asked
+            rest = self._rest
+            if rest is None:
+                rest = self._rest = Rest(first, entered, self.low_version)
+            else:
+                rest.begin(first, entered, self.low_version)
         for answer in self.answers:
             job, hold = answer.job, answer.hold
             assert job is not None

@@ -7,7 +7,6 @@ high job. Between steps, the gaps there were tell how probable an arrival is.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import deque
 from typing import Final
 
@@ -90,7 +89,7 @@ class Gaps:
         widest, found = self._widest
         sure = widest >= 0  # it is known, and still will be: looking for it costs more than all else here
         if len(self._newest) == GAPS:
-            at = bisect_left(known, self._newest.popleft())
+            at = _before(known, self._newest.popleft())
             if at == len(apart):
                 sure = sure and widest != at - 1
                 del known[at], apart[-1]
@@ -105,7 +104,7 @@ class Gaps:
                     if both >= found:
                         widest, found = at - 1, both
         self._newest.append(seconds)
-        at = bisect_right(known, seconds)
+        at = _before(known, seconds)
         known.insert(at, seconds)
         if at + 1 < len(known):
             beyond = known[at + 1] - seconds
@@ -163,8 +162,7 @@ class Gaps:
         return found < apart
 
     def passed(self, waited: float, behind: int) -> int:
-        """How many of the gaps were no longer than `waited`, where at least `behind` were: mostly just so many, or a few more.
-        The library's bisection compares objects of any kind, which costs four times as much where this is compiled."""
+        """How many of the gaps were no longer than `waited`, where at least `behind` were: mostly just so many, or a few more."""
         known, beyond, stride = self.sorted, len(self.sorted), 1
         while behind < beyond:
             if waited < known[behind]:
@@ -197,6 +195,19 @@ class Gaps:
         # None so far does not mean never: the nearest ones on both sides say how thin they lie here.
         before = known[behind - 1] if behind else 0.0
         return min(1.0, seconds / (known[behind] - before)) / (left + 1)
+
+
+def _before(known: list[float], seconds: float) -> int:
+    """How many of these, in order, are less. The library's bisection compares objects of any kind, which costs four times as much
+    where this is compiled."""
+    first, beyond = 0, len(known)
+    while first < beyond:
+        middle = (first + beyond) >> 1
+        if known[middle] < seconds:
+            first = middle + 1
+        else:
+            beyond = middle
+    return first
 
 
 def _widest(distances: list[float], start: int) -> tuple[int, float]:

@@ -41,7 +41,7 @@ class Record:
 
     # A dict of more than 30 attributes has no fast way to them.
     __slots__ = (
-        "_calm", "_last_end", "_last_high", "_low_until", "_other_high", "_pinched", "_seen_version", "_touched",
+        "_calm", "_last_end", "_last_high", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched",
         "admitted", "answers", "asked", "bans", "cutting", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
         "narrow", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version",
         "wide", "width",
@@ -54,7 +54,7 @@ class Record:
         self.cutting = Cutting(info.piece_target_s.get("low", DEFAULT_TARGET_S))
         self.models = Models()
         self.tracks: dict[JobId, Track] = {}
-        self.idle: dict[JobId, Track] = {}  # high jobs between steps, those longest so first
+        self.idle: list[Track] = []  # high jobs between steps, those longest so first
         self.bans = Bans()
         self.holds = Holds()
         self.recent = blame.Recent()
@@ -71,6 +71,7 @@ class Record:
         self.seen, self._seen_version = -1.0, 0
         self.asked: tuple[Job, int] | None = None  # the first of those who were all asked in this event, and held
         self.rest: Rest | None = None
+        self._rest: Rest | None = None  # the same, to be used again
         self.resting = False  # who was held before this event still is, and nobody was asked
         self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
         self._low_until = 0.0  # when the newest low launch should be over
@@ -83,9 +84,9 @@ class Record:
         """A step of a high job was queued."""
         self.version += 1
         self._calm = 0.0
-        track = self.idle.pop(job.id, None)
+        track = job.track
         if track is not None and track.idle_since < inf:
-            self.scene.changed()
+            self.scene.came(track)
             track.changed()
             track.gaps.add(now - track.idle_since)
             track.left, track.idle_since, track.arrived = track.idle_since, inf, now
@@ -350,13 +351,13 @@ class Record:
         job.track = None
         if track is not None:
             track.changed()
+            if track.idle_since < inf:
+                self.scene.came(track)
         self.unheld(job)
         if self._last_high is job:
             self._last_high = None
-        self.rest = self.asked = None
+        self.rest = self._rest = self.asked = None
         self._calm = 0.0  # one that was idle for longer may be looked out for again
-        self.idle.pop(job.id, None)
-        self.scene.changed()
         self.holds.forget(job, now)
         if self.bans.forget(job.id):
             for model in self.models.all():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 from math import inf
 from typing import Final
 
@@ -12,7 +11,7 @@ from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import LATE
 from gpumux.core.places import Plan
 from gpumux.core.track import Track
-from gpumux.model import JobId, Priority
+from gpumux.model import Priority
 
 _LOW: Final = Priority.LOW
 _HIGH: Final = Priority.HIGH
@@ -54,7 +53,7 @@ class Scene:
         "running",
     )
 
-    def __init__(self, idle: dict[JobId, Track], recent: Iterable[Launch]) -> None:
+    def __init__(self, idle: list[Track], recent: Iterable[Launch]) -> None:
         self._idle, self._recent = idle, recent
         self.running: list[Running] = []
         self._nobody = self.running
@@ -67,9 +66,19 @@ class Scene:
 
     def left(self, track: Track) -> None:
         """A high job became idle. So one that is so for longer may be looked out for no more: nobody is held for its sake."""
-        self._idle[track.job.id] = track
-        if len(self._idle) > MAX_IDLE:
-            next(islice(reversed(self._idle.values()), MAX_IDLE, None)).changed()
+        idle = self._idle
+        idle.append(track)
+        if len(idle) > MAX_IDLE:
+            idle[len(idle) - 1 - MAX_IDLE].changed()
+        self.changed()
+
+    def came(self, track: Track) -> None:
+        """It is idle no longer. Who comes often is found near the end."""
+        idle = self._idle
+        for at in range(len(idle) - 1, -1, -1):
+            if idle[at] is track:
+                del idle[at]
+                break
         self.changed()
 
     def changed(self) -> None:
@@ -118,7 +127,9 @@ class Scene:
     def _find_idle(self, now: float) -> None:
         """Those idle for no longer than they usually are, newest first."""
         self.idle, self._leaves = [], inf
-        for track in islice(reversed(self._idle.values()), MAX_IDLE):
+        count = len(self._idle)
+        for at in range(count - 1, max(count - MAX_IDLE, 0) - 1, -1):
+            track = self._idle[at]
             if track.idle_since == inf or track.job.paused:
                 continue
             leaves = track.idle_since + track.gaps.longest

@@ -43,7 +43,8 @@ def track(name: str, gaps: list[float] | None = None, since: float | None = None
 def guard_of(*tracks: Track) -> Guard:
     guard = Guard(CoreConfig(policy="guarded"), DeviceInfo("sim", "virtual", 1 << 40, 1, 0, "", {}))
     for one in tracks:
-        guard.tracks[one.job.id] = guard.idle[one.job.id] = one
+        guard.tracks[one.job.id] = one
+        guard.idle.append(one)
     return guard
 
 
