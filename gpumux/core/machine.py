@@ -192,8 +192,10 @@ class Core:
     def _wake(self, when: float) -> None:
         state = self._state
         if when < inf and not state.now < state.wake <= when:
-            state.wake = max(when, state.now + SHORTEST_WAKE_S)
-            state.out.append(WakeAt(state.wake))
+            soon = state.now + SHORTEST_WAKE_S
+            state.wake = when if when > soon else soon
+            # What a NamedTuple's constructor, a function of the interpreter, does: the guard asks after one event in ten.
+            state.out.append(tuple.__new__(WakeAt, (state.wake,)))
 
     def _explain(self, job: Job) -> None:
         """Tell the story why the job's next step has not begun, once for each reason."""
