@@ -32,7 +32,7 @@ from gpumux.errors import BuildFailed, GpumuxError
 MODULES = (
     "answers", "bans", "baseline", "blame", "board", "cells", "controller", "cutting", "estimates", "fairness", "holds",
     "interference", "judge", "lookahead", "lull", "machine", "models", "moments", "noise", "places", "policy", "queue", "record",
-    "scene", "state", "story", "surprise", "track", "trying", "work",
+    "scene", "state", "story", "surprise", "track", "trying", "waiting", "work",
 )  # fmt: skip
 # As the interpreter computes: floats are rounded after each operation (a fused one differs in the last bit), integers wrap.
 FLAGS = (

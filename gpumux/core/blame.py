@@ -195,6 +195,15 @@ def early(found: Found, arrived: float) -> tuple[Found, Found]:
     return before, since
 
 
+def unforeseen(found: Found, arrived: float) -> float:
+    """Seconds for which a launch was out after the step came that was taken to be over before: it took longer than predicted."""
+    late = 0.0
+    for launch in found:
+        if launch.due <= arrived and launch.spots is None and launch.gaps is None and launch.ended - arrived > late:
+            late = launch.ended - arrived
+    return late
+
+
 def arrived(excess: float, found: Found) -> None:
     """A step came while these low launches were out: its first piece was `excess` seconds late."""
     total = 0.0

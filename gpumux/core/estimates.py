@@ -27,6 +27,7 @@ MOST_PAIRS: Final = 768
 MOST_PLACES: Final = 4096  # kinds of launches remembered of one of them
 LEAST_EXPOSED: Final = 0.3  # of a launch: what is felt of less says little of the whole
 BEST_EVERY: Final = 4  # steps for which the best place known stays that
+KNOWN: Final = 3  # ranges of a pair that are measured before the rest is taken to be like them
 MAX_RATE: Final = 0.95  # excess seconds of an overlapped second: all but all of it
 
 
@@ -67,7 +68,9 @@ class Pair:
         self.any_ban = False
         self.fresh = False  # some of them have another one by now, and it is among the model's
         self.rate = 0.0  # high seconds lost in a second of any launch
-        self.effects: dict[int, float] = {}  # by 3 * piece + moment: what launches cost there over what they do elsewhere
+        self.effects: dict[
+            int, float
+        ] = {}  # by 3 * piece + moment: what launches cost there over what they do elsewhere
         self.spots: dict[Span, list[Launched]] = {}  # of `launches` beside a piece, by low span
         self.timed: dict[Span, dict[int, Launched]] = {}  # those that repeat, by low span and 3 * piece + moment
         self.bests: dict[Span, tuple[int, float]] = {}  # see `best`
@@ -89,7 +92,7 @@ class Pair:
         """Put the cell's figures where the look-ahead reads them."""
         cell = self.cells[piece]
         cell.rate, cell.most = max(0.0, cell.mean), max(0.0, cell.upper)
-        self.any_ban = any([each.ban is not None for each in self.cells])
+        self.any_ban = any(each.ban is not None for each in self.cells)
 
     def harm(self, low: Span) -> float:
         """What a second of the launch of span `low` costs over what one of any launch does."""
@@ -191,7 +194,9 @@ class HighModel:
         self.first = Baseline()  # its first piece when the job was idle: nothing hides its launch
         self.steps = (Baseline(), Baseline())  # whole: behind the step before, and from idle
         self.pairs: dict[PairKey, Pair] = {}
-        self.fresh: list[Pair] = []  # of which something was learned since the prior of their unknown ranges was worked out
+        self.fresh: list[
+            Pair
+        ] = []  # of which something was learned since the prior of their unknown ranges was worked out
         self.places: dict[str, Places] = {}  # by low program
 
     def pair(self, key: PairKey) -> Pair:
@@ -213,6 +218,17 @@ class HighModel:
         found = self.pairs[key] = Pair(key, len(self.refs), places)
         places.pairs.append(found)
         return found
+
+    def guess(self) -> None:
+        """Take ranges that a pair never met to cost what those did that it met."""
+        for pair in self.fresh:
+            pair.fresh = False
+            if KNOWN <= pair.known < len(pair.cells):
+                prior = pair.prior()
+                for cell in pair.cells:
+                    if not cell.count:
+                        cell.rate = cell.most = prior
+        self.fresh.clear()
 
     def never(self, low: str, span: Span) -> bool:
         """Whether no launch of the low program's operators was ever seen beside it, on any share."""

@@ -12,41 +12,33 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from gpumux.core.answers import Answer, Rest
+from gpumux.core.answers import Answer
 from gpumux.core.bans import Ban
 from gpumux.core.board import Board
 from gpumux.core.cells import FLOOR_S, GAP, Spot
-from gpumux.core.estimates import Pair
+from gpumux.core.estimates import KNOWN, Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import between, foreseen
 from gpumux.core.moments import appointment, exposed, where
 from gpumux.core.places import MOMENTS, WORTH_S, Place, Plan
 from gpumux.core.queue import Job, PairKey, Piece, Span, Step
-from gpumux.core.record import KNOWN, LEAST_SPEED, Record
+from gpumux.core.record import LEAST_SPEED
 from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
 from gpumux.core.trying import may_risk, may_try
+from gpumux.core.waiting import EVERYBODY, Waiting
 from gpumux.model import Priority
 
 _LOW: Final = Priority.LOW
 
 STRETCH: Final = 1.02  # of a low piece's predicted time: where it is taken to end
 STALE: Final = 128  # steps after which what a launch costs elsewhere is no longer waited for
-EVERYBODY: Final = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
 PLACED: Final = frozenset(("tail", "price", "budget", "ban"))  # what another moment may be free of
-PINCHING: Final = frozenset(("tail", "price", "budget"))
 
 
-class Guard(Record):
+class Guard(Waiting):
     """What may be done. Asked by the policy for each low job that could launch."""
-
-    def answer(self, job: Job, now: float) -> Answer | None:
-        """What it was told in this event, or before it if that stands."""
-        answer = job.held
-        if answer is None or answer in self.answers:
-            return answer
-        return answer if self.resting and answer.stands(self.low_version, now) else None
 
     def admit(self, job: Job, board: Board, now: float) -> float:
         """The share of the device the low job's next piece may be launched with; 0.0: it is held."""
@@ -86,17 +78,6 @@ class Guard(Record):
         if scene.low_out and answer.hold.until == inf:
             answer.low_seen = self.low_version
         return 0.0
-
-    def _hold(self, job: Job, answer: Answer) -> None:
-        """This is the answer; what the job was told earlier in the event is not."""
-        told, before = self.answers, job.held
-        job.held = answer
-        if told and before is not None:
-            for at in range(len(told)):
-                if told[at] is before:
-                    told[at] = answer
-                    return
-        told.append(answer)
 
     def _beside(self, piece: Piece, scene: Scene, now: float) -> Answer:
         """The answer while high work runs."""
@@ -208,18 +189,6 @@ class Guard(Record):
             track.began, track.shared, track.beside = now, True, True
             track.account.begin(track.solo_step())
 
-    def recut(self, job: Job) -> None:
-        """A program of the job has come, or is cut another way: what was said of its pieces is of others."""
-        if job.held is not None:
-            self.unheld(job)
-            self.rest = None
-
-    def holds_all(self, job: Job) -> bool:
-        """Whether what holds this job, just asked about, holds every low job."""
-        answer = job.held
-        hold = answer.hold if answer is not None else None
-        return hold is not None and hold.piece < 0 and hold.reason in EVERYBODY
-
     def _consider(self, piece: Piece, share: float, scene: Scene, now: float) -> Answer:
         key, seconds = piece.program.on(share), piece.seconds
         answer = Answer(share, seconds / share)
@@ -247,9 +216,7 @@ class Guard(Record):
             refused, ban = self._refused(high, pair, piece, cost, scene, spot, ahead)
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
-            elif scene.low_out or not may_try(
-                track, self._plan(high, piece), pair, spot, ban, now, answer.exposed
-            ):
+            elif scene.low_out or not may_try(track, self._plan(high, piece), pair, spot, ban, now, answer.exposed):
                 return answer.refused(refused, track, cost.piece if ban is None else cost.banned, ban)
             else:
                 answer.probe, answer.probed, answer.exploring = ban, track, track
@@ -326,38 +293,6 @@ class Guard(Record):
                 place = plan.tried[3 * at + moment] or place
             avoidable = (place.score - plan.score) / account.price
         return account.refuses(cost.expected, cost.upper, avoidable, pending, piece.seconds, ahead), None
-
-    def settled(self, now: float) -> float:
-        """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
-        wake, reason, holds = inf, "", self.holds
-        rest: Rest | None = None
-        if self.asked is not None:
-            first, entered = self.asked
-            rest = self._rest
-            if rest is None:
-                rest = self._rest = Rest(first, entered, self.low_version)
-            else:
-                rest.begin(first, entered, self.low_version)
-        for answer in self.answers:
-            job, hold = answer.job, answer.hold
-            assert job is not None
-            assert hold is not None
-            if job.hold is not hold:
-                holds.hold(job, hold, now)
-            if hold.until < wake:
-                wake = hold.until
-            if not reason:
-                reason = hold.reason
-            if hold.reason in PINCHING:
-                self._pinched = True
-                if hold.reason == "budget" and hold.high in self.tracks:
-                    self.tracks[hold.high].account.short = True
-            if rest is not None:
-                rest.add(answer)
-        holds.note(reason, now)
-        if rest is not None:
-            rest.until, rest.partial, self.rest = wake, self.scene.low_out, rest
-        return wake
 
 
 def _worth(piece: Piece, answer: Answer, scene: Scene) -> float:

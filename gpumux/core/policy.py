@@ -154,7 +154,9 @@ class Guarded(Paced):
             guard.resting = True
             return None
         first = ready.first()
-        if first is None or not (none_out or board.fits(first, self._beside[guard.width] if beside else self._low_idle)):
+        if first is None or not (
+            none_out or board.fits(first, self._beside[guard.width] if beside else self._low_idle)
+        ):
             return None
         share = guard.admit(first, board, now)
         if share:

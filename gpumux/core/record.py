@@ -28,7 +28,6 @@ from gpumux.model import DeviceInfo, JobId, Priority
 _LOW: Final = Priority.LOW
 _HIGH: Final = Priority.HIGH
 LEAST_SPEED: Final = 0.05
-KNOWN: Final = 3  # ranges of a pair that are measured before the rest is taken to be like them
 MOST_MARGIN_S: Final = 1e-3
 MOST_REACH_S: Final = 1e-3
 REACH_PART: Final = 0.1
@@ -59,7 +58,9 @@ class Record:
         self.holds = Holds()
         self.recent = blame.Recent()
         self.answers: list[Answer] = []  # of this event: who is held, and why
-        self.admitted: Answer | None = None  # the launch that is being made, where there was more to it than an idle device
+        self.admitted: Answer | None = (
+            None  # the launch that is being made, where there was more to it than an idle device
+        )
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
         self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it
@@ -280,7 +281,7 @@ class Record:
         if piece == 0 and track.from_idle:
             early, later = blame.early(found, track.arrived)
             if early:
-                self._caught(track, early)
+                self.margin = min(self.margin + blame.unforeseen(early, track.arrived) / 2, MOST_MARGIN_S)
                 if not later:
                     blame.arrived(excess, early)
                     return
@@ -291,15 +292,6 @@ class Record:
         for low in blame.share_out(model, piece, excess, found, track.account):
             if low.job.state is not JobState.CLOSING:
                 self._touched.append((model, track, low, piece))
-
-    def _caught(self, track: Track, early: blame.Found) -> None:
-        """A step came while these launches were out. Those that were not expected to be took longer than predicted."""
-        late = 0.0
-        for low in early:
-            if low.due <= track.arrived and low.spots is None and low.gaps is None and low.ended - track.arrived > late:
-                late = low.ended - track.arrived
-        if late > 0.0:
-            self.margin = min(self.margin + late / 2, MOST_MARGIN_S)
 
     def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
         track.end_step(ended)
@@ -330,14 +322,7 @@ class Record:
         """Once in a while: what unknown ranges may cost, and how many low launches may be out."""
         model, account = track.model, track.account
         assert model is not None
-        for pair in model.fresh:
-            pair.fresh = False
-            if KNOWN <= pair.known < len(pair.cells):
-                prior = pair.prior()
-                for cell in pair.cells:
-                    if not cell.count:
-                        cell.rate = cell.most = prior
-        model.fresh.clear()
+        model.guess()
         if self._pinched:
             self.width = max(self.width - 1, self.narrow)
         elif account.full:

@@ -59,8 +59,8 @@ class Track:
         "host_wait",
         "idle_since",
         "job",
-        "left",
         "late",
+        "left",
         "model",
         "over",
         "pieces",
@@ -70,8 +70,14 @@ class Track:
         "shared_steps",
         "soonest",
         "steps",
-        "surprise", "surprised",
-        "tried", "tries", "turn", "watched_until", "watching", "whole",
+        "surprise",
+        "surprised",
+        "tried",
+        "tries",
+        "turn",
+        "watched_until",
+        "watching",
+        "whole",
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
@@ -193,7 +199,9 @@ class Track:
         self.steps = steps = self.steps + 1
         if shared:
             self.late = late = self.late + 1 if excess > account.limit else 0
-            if late >= account.doubts:  # it is not so well known, then, unless steps are that late without low work, too
+            if (
+                late >= account.doubts
+            ):  # it is not so well known, then, unless steps are that late without low work, too
                 self.watched_until = max(self.watched_until, steps + WATCH_AGAIN)
         self.watching = steps < self.watched_until or steps % WATCH_EVERY == 0
         if steps == LEARNING_STEPS:

@@ -95,7 +95,9 @@ def test_who_could_run_once_what_is_out_has_ended_is_asked_then() -> None:
     scene, seconds = guard.scene, 0.3e-3
     scene.free_at, scene.low_out = now, False
     one.behind = 5
-    assert between(one, LOW, SPAN, Answer(1.0, seconds), scene, now + seconds, foreseen(one, LOW), now) is None, "a step can bear it"
+    assert between(one, LOW, SPAN, Answer(1.0, seconds), scene, now + seconds, foreseen(one, LOW), now) is None, (
+        "a step can bear it"
+    )
     scene.free_at, scene.low_out, scene.pending = now + seconds, True, 0.15e-3
     hold = between(one, LOW, SPAN, Answer(1.0, seconds), scene, scene.free_at + seconds, foreseen(one, LOW), now)
     assert hold is not None, "but not both"
