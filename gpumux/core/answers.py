@@ -43,6 +43,7 @@ class Answer:
     seen = 0  # by that count
     low_seen = ANY  # the low class's, where what is out made a difference
     need = NO_NEED  # Track.awaited
+    soonest = 0.0  # until then that track's next step is not expected sooner than when this was said
 
     def __init__(self, share: float, seconds: float) -> None:
         self.share = share

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 from gpumux.core.board import Launch
@@ -11,6 +10,7 @@ from gpumux.core.cells import GAP, Cell
 from gpumux.core.controller import Account
 from gpumux.core.estimates import HighModel, Pair
 from gpumux.core.queue import Job
+from gpumux.model import LaunchId
 
 RECENT: Final = 8  # low launches that ended, kept to be blamed
 UNKNOWN: Final = 0.05  # weight of a launch nothing is known of: what all share equally
@@ -63,11 +63,11 @@ class Recent:
                         pair.learn(spot, launch.blamed, peak, seconds, step, launch.exposed)
         self.open = still
 
-    def end_step(self, out: Iterable[Launch]) -> bool:
+    def end_step(self, out: dict[LaunchId, Launch]) -> bool:
         """A high step ended: what follows is another one's loss. True if it may still be one of a launch that was made to find out
         what it costs."""
         tried = False
-        for launch in out:
+        for launch in out.values():
             if launch.here > launch.peak:
                 launch.peak = launch.here
             launch.here = 0.0
@@ -82,10 +82,10 @@ class Recent:
         return tried
 
 
-def beside(out: Iterable[Launch], recent: Recent, start: float, end: float) -> Found:
+def beside(out: dict[LaunchId, Launch], recent: Recent, start: float, end: float) -> Found:
     """Low launches that ran during [start, end), and for how many seconds of it."""
     found: Found = []
-    for launch in out:
+    for launch in out.values():
         seconds = end - (start if start > launch.began else launch.began)
         if seconds > 0.0:
             launch.overlap = seconds
@@ -119,9 +119,9 @@ def trusting(found: Found, left: float, arrived: float, programs: set[str]) -> f
     return relied / total
 
 
-def others(out: Iterable[Launch], job: Job, before: float) -> bool:
+def others(out: dict[LaunchId, Launch], job: Job, before: float) -> bool:
     """Whether any of these launches is another job's and was made before that time."""
-    for launch in out:  # noqa: SIM110
+    for launch in out.values():  # noqa: SIM110
         if launch.job is not job and launch.at < before:
             return True
     return False

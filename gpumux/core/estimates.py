@@ -192,7 +192,7 @@ class HighModel:
         self.solo = [Baseline() for _ in predicted]
         self.beside = [Baseline() for _ in predicted]  # beside other high jobs, no low ones
         self.first = Baseline()  # its first piece when the job was idle: nothing hides its launch
-        self.steps = (Baseline(), Baseline())  # whole: behind the step before, and from idle
+        self.steps = [Baseline(), Baseline()]  # whole: behind the step before, and from idle
         self.pairs: dict[PairKey, Pair] = {}
         self.fresh: list[
             Pair
@@ -245,9 +245,10 @@ class HighModel:
 
     def step_seconds(self, idle: bool) -> float:
         """What its step takes without low work; `idle`: the job was, when it came."""
-        baseline = self.steps[idle]
+        at = 1 if idle else 0
+        baseline = self.steps[at]
         if not baseline.known:
-            baseline = self.steps[not idle]
+            baseline = self.steps[1 - at]
         return baseline.value if baseline.known else self.total
 
     def reference(self, piece: int, beside: bool, idle: bool) -> Baseline:

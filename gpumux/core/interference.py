@@ -49,6 +49,11 @@ class Guard(Waiting):
         start = self._low_until if self._low_until > now and board.low.launches else now
         if start + takes < self._calm:
             return 1.0
+        held = job.held
+        stands = held is not None and held.step is step and held.stands(self.low_version, now)
+        if stands and held is not None and now < held.soonest:  # nor does it end before that step by now
+            self._hold(job, held)
+            return 0.0
         scene = self.scene
         if self.seen != now or self._seen_version != self.version:
             scene.look(board, now)
@@ -56,8 +61,7 @@ class Guard(Waiting):
         end = scene.free_at + takes
         if end < scene.calm:
             return 1.0
-        held = job.held
-        if held is not None and held.step is step and held.stands(self.low_version, now):
+        if stands and held is not None:
             self._hold(job, held)
             return 0.0
         if scene.running:
@@ -112,6 +116,7 @@ class Guard(Waiting):
             elif latest is None or held.until > latest.until:  # before that it would be asked in vain
                 latest = held
                 answer.held(held, track)
+                answer.soonest = 0.0 if track.gaps.erratic else soonest
 
     def _plan(self, high: Running, piece: Piece) -> Plan:
         if high.asked is piece:

@@ -172,7 +172,7 @@ class Guarded(Paced):
                 share = guard.admit(job, board, now)
                 if share:
                     return Choice(job, _LOW_STREAM, share)
-        guard.asked = (first, ready.entered)
+        guard.asked, guard.entered, guard.partial = first, ready.entered, not none_out
         return None
 
 

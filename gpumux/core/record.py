@@ -41,8 +41,8 @@ class Record:
     # A dict of more than 30 attributes has no fast way to them.
     __slots__ = (
         "_calm", "_last_end", "_last_high", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched",
-        "admitted", "answers", "asked", "bans", "cutting", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
-        "narrow", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version",
+        "admitted", "answers", "asked", "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
+        "narrow", "partial", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version",
         "wide", "width",
     )  # fmt: skip
 
@@ -70,7 +70,9 @@ class Record:
         self.low_version = 0  # of low launches that are out
         self.scene = Scene(self.idle, self.recent.launches)  # of the version and time `seen`
         self.seen, self._seen_version = -1.0, 0
-        self.asked: tuple[Job, int] | None = None  # the first of those who were all asked in this event, and held
+        self.asked: Job | None = None  # the first of those who were all asked in this event, and held
+        self.entered = 0  # how many were ever ready by then
+        self.partial = False  # only the first was asked, as low work was out
         self.rest: Rest | None = None
         self._rest: Rest | None = None  # the same, to be used again
         self.resting = False  # who was held before this event still is, and nobody was asked
@@ -232,11 +234,11 @@ class Record:
         self._last_end = ended
         # Whether another high job had a launch on the device, too. Mostly all that are out are its own.
         beside = self._other_high > start or (
-            len(high.launches) != job.outstanding and blame.others(high.launches.values(), job, ended)
+            len(high.launches) != job.outstanding and blame.others(high.launches, job, ended)
         )
         recent, span = self.recent, ended - start
         if low.launches or recent.last_end > start:
-            found = blame.beside(low.launches.values(), recent, start, ended)
+            found = blame.beside(low.launches, recent, start, ended)
         else:
             found = blame.NOBODY
         if found and not track.watching:  # what low work costs is well known, and this step only pays for it
@@ -298,7 +300,7 @@ class Record:
         track.changed()
         solo_s = track.solo_step()
         self.cutting.stepped(track, solo_s, ended)
-        if self.recent.end_step(board.low.launches.values()):
+        if self.recent.end_step(board.low.launches):
             track.watching = True
         if self._touched:
             others = []

@@ -11,7 +11,7 @@ from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import LATE
 from gpumux.core.places import Plan
 from gpumux.core.track import Track
-from gpumux.model import Priority
+from gpumux.model import LaunchId, Priority
 
 _LOW: Final = Priority.LOW
 _HIGH: Final = Priority.HIGH
@@ -90,7 +90,7 @@ class Scene:
         if now >= self._until:
             self._look_at_idle(now)
         if highs.launches:
-            self.running, self.calm = _running(highs.launches.values(), now), 0.0
+            self.running, self.calm = _running(highs.launches, now), 0.0
         else:
             self.running, self.calm = self._nobody, self._soonest
         free_at, pending = now, 0.0
@@ -139,10 +139,10 @@ class Scene:
                     self._leaves = leaves
 
 
-def _running(launches: Iterable[Launch], now: float) -> list[Running]:
+def _running(launches: dict[LaunchId, Launch], now: float) -> list[Running]:
     """The oldest piece of each high job on the device, with when it should be over."""
     found: list[Running] = []
-    for launch in launches:
+    for launch in launches.values():
         job, model, track = launch.job, launch.step.model, launch.job.track
         if track is None or model is None or (found and found[0].track is track):
             continue  # closing, or seen already: its pieces run in order

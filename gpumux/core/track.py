@@ -176,7 +176,7 @@ class Track:
         model, account, shared = self.model, self.account, self.shared
         assert model is not None
         seconds, from_idle, beside = ended - self.began, self.from_idle, self.beside
-        baseline = model.steps[from_idle]
+        baseline = model.steps[1 if from_idle else 0]
         if not shared and not beside:
             if baseline.known:
                 account.alone(seconds - baseline.value)

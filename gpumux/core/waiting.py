@@ -50,13 +50,13 @@ class Waiting(Record):
         """After an event: note who is held and why. When to look again, at the latest; inf: an event will come."""
         wake, reason, holds = inf, "", self.holds
         rest: Rest | None = None
-        if self.asked is not None:
-            first, entered = self.asked
+        first = self.asked
+        if first is not None:
             rest = self._rest
             if rest is None:
-                rest = self._rest = Rest(first, entered, self.low_version)
+                rest = self._rest = Rest(first, self.entered, self.low_version)
             else:
-                rest.begin(first, entered, self.low_version)
+                rest.begin(first, self.entered, self.low_version)
         for answer in self.answers:
             job, hold = answer.job, answer.hold
             assert job is not None
@@ -75,5 +75,5 @@ class Waiting(Record):
                 rest.add(answer)
         holds.note(reason, now)
         if rest is not None:
-            rest.until, rest.partial, self.rest = wake, self.scene.low_out, rest
+            rest.until, rest.partial, self.rest = wake, self.partial, rest
         return wake
