@@ -40,10 +40,9 @@ class Record:
 
     # A dict of more than 30 attributes has no fast way to them.
     __slots__ = (
-        "_calm", "_last_end", "_last_high", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched",
-        "admitted", "answers", "asked", "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
-        "narrow", "partial", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version",
-        "wide", "width",
+        "_calm", "_last_end", "_last_high", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched", "admitted",
+        "answers", "asked", "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
+        "narrow", "partial", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version", "wide", "width",
     )  # fmt: skip
 
     def __init__(self, config: CoreConfig, info: DeviceInfo) -> None:
@@ -71,8 +70,7 @@ class Record:
         self.scene = Scene(self.idle, self.recent.launches)  # of the version and time `seen`
         self.seen, self._seen_version = -1.0, 0
         self.asked: Job | None = None  # the first of those who were all asked in this event, and held
-        self.entered = 0  # how many were ever ready by then
-        self.partial = False  # only the first was asked, as low work was out
+        self.entered, self.partial = 0, False  # who was ever ready by then; low work was out, so nobody else was asked
         self.rest: Rest | None = None
         self._rest: Rest | None = None  # the same, to be used again
         self.resting = False  # who was held before this event still is, and nobody was asked
