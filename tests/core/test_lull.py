@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.core import lookahead
+from gpumux.core.board import Board
 from gpumux.core.lookahead import Gaps
 from gpumux.core.lull import AHEAD, ASIDE_S, RARE, SPOILS, bearable, outlasted, wait
+from gpumux.core.scene import MAX_IDLE, Scene
+from gpumux.core.track import Track
 
 
 @pytest.mark.parametrize("known", [[0.2], [0.1, 0.2], [0.1, 0.1, 0.2]])
@@ -73,3 +77,37 @@ def test_distances_between_gaps_are_kept_as_gaps_come_and_go(known: list[float])
             for behind in (0, 2, 1):  # whatever was asked before
                 for apart in (0.0, 1e-4, 1e-3):
                     assert gaps.denser(behind, apart) is (max(gaps.apart[behind:], default=0.0) < apart)
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0) | st.sampled_from([0.1, 0.2]), min_size=1, max_size=300), st.floats(0.0, 1.2), PARTS
+)
+def test_the_gaps_a_wait_has_passed_are_counted_from_any_that_it_had_passed_before(gaps, waited, part):
+    found = Gaps()
+    for gap in gaps:
+        found.add(gap)
+    passed = bisect_right(found.sorted, waited)
+    assert found.sorted == sorted(gaps[-lookahead.GAPS :])
+    assert found.passed(waited, int(part * passed)) == passed
+
+
+def test_who_comes_is_idle_no_longer_and_of_many_the_newest_are_looked_out_for():
+    idle = []
+    scene = Scene(idle, ())
+    tracks = [
+        Track(SimpleNamespace(id=str(n), paused=False, spec=SimpleNamespace(max_slowdown=1.05))) for n in range(7)
+    ]
+    for when, track in enumerate(tracks):
+        track.gaps.add(100.0)
+        track.idle_since = float(when)
+        before = [other.turn.count for other in tracks]
+        scene.left(track)
+        dropped = [other for other, count in zip(tracks, before, strict=True) if other.turn.count > count]
+        assert dropped == ([tracks[when - MAX_IDLE]] if when >= MAX_IDLE else []), (
+            "nobody is held for its sake any more"
+        )
+    scene.came(tracks[5])
+    scene.came(tracks[5])  # it is not there: nothing happens
+    assert idle == [*tracks[:5], tracks[6]]
+    scene.look(Board("fair"), 7.0)
+    assert scene.idle == [tracks[6], *tracks[4:1:-1]]

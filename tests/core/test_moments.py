@@ -17,6 +17,7 @@ from gpumux.core.queue import PairKey
 from gpumux.core.scene import Running
 from gpumux.core.track import Track
 
+LOW = "0-7"
 REFS = (400e-6, 300e-6, 500e-6)
 STEP_S = sum(REFS)
 REACH_S = 25e-6
@@ -127,15 +128,15 @@ def test_what_repeats_is_counted_without_the_margin_for_what_is_not_known() -> N
 def test_what_falls_into_the_pause_tells_nothing_of_what_is_felt() -> None:
     model = HighModel("key", (0, 1, 2, 3), REFS)
     pair = model.pair(PairKey("low", 1.0))
-    pair.learn((3, START, 7), 0.0, 0.0, 5e-4, 10, 0.0)
-    assert 7 not in pair.lows
-    assert not pair.places.of(7).learned
-    assert pair.launches[(3, START, 7)].upper == 0.0
-    pair.learn((1, START, 7), 2e-4, 1e-4, 5e-4, 11, 1.0)
-    assert pair.lows[7].upper > 1e-4
-    plan = pair.places.plan(7, 5e-4, 1.0, 1.5e-4, 300, 0, True, REFS, 6e-4)
+    pair.learn((3, START, LOW), 0.0, 0.0, 5e-4, 10, 0.0)
+    assert LOW not in pair.lows
+    assert not pair.places.of(LOW).learned
+    assert pair.launches[(3, START, LOW)].upper == 0.0
+    pair.learn((1, START, LOW), 2e-4, 1e-4, 5e-4, 11, 1.0)
+    assert pair.lows[LOW].upper > 1e-4
+    plan = pair.places.plan(LOW, 5e-4, 1.0, 1.5e-4, 300, 0, True, REFS, 6e-4)
     assert plan.at[-1] is not None
     assert plan.at[-1].tried
     assert plan.cost == 0.0
-    busy = pair.places.plan(7, 5e-4, 1.0, 1.5e-4, 300, 0, False, REFS, 0.0)
+    busy = pair.places.plan(LOW, 5e-4, 1.0, 1.5e-4, 300, 0, False, REFS, 0.0)
     assert busy.at[-1] is None, "it has no pauses just now"

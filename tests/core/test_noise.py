@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
+from gpumux.core.baseline import WANTED
 from gpumux.core.cells import FLOOR_S
 from gpumux.core.controller import MOST_OWED, TAIL_MOST, TOKENS, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.noise import MOST_DOUBTS, Noise
 from gpumux.core.places import START
 from gpumux.core.queue import PairKey
+from gpumux.core.track import KNOWN_STEPS, Track
 from gpumux.device.sim.kernel import Kernel
+from gpumux.model import JobId
 from gpumux.simulate.run import Simulation
 from tests.core.test_guard_scenarios import SMALL, high, low, pace, world
 
@@ -104,11 +108,36 @@ def test_the_likelier_noise_is_the_more_launches_it_takes_to_believe_in_a_cost()
 
 def test_one_dear_launch_in_noise_is_not_believed_and_several_in_a_row_are() -> None:
     pair = HighModel("key", (0, 1, 2), (1e-3, 1e-3)).pair(PairKey("low", 1.0))
-    spot, much, dear = (0, START, 7), 1e-4, 5e-4
+    spot, much, dear = (0, START, "0-7"), 1e-4, 5e-4
     assert [pair.believes(spot, peak, 3, much) for peak in (dear, dear, 0.0, dear, dear, dear, dear)] == [
         False, False, True, False, False, True, False,
     ]  # fmt: skip
     assert dear > much > FLOOR_S
+
+
+def known(doubts: int) -> Track:
+    """A job whose steps, alone, show that so many late ones in a row are somebody else's."""
+    track = Track(SimpleNamespace(id=JobId("high"), paused=False, spec=SimpleNamespace(max_slowdown=1.05)))  # type: ignore[arg-type]
+    track.adopt(HighModel("key", (0, 1), (SOLO_S,)))
+    for baseline in track.model.steps:
+        for _ in range(WANTED):
+            baseline.add(SOLO_S)
+    track.steps, track.watched_until, track.calibrating, track.account.doubts = 2 * KNOWN_STEPS, 0, 0, doubts
+    track.account.begin(SOLO_S)
+    return track
+
+
+def end(track: Track, late: float) -> bool:
+    """A step beside low work takes so much longer. Whether the next one is watched for another reason than that it is its turn."""
+    track.began, track.shared = 0.0, True
+    track.end_step(SOLO_S + late)
+    return track.watched_until > track.steps
+
+
+def test_late_steps_are_looked_into_unless_steps_alone_are_as_late() -> None:
+    assert end(known(doubts=1), SOLO_S), "without noise the first one tells that something is not known"
+    noisy = known(doubts=3)
+    assert [end(noisy, late) for late in (SOLO_S, SOLO_S, 0.0, SOLO_S, SOLO_S, SOLO_S)] == [False] * 5 + [True]
 
 
 NOISE_S = 0.5e-3  # for so long all is slower
