@@ -21,8 +21,7 @@ LEAST_OVERLAP: Final = 0.25  # of a piece: what is blamed on less is spread over
 
 Found: TypeAlias = list[Launch]  # launches beside a high piece; `overlap` says for how many seconds of it
 
-
-NOBODY: Final[Found] = []
+NOBODY: Final[Found] = []  # and nobody is put into it
 
 
 class Recent:

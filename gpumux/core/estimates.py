@@ -32,8 +32,7 @@ MAX_RATE: Final = 0.95  # excess seconds of an overlapped second: all but all of
 
 
 class Pair:
-    """One low program beside one high program. `cells` are what the look-ahead walks
-    through."""
+    """One low program, on one share of the device, beside one high program. The look-ahead walks through `cells`."""
 
     __slots__ = (
         "any_ban",
@@ -66,11 +65,10 @@ class Pair:
         self.speed = key.share  # solo seconds of low work done in a second beside this program
         self.known = 0  # cells that have a sample
         self.any_ban = False
-        self.fresh = False  # some of them have another one by now, and it is among the model's
+        self.fresh = False  # it is among the model's `fresh`
         self.rate = 0.0  # high seconds lost in a second of any launch
-        self.effects: dict[
-            int, float
-        ] = {}  # by 3 * piece + moment: what launches cost there over what they do elsewhere
+        # By 3 * piece + moment: what launches cost there over what they do elsewhere.
+        self.effects: dict[int, float] = {}
         self.spots: dict[Span, list[Launched]] = {}  # of `launches` beside a piece, by low span
         self.timed: dict[Span, dict[int, Launched]] = {}  # those that repeat, by low span and 3 * piece + moment
         self.bests: dict[Span, tuple[int, float]] = {}  # see `best`
@@ -194,9 +192,7 @@ class HighModel:
         self.first = Baseline()  # its first piece when the job was idle: nothing hides its launch
         self.steps = [Baseline(), Baseline()]  # whole: behind the step before, and from idle
         self.pairs: dict[PairKey, Pair] = {}
-        self.fresh: list[
-            Pair
-        ] = []  # of which something was learned since the prior of their unknown ranges was worked out
+        self.fresh: list[Pair] = []  # those that something was learned of since `guess`
         self.places: dict[str, Places] = {}  # by low program
 
     def pair(self, key: PairKey) -> Pair:

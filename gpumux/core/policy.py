@@ -167,7 +167,7 @@ class Guarded(Paced):
                 # Who is held keeps its turn, perhaps for ever: one more is asked out of turn, and not always the same.
                 more = ready.another(first, others)
                 if more is not None:
-                    others = [*others, more]
+                    others.append(more)
             for job in others:
                 share = guard.admit(job, board, now)
                 if share:

@@ -57,9 +57,7 @@ class Record:
         self.holds = Holds()
         self.recent = blame.Recent()
         self.answers: list[Answer] = []  # of this event: who is held, and why
-        self.admitted: Answer | None = (
-            None  # the launch that is being made, where there was more to it than an idle device
-        )
+        self.admitted: Answer | None = None  # of the launch that is being made, where there was a question
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
         self._touched: list[tuple[HighModel, Track, Launch, int]] = []
         self.lag = 0.0  # seconds from launching a low piece to its start, with nothing before it

@@ -199,9 +199,8 @@ class Track:
         self.steps = steps = self.steps + 1
         if shared:
             self.late = late = self.late + 1 if excess > account.limit else 0
-            if (
-                late >= account.doubts
-            ):  # it is not so well known, then, unless steps are that late without low work, too
+            # It is not so well known, then, unless steps are that late without low work, too.
+            if late >= account.doubts:
                 self.watched_until = max(self.watched_until, steps + WATCH_AGAIN)
         self.watching = steps < self.watched_until or steps % WATCH_EVERY == 0
         if steps == LEARNING_STEPS:
