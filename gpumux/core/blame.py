@@ -34,12 +34,14 @@ class Recent:
         self.last_end = 0.0
         self.open: list[Launch] = []  # that a high piece still running may be late by
 
-    def add(self, launch: Launch) -> None:
-        self.launches.appendleft(launch)
-        if launch.ended > self.last_end:
-            self.last_end = launch.ended
-        launch.latest = self.last_end
-        if launch.spots is not None or launch.gaps is not None:
+    def add(self, launch: Launch, felt: bool) -> None:
+        """One more. `felt`: high pieces are out that may be late by it; none that is still to come can be."""
+        if felt:
+            self.launches.appendleft(launch)
+            if launch.ended > self.last_end:
+                self.last_end = launch.ended
+            launch.latest = self.last_end
+        if launch.spots is not None or (launch.gaps is not None and (felt or launch.caught)):
             self.open.append(launch)
 
     def settle(self, until: float, step: int, account: Account) -> None:

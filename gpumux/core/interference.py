@@ -50,8 +50,9 @@ class Guard(Waiting):
         if start + takes < self._calm:
             return 1.0
         held = job.held
-        stands = held is not None and held.step is step and held.stands(self.low_version, now)
-        if stands and held is not None and now < held.soonest:  # nor does it end before that step by now
+        if held is not None and (held.step is not step or not held.stands(self.low_version, now)):
+            held = None
+        if held is not None and now < held.soonest:  # nor does it end before that step by now
             self._hold(job, held)
             return 0.0
         scene = self.scene
@@ -61,7 +62,7 @@ class Guard(Waiting):
         end = scene.free_at + takes
         if end < scene.calm:
             return 1.0
-        if stands and held is not None:
+        if held is not None:
             self._hold(job, held)
             return 0.0
         if scene.running:

@@ -145,8 +145,8 @@ class Guarded(Paced):
             if job is not None and board.fits(job, self._high):
                 return Choice(job, _HIGH_STREAM)
         guard, none_out = self._guard, not low.launches
-        beside = board.active_jobs[_HIGH_STREAM] > 0
-        if not ready.size or len(low.launches) >= (guard.width if beside else self._idle_launches):
+        room = guard.width if board.active_jobs[_HIGH_STREAM] else self._idle_launches
+        if not ready.size or len(low.launches) >= room:
             return None
         rest = guard.rest
         others_matter = none_out and ready.size > 1  # where the device would be left without low work
@@ -154,9 +154,7 @@ class Guarded(Paced):
             guard.resting = True
             return None
         first = ready.first()
-        if first is None or not (
-            none_out or board.fits(first, self._beside[guard.width] if beside else self._low_idle)
-        ):
+        if first is None or not (none_out or board.fits(first, self.limit(board, _LOW))):
             return None
         share = guard.admit(first, board, now)
         if share:

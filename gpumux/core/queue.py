@@ -84,8 +84,7 @@ class Program:
     )
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device says so
-    whole: PairKey | None = None
-    keys: dict[float, PairKey] = field(default_factory=dict)
+    keys: list[PairKey] = field(default_factory=list)
     asked: dict[Span, Piece] = field(default_factory=dict)
 
     @property
@@ -94,15 +93,12 @@ class Program:
 
     def on(self, share: float) -> PairKey:
         """What the guard knows it by, as a low program on a share of the device."""
-        if share == 1.0:  # asked for by every question
-            whole = self.whole
-            if whole is None:
-                whole = self.whole = PairKey(self.key, share)
-            return whole
-        found = self.keys.get(share)
-        if found is None:
-            found = self.keys[share] = PairKey(self.key, share)
-        return found
+        for known in self.keys:  # a few at most
+            if known.share == share:
+                return known
+        made = PairKey(self.key, share)
+        self.keys.append(made)
+        return made
 
     def piece(self, span: Span, seconds: float) -> Piece:
         """The piece by its operators; predictions differ from cut to cut."""

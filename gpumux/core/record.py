@@ -93,7 +93,7 @@ class Record:
     def paused(self, job: Job, now: float) -> None:
         """The job was paused or resumed."""
         self.holds.freed(job, now)
-        track = self.tracks.get(job.id)
+        track = job.track
         if track is not None:
             self.version += 1
             self._calm = 0.0
@@ -204,10 +204,7 @@ class Record:
             if launch.touched is not None:
                 for cell in launch.touched:
                     blame.went(cell, launch.speed)
-        if board.high.launches:
-            self.recent.add(launch)
-        elif launch.spots is not None or launch.caught:  # no high piece to come can feel it
-            self.recent.open.append(launch)
+        self.recent.add(launch, bool(board.high.launches))
 
     def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
         job, step, piece = launch.job, launch.step, launch.piece

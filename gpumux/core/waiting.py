@@ -69,8 +69,8 @@ class Waiting(Record):
                 reason = hold.reason
             if hold.reason in PINCHING:
                 self._pinched = True
-                if hold.reason == "budget" and hold.high in self.tracks:
-                    self.tracks[hold.high].account.short = True
+                if hold.reason == "budget" and answer.track is not None:
+                    answer.track.account.short = True
             if rest is not None:
                 rest.add(answer)
         holds.note(reason, now)
