@@ -48,8 +48,7 @@ PRICE_FALL: Final = 0.95  # for one that found the account full
 PRICE_LEAST: Final = 0.01
 PRICE_MOST: Final = 100.0
 UNSEEN_S: Final = 20e-6  # the core takes for an event, during which a step may come
-# Of that, on average, where low pieces end all the time: what a step from idle is taken to have lost besides.
-WAITED: Final = 0.25
+MOST_WAITED_S: Final = 200e-6  # one that lay unseen for longer did so for something else than low work's events
 LEAST_SLOWDOWN: Final = 0.002  # what a job that allows none is still measured by
 
 
@@ -78,7 +77,7 @@ class Account:
         self.noise = Noise()
         self.beside = 0.0  # steps beside low work, the newest hundred
         self.tail = TAIL_START
-        self.unseen = 0.0  # seconds that a step may have waited for the core, which does not know of it
+        self.unseen = 0.0  # seconds that the next step may have to wait for the core
         self.unshared = 0  # steps since low work last ran beside one
 
     def begin(self, solo_step: float) -> None:
@@ -148,14 +147,18 @@ class Account:
         unpaid = excess - DEBT * self.credit
         return 1.0 + (unpaid / (UNPAID * self.credit) if unpaid > 0.0 and self.credit > 0.0 else 0.0)
 
-    def end(self, excess: float, shared: bool, foreseen: bool, unseen: float, late: float = 0.0) -> None:
+    def end(
+        self, excess: float, shared: bool, foreseen: bool, unseen: float, late: float = 0.0,
+        waited: float = 0.0,
+    ) -> None:  # fmt: skip
         """A step ended `excess` seconds late; `shared`: low work ran beside it, so that the loss is ours;
-        `foreseen`: none of it was there to find out what it costs; `unseen`: seconds it may have waited for the core;
-        `late`: by how much such steps are late on average without low work."""
+        `foreseen`: none of it was there to find out what it costs; `unseen`: seconds that one like it may wait for the core;
+        `waited`: those for which it did; `late`: by how much such steps are late on average without low work."""
         self.unseen = unseen
         credit, tokens, tail, balance = self.credit, self.tokens, self.tail, self.balance
         owes, bank = DEBT * credit, BANK * credit
         if shared:
+            excess += waited
             noise, toll = self.noise, self._toll(excess)
             excess -= late
             self.beside = self.beside * KEEP + 1.0
@@ -174,11 +177,12 @@ class Account:
             self.unshared = 0
         else:
             self.unshared += 1
+            balance -= waited
             if self.unshared > PATIENCE:  # a limit that lets nothing through would never learn that it is too low
                 tail = min(TAIL_MOST, tail * TAIL_RECOVER)
         tokens += TOKEN_RATE
         self.tokens, self.tail = tokens if tokens < TOKENS else TOKENS, tail
-        balance += credit - WAITED * unseen
+        balance += credit
         self.full = balance >= bank
         self.balance = -owes if balance < -owes else bank if balance > bank else balance
         self.used = 0.0

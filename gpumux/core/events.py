@@ -83,9 +83,12 @@ class ProgramDropped:
 
 
 class StepSubmitted(NamedTuple):
+    """`waited`: seconds for which it was there, as far as is known, before whoever hears of steps looked."""
+
     job: JobId
     step: StepId
     program: ProgramId
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

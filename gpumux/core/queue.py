@@ -120,6 +120,7 @@ class Step:
     done = 0
     started = 0.0
     device_s = 0.0
+    waited = 0.0  # seconds before it was submitted for which it lay unseen
     noted = ""  # the last reason for waiting that the story was told
     model: HighModel | None = None  # what the guard knows of its program, under its cut
 

@@ -218,7 +218,8 @@ class Record:
         track.pieces += 1
         if piece == 0:
             track.began = start
-            track.from_idle = step.submitted == track.arrived
+            track.from_idle = from_idle = step.submitted == track.arrived
+            track.waited = step.waited if from_idle else 0.0
         model = step.model
         assert model is not None
         low, high = board.low, board.high

@@ -8,7 +8,7 @@ from typing import Final
 
 from gpumux.core.baseline import WANTED, Baseline
 from gpumux.core.blame import OVERLAPPING
-from gpumux.core.controller import UNSEEN_S, Account
+from gpumux.core.controller import MOST_WAITED_S, UNSEEN_S, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
 from gpumux.core.places import ALWAYS, CAREFUL, IF_STUCK
@@ -75,6 +75,7 @@ class Track:
         "tried",
         "tries",
         "turn",
+        "waited",
         "watched_until",
         "watching",
         "whole",
@@ -106,6 +107,7 @@ class Track:
         # Of the step that runs:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
+        self.waited = 0.0  # seconds it then lay unseen
         self.shared = False  # low work ran beside it
         self.beside = False  # other high work did
         self.tried = False  # low work was let out to find out what it costs
@@ -188,7 +190,10 @@ class Track:
         else:
             solo, known = model.step_seconds(from_idle), model.step_known()
             excess = seconds - solo if known else self.excess
-        account.end(excess, shared, not self.tried, UNSEEN_S if from_idle else 0.0, baseline.late)
+        waited = self.waited  # the client lost that, too
+        charged = waited if waited < MOST_WAITED_S else MOST_WAITED_S
+        account.end(excess, shared, not self.tried, UNSEEN_S if from_idle else 0.0, baseline.late, charged)
+        excess += waited
         if known and account.learned:
             surprise, trusted = self.surprise, self.surprise.trusted
             surprise.step(self.surprised, self.caught, excess, account.most, account.credit, account.noise.over)

@@ -89,6 +89,8 @@ def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
     else:
         core.log.add((core.now, job.id, event.step, "queued", (job.inflight, event.program), event))
         step = Step(event.step, program, core.now, next(core.arrivals))
+        if event.waited > 0.0:
+            step.waited = event.waited
         if job.paused:
             step.noted = "paused"
             core.tell(job.id, step.id, "waits:paused")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from gpumux.access import Access
 from gpumux.config import Config
@@ -27,6 +28,8 @@ from gpumux.wire.messages import Message, Refusal
 from gpumux.wire.router import Router
 
 log = logging.getLogger("gpumux.daemon")
+
+AT_ONCE_S: Final = 20e-6  # a wait that is over so soon found something that had come before it
 
 
 class Desk:
@@ -55,8 +58,15 @@ class Desk:
         self.unexpected = 0  # well-formed messages that made no sense and could not be answered
         self.events: deque[Event] = deque()
         self.feed = self.events.append
+        self.waited = 0.0  # seconds for which what is heard of in this turn of the loop was there before, on average
+        self._looked = 0.0
         self.catch_up: Callable[[JobRecord], None] = _nothing_new  # hear what the device has answered; set by the loop
         self.recall: Callable[[], None] = _nothing_lent  # before the device is asked for what is no core event
+
+    def looks(self, now: float, busy_until: float) -> None:
+        """The loop looks who has something for it, having been busy until then with what it found when it last did."""
+        self.waited = 0.5 * (now - self._looked) if now - busy_until < AT_ONCE_S else 0.0
+        self._looked = now
 
     def reply(self, session: SessionRecord, message: Message, frames: Sequence[bytes] = ()) -> None:
         """Send to a client. One that takes nothing loses the reply, which is counted, and its session."""

@@ -147,6 +147,7 @@ class Loop:
         """Handle everything that is ready, and all that follows from it. `ready` and `lanes`: who the
         wait says may have something; asking the others would only cost time."""
         now = self._clock()
+        self.desk.looks(now, self._turned)
         if self._loans is not None and self._loans.out is not None:
             self._loans.hear()
         if "device" in ready:

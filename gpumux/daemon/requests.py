@@ -200,7 +200,7 @@ class Requests:
         job.steps[step] = StepRecord(program, m.slot, tuple(m.scalars))
         program.busy[m.slot] = step
         program.steps += 1
-        return self._desk.feed(ev.StepSubmitted(job.id, step, program.id))
+        return self._desk.feed(ev.StepSubmitted(job.id, step, program.id, self._desk.waited))
 
     def _fill_slot(self, program: ProgramRecord, slot: int, frames: Sequence[bytes]) -> None:
         outline = program.outline

@@ -88,7 +88,7 @@ class Simulation:
         self._by_id = {client.id: client for client in self.clients}
         self._due: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._serial = count()
-        self._inbox: deque[ev.Event] = deque()
+        self._inbox: deque[tuple[ev.Event, float]] = deque()  # and since when
         self._busy = False
         self._wake = inf
         self._flying: dict[int, tuple[Client, cmd.LaunchPiece]] = {}
@@ -193,12 +193,14 @@ class Simulation:
 
     def feed(self, event: ev.Event) -> None:
         """The daemon hears of it now, from a client, the device or elsewhere (a pause, a resume)."""
-        if self._busy:
-            self._inbox.append(event)
-        else:
-            self._handle(event)
+        self._inbox.append((event, self.now))
+        if not self._busy:
+            self._handle()
 
-    def _handle(self, event: ev.Event) -> None:
+    def _handle(self) -> None:
+        event, came = self._inbox.popleft()
+        if type(event) is ev.StepSubmitted and came < self.now:
+            event = event._replace(waited=self.now - came)
         self._busy = True
         self.push(self.now + self._handle_s, self._handled, self.core.handle(event, self.now))
 
@@ -207,10 +209,9 @@ class Simulation:
             if (act := self._execute.get(type(command))) is None:
                 raise RuntimeError(f"the core refused what was simulated: {command}")
             act(command)
-        if self._inbox:
-            self._handle(self._inbox.popleft())
-        else:
-            self._busy = False
+        self._busy = bool(self._inbox)
+        if self._busy:
+            self._handle()
 
     def _wake_at(self, c: cmd.WakeAt) -> None:
         if c.when < self._wake:

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from gpumux.config import Config
+from gpumux.core import events as ev
 from gpumux.daemon import segments
 from gpumux.daemon.completions import MAX_SCALARS
 from gpumux.daemon.questions import MAX_PROFILES
@@ -548,3 +549,29 @@ def test_figures_name_jobs_while_they_live(running):
     assert (job.short, job.priority, job.uid) == ("j1", "low", 1000)
     running.disconnect("s")
     assert running.loop.figures().jobs == ()
+
+
+def test_a_step_that_came_while_the_loop_was_busy_is_known_to_have_waited(running):
+    heard, launch = [], running.device.launch
+
+    def handle(event, now):
+        if isinstance(event, ev.StepSubmitted):
+            heard.append(event.waited)
+        return running.loop.core.handle(event, now)
+
+    def slow(*args):
+        running.now += 100e-6
+        return launch(*args)
+
+    running.loop._observe(handle)
+    running.device.launch = slow
+    running.now += 1.0
+    running.say("s", step(1, slot=0))
+    running.say(
+        "s", step(2, slot=1)
+    )  # found as soon as the loop looked: it may have come at any time since it last did
+    running.device.finish(running.now)
+    running.hear("s")
+    running.now += 30e-6  # the loop waited for so long: whatever it finds came just now
+    running.say("s", step(3, slot=0))
+    assert heard == pytest.approx([0.0, 50e-6, 0.0])
