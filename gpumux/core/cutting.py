@@ -24,11 +24,12 @@ DEFAULT_TARGET_S: Final = 500e-6  # a piece, where the device names no target
 PIECES: Final = 2.0  # of the usual length that a step should be able to lose: else they are too long
 FINER: Final = 3.0  # times shorter than usual
 FINEST: Final = 10.0  # the same where steps come when none was expected
+DEAR: Final = 0.25  # or where what they lose by coming then is more than this part of what they may lose on average
 AWAY_S: Final = 10.0  # after its newest step a high job is served so long: a cut is work for the device
 
 
 class Cutting:
-    """`usual_s`: seconds of a low piece as the device makes them; `finest`: no gap tells when steps come, so that any piece may be met."""
+    """`usual_s`: seconds of a low piece as the device makes them; `finest`: no gap tells when steps come, so that any piece may be met, or those that are cost too much."""
 
     __slots__ = ("changed", "finest", "high", "until", "usual_s")
 
@@ -50,7 +51,8 @@ class Cutting:
         """A step of a high job ended, of which the next should take `solo_s` alone."""
         if track.calibrating or TAIL * track.account.slack * solo_s >= PIECES * self.usual_s:
             return
-        finest = self.finest or not track.surprise.trusted
+        surprise = track.surprise
+        finest = self.finest or not surprise.trusted or surprise.mean > DEAR * track.account.credit
         self.changed = self.changed or self.high is None or finest is not self.finest
         self.high, self.finest, self.until = track.job.id, finest, ended + AWAY_S
 

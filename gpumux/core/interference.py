@@ -20,7 +20,7 @@ from gpumux.core.estimates import KNOWN, Pair
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import between, foreseen
-from gpumux.core.moments import appointment, exposed, where
+from gpumux.core.moments import appointment, exposed, next_loses, where
 from gpumux.core.places import MOMENTS, WORTH_S, Place, Plan
 from gpumux.core.queue import Job, PairKey, Piece, Span, Step
 from gpumux.core.record import LEAST_SPEED
@@ -220,6 +220,8 @@ class Guard(Waiting):
             if answer.unknown and not may_risk(track):
                 return answer.untried(track, high.at)
             refused, ban = self._refused(high, pair, piece, cost, scene, spot, ahead)
+            if not refused and next_loses(high, pair.cells, scene.free_at + STRETCH * lasts) > track.account.limit:
+                refused = "tail"
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
             elif scene.low_out or not may_try(track, self._plan(high, piece), pair, spot, ban, now, answer.exposed):

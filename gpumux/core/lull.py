@@ -17,14 +17,13 @@ from gpumux.core.holds import Hold
 from gpumux.core.lookahead import MANY, Gaps
 from gpumux.core.queue import PairKey, Span
 from gpumux.core.scene import Scene
-from gpumux.core.track import Track
+from gpumux.core.track import RARE, Track
 from gpumux.core.trying import may_risk
 
 PLENTY: Final = 128  # gaps there have to be for the shortest to tell anything where they are not relied on
 SPOILS: Final = 0.05  # an arrival less probable is no reason to keep the device free for a calibration
 ASIDE_S: Final = 50e-6  # after the moment a step is expected, which should not find the core busy
 AHEAD: Final = 16  # moments weighed: then it is time to look again
-RARE: Final = 0.002  # an arrival less probable may cost more than a step may lose
 
 
 def between(

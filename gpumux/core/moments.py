@@ -10,6 +10,8 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
+from gpumux.core.cells import Cell
+from gpumux.core.lookahead import overlap_cost
 from gpumux.core.places import HEARD, MID, START, Plan
 from gpumux.core.scene import Running, Scene
 
@@ -86,14 +88,31 @@ def exposed(high: Running, at: int, until: float, start: float, lasts: float) ->
     pause = high.track.gaps.short
     if high.more or pause <= 0.0 or lasts <= 0.0:
         return 1.0
-    refs, leaves = high.model.refs, 0.0
-    for piece in range(at + 1, len(refs)):
-        leaves += refs[piece]
-    leaves += until
-    beyond = start + lasts - leaves
+    ends = leaves(high, at, until)
+    beyond = start + lasts - ends
     if beyond <= 0.0:
         return 1.0
-    felt = leaves - start if leaves > start else 0.0
+    felt = ends - start if ends > start else 0.0
     if beyond > pause:
         felt += beyond - pause
     return felt / lasts if felt < lasts else 1.0
+
+
+def leaves(high: Running, at: int, until: float) -> float:
+    """When the step is over of which piece `at` ends at `until`."""
+    refs, rest = high.model.refs, 0.0
+    for piece in range(at + 1, len(refs)):
+        rest += refs[piece]
+    return until + rest
+
+
+def next_loses(high: Running, cells: list[Cell], ends: float) -> float:
+    """What the next step may lose by a launch which begins in the one that runs and lasts until `ends`, of a pair with these cells: 0.0
+    where such a launch meets it nearly always, as what such launches cost says that then, or never."""
+    assert high.where is not None
+    at, wraps, _, until = high.where
+    refs = high.model.refs
+    if wraps or at == len(refs):
+        return 0.0
+    meets = high.track.may_meet(ends - leaves(high, at, until))
+    return overlap_cost(refs, cells, 0, refs[0], False, 0.0, meets).upper if meets > 0.0 else 0.0

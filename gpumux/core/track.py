@@ -26,6 +26,9 @@ KNOWN_STEPS: Final = 300  # after which what low work costs is learned from only
 WATCH_AGAIN: Final = 32
 WATCH_EVERY: Final = 4  # one step in so many: it is known by then, and learning is what the guard spends its time on
 UNSTEADY: Final = 0.3  # of what a step may lose: what pauses may differ by
+RARE: Final = 0.002  # an arrival less probable may cost more than a step may lose
+COMING: Final = 64  # steps of which is known how many came while another one ran
+USUAL: Final = 0.9  # how probable it is that a launch meets the next step where what it costs is known with that
 RECENT: Final = 256  # steps whose slowdown is reported
 
 
@@ -65,6 +68,7 @@ class Track:
         "over",
         "pieces",
         "probed",
+        "queued",
         "ratios",
         "shared",
         "shared_steps",
@@ -124,6 +128,7 @@ class Track:
         self.over = 0  # steps over the target
         self.ratios: deque[float] = deque(maxlen=RECENT)
         self.watched_until = KNOWN_STEPS
+        self.queued = 0.0  # the part of its steps that come while another one runs
         self.late = 0  # steps in a row beside low work that lost more than they may
         self.clean_at = 0  # `steps` when there last was one
         self.tries = 0
@@ -165,6 +170,21 @@ class Track:
         gaps = self.gaps
         steady = OVERLAPPING * (gaps.usual - gaps.least) <= UNSTEADY * self.account.limit
         return gaps.short if self.from_idle and steady else 0.0
+
+    def may_meet(self, beyond: float) -> float:
+        """Seconds of the next step that a launch which outlasts this one by `beyond` meets at times, and at times not: what launches
+        cost on average doesn't say what that step loses. 0.0: it meets it nearly always, which is known then, or never."""
+        if beyond <= 0.0:
+            return 0.0
+        queued, gaps = self.queued, self.gaps
+        if queued <= RARE and gaps.sorted:
+            seconds = beyond - gaps.sorted[0]
+            if seconds <= 0.0:
+                return 0.0
+        else:
+            seconds = beyond
+        chance = queued + (1.0 - queued) * gaps.within(0, 0.0, beyond)
+        return seconds if RARE < chance < USUAL else 0.0
 
     def daring(self, fed: int) -> int:
         """Whether places may be tried where a step may lose more than it should, by low work that was launched last in step `fed`."""
@@ -220,6 +240,8 @@ class Track:
                 self.over += 1
         if beside:
             self.company += 1
+        if steps > 1:  # nobody saw whether the first one found it idle
+            self.queued += ((0.0 if from_idle else 1.0) - self.queued) / (steps if steps < COMING else COMING)
         if self.caught:
             self.caught.clear()
         self.excess, self.surprised, self.shared, self.beside, self.tried = 0.0, 0.0, False, False, False

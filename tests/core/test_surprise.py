@@ -10,6 +10,7 @@ from gpumux.core.baseline import KEEP
 from gpumux.core.surprise import Surprise
 from gpumux.device.sim.kernel import Kernel
 
+from .test_asking import STEP_S, track
 from .test_guard_scenarios import chain, explained, held_seconds, high, ident, low
 from .test_guard_scenarios import world as simulated
 from .test_unasked import GAP_S, pausing
@@ -171,6 +172,24 @@ def test_a_cut_finer_than_that_is_for_as_long_as_anybody_needs_a_finer_one(monke
     simulation.feed(ev.PauseRequested(ident(simulation, "high")))
     simulation.run(seconds=simulation.now + 1.0)
     assert chain(simulation, "short") == [4, 10, 30, 4]
+
+
+@pytest.mark.parametrize(("part", "finest"), [(0.9 * cutting.DEAR, False), (1.1 * cutting.DEAR, True)])
+def test_low_work_is_cut_finer_where_steps_lose_much_of_what_they_may_by_coming_while_it_is_out(
+    part: float, finest: bool
+) -> None:
+    """Though they seldom lose too much by it: with pieces of a third a budget harvests more."""
+    of, cut = track("high"), cutting.Cutting(300e-6)
+    cut.stepped(of, STEP_S, 1.0)
+    assert cut.changed
+    assert cut.target_s == pytest.approx(100e-6)
+    cut.changed, of.surprise.mean = False, part * of.account.credit
+    cut.stepped(of, STEP_S, 2.0)
+    assert cut.finest is cut.changed is finest
+    assert cut.target_s == pytest.approx(30e-6 if finest else 100e-6)
+    cut.changed, of.surprise.mean = False, 0.0
+    cut.stepped(of, STEP_S, 3.0)
+    assert (cut.finest, cut.changed) == (finest, False), "it cost less because it was finer"
 
 
 def test_steps_that_come_at_random_but_can_bear_to_meet_low_work_leave_it_most_of_the_time() -> None:
