@@ -58,6 +58,18 @@ def test_the_sweep_of_another_seed():
     assert told in " ".join(MULTIPLEXING.split())
 
 
+def test_the_sweeps_of_further_seeds():
+    sweeps = [(seed, result(f"sim-sweep-seed-{seed}")) for seed in (2, 3, 4)]
+    assert all({pair["seed"] for pair in pairs} == {seed} and len(pairs) == 100 for seed, pairs in sweeps)
+    mean, tail = (max(pair[key] for _, pairs in sweeps for pair in pairs) for key in ("mean_slowdown", "p99_slowdown"))
+    assert mean <= 1.05
+    assert tail <= 1.10
+    shares = [[pair["harvest_share"] for pair in pairs if pair["feasible"]] for _, pairs in sweeps]
+    first, second, third = (f"{sum(of) / len(of):.2f}" for of in shares)
+    told = f"worst mean {mean:.3f}, worst 99th percentile {tail:.4f}, shares of {first}, {second} and {third}"
+    assert told in " ".join(MULTIPLEXING.split())
+
+
 def test_steps_that_come_at_random():
     rows = result("sim-arrivals")["rows"]
     for at in range(0, len(rows), 3):
