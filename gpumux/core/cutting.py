@@ -29,7 +29,8 @@ AWAY_S: Final = 10.0  # after its newest step a high job is served so long: a cu
 
 
 class Cutting:
-    """`usual_s`: seconds of a low piece as the device makes them; `finest`: no gap tells when steps come, so that any piece may be met, or those that are cost too much."""
+    """`usual_s`: seconds of a low piece as the device makes them; `finest`: no gap tells when steps come, so that any piece may be met, or too much is lost
+    by those that are met."""
 
     __slots__ = ("changed", "finest", "high", "until", "usual_s")
 
@@ -52,7 +53,7 @@ class Cutting:
         if track.calibrating or TAIL * track.account.slack * solo_s >= PIECES * self.usual_s:
             return
         surprise = track.surprise
-        finest = self.finest or not surprise.trusted or surprise.mean > DEAR * track.account.credit
+        finest = self.finest or not surprise.trusted or surprise.often > DEAR * track.account.credit
         self.changed = self.changed or self.high is None or finest is not self.finest
         self.high, self.finest, self.until = track.job.id, finest, ended + AWAY_S
 

@@ -220,7 +220,8 @@ class Guard(Waiting):
             if answer.unknown and not may_risk(track):
                 return answer.untried(track, high.at)
             refused, ban = self._refused(high, pair, piece, cost, scene, spot, ahead)
-            if not refused and next_loses(high, pair.cells, scene.free_at + STRETCH * lasts) > track.account.limit:
+            start = scene.free_at
+            if not refused and next_loses(high, pair.cells, start, start + STRETCH * lasts) > track.account.limit:
                 refused = "tail"
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)

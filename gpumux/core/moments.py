@@ -106,13 +106,13 @@ def leaves(high: Running, at: int, until: float) -> float:
     return until + rest
 
 
-def next_loses(high: Running, cells: list[Cell], ends: float) -> float:
-    """What the next step may lose by a launch which begins in the one that runs and lasts until `ends`, of a pair with these cells: 0.0
+def next_loses(high: Running, cells: list[Cell], begins: float, ends: float) -> float:
+    """What the next step may lose by a launch from `begins`, while this one runs or soon after, until `ends`, of a pair with these cells: 0.0
     where such a launch meets it nearly always, as what such launches cost says that then, or never."""
     assert high.where is not None
     at, wraps, _, until = high.where
     refs = high.model.refs
     if wraps or at == len(refs):
         return 0.0
-    meets = high.track.may_meet(ends - leaves(high, at, until))
+    meets = min(high.track.may_meet(ends - leaves(high, at, until)), ends - begins)
     return overlap_cost(refs, cells, 0, refs[0], False, 0.0, meets).upper if meets > 0.0 else 0.0

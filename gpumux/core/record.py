@@ -40,7 +40,7 @@ class Record:
 
     # A dict of more than 30 attributes has no fast way to them.
     __slots__ = (
-        "_calm", "_last_end", "_last_high", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched", "admitted",
+        "_calm", "_last_end", "_last_high", "_low_heard", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched", "admitted",
         "answers", "asked", "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
         "narrow", "partial", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version", "wide", "width",
     )  # fmt: skip
@@ -74,6 +74,7 @@ class Record:
         self.resting = False  # who was held before this event still is, and nobody was asked
         self._calm = 0.0  # until then a low launch meets no high work, as long as none comes
         self._low_until = 0.0  # when the newest low launch should be over
+        self._low_heard = 0.0  # when anything last began or ended of it
         self._pinched = False  # low work had to wait for what high work may lose
         self._last_high: Job | None = None  # who ended last
         self._last_end = 0.0  # and when
@@ -86,9 +87,7 @@ class Record:
         track = job.track
         if track is not None and track.idle_since < inf:
             self.scene.came(track)
-            track.changed()
-            track.gaps.add(now - track.idle_since)
-            track.left, track.idle_since, track.arrived = track.idle_since, inf, now
+            track.came(job.queue[-1], now, self._low_heard)
 
     def paused(self, job: Job, now: float) -> None:
         """The job was paused or resumed."""
@@ -115,6 +114,7 @@ class Record:
         low, high = board.low, board.high
         job, step = launch.job, launch.step
         self.low_version += 1
+        self._low_heard = now
         answer, self.admitted = self.admitted, None
         if job.held is not None:
             self.unheld(job)
@@ -180,6 +180,7 @@ class Record:
             self._done_high(launch, ended, board)
             return
         self.low_version += 1
+        self._low_heard = ended
         if ended > self.cutting.until:
             self.cutting.over()
         at, predicted = launch.at, launch.predicted
@@ -218,8 +219,8 @@ class Record:
         track.pieces += 1
         if piece == 0:
             track.began = start
-            track.from_idle = from_idle = step.submitted == track.arrived
-            track.waited = step.waited if from_idle else 0.0
+            track.from_idle = from_idle = step.from_idle
+            track.waited, track.charged = (step.waited, step.charged) if from_idle else (0.0, 0.0)
         model = step.model
         assert model is not None
         low, high = board.low, board.high

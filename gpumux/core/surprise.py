@@ -25,11 +25,12 @@ MOSTLY: Final = 0.5  # of what a step lost: so much on arrival, and that was why
 class Surprise:
     """`trusted`: for any low program the gaps there were are relied on."""
 
-    __slots__ = ("_blamed", "_few", "mean", "tokens", "trusted")
+    __slots__ = ("_blamed", "_few", "mean", "often", "tokens", "trusted")
 
     def __init__(self) -> None:
         self.tokens = TOKENS
         self.mean = 0.0  # seconds that steps lose on arrival
+        self.often = 0.0  # the same, where a step counts for no more than it may lose
         self.trusted = True
         self._few = True
         self._blamed: set[str] = set()  # programs, since tokens are owed
@@ -49,6 +50,7 @@ class Surprise:
                 self._blamed.update(to)
         self.tokens = TOKENS if tokens > TOKENS else -MOST_OWED if tokens < -MOST_OWED else tokens
         mean = self.mean = KEEP * self.mean + (1.0 - KEEP) * lost
+        self.often = KEEP * self.often + (1.0 - KEEP) * (lost if lost < most else most)
         self._few = tokens >= -FEW and mean <= credit
         self.trusted = tokens >= 0.0 and self._few
         if self.trusted and self._blamed:

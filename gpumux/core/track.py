@@ -12,7 +12,7 @@ from gpumux.core.controller import MOST_WAITED_S, UNSEEN_S, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
 from gpumux.core.places import ALWAYS, CAREFUL, IF_STUCK
-from gpumux.core.queue import Job
+from gpumux.core.queue import Job, Step, Transfer
 from gpumux.core.surprise import Surprise
 
 FIRST_CLEAN: Final = 3  # steps without low work a program begins with
@@ -51,6 +51,7 @@ class Track:
         "beside",
         "calibrating",
         "caught",
+        "charged",
         "clean_at",
         "company",
         "ended",
@@ -112,6 +113,7 @@ class Track:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
         self.waited = 0.0  # seconds it then lay unseen
+        self.charged = 0.0  # those that low work pays for
         self.shared = False  # low work ran beside it
         self.beside = False  # other high work did
         self.tried = False  # low work was let out to find out what it costs
@@ -171,6 +173,16 @@ class Track:
         steady = OVERLAPPING * (gaps.usual - gaps.least) <= UNSTEADY * self.account.limit
         return gaps.short if self.from_idle and steady else 0.0
 
+    def came(self, step: Step | Transfer, now: float, low_heard: float) -> None:
+        """A step came that found the job idle. `low_heard`: when anything of low work last began or ended."""
+        assert isinstance(step, Step)
+        step.from_idle = True
+        if step.waited > 0.0 and now - low_heard <= step.waited + MOST_WAITED_S:
+            step.charged = min(step.waited, MOST_WAITED_S)
+        self.changed()
+        self.gaps.add(now - self.idle_since)
+        self.left, self.idle_since, self.arrived = self.idle_since, inf, now
+
     def may_meet(self, beyond: float) -> float:
         """Seconds of the next step that a launch which outlasts this one by `beyond` meets at times, and at times not: what launches
         cost on average doesn't say what that step loses. 0.0: it meets it nearly always, which is known then, or never."""
@@ -210,10 +222,10 @@ class Track:
         else:
             solo, known = model.step_seconds(from_idle), model.step_known()
             excess = seconds - solo if known else self.excess
-        waited = self.waited  # the client lost that, too
-        charged = waited if waited < MOST_WAITED_S else MOST_WAITED_S
+        charged = self.charged
         account.end(excess, shared, not self.tried, UNSEEN_S if from_idle else 0.0, baseline.late, charged)
-        excess += waited
+        lost = excess + self.waited  # by the client
+        excess += charged
         if known and account.learned:
             surprise, trusted = self.surprise, self.surprise.trusted
             surprise.step(self.surprised, self.caught, excess, account.most, account.credit, account.noise.over)
@@ -232,7 +244,7 @@ class Track:
             account.learn_no_more()
         self._calibrated(not shared, baseline)
         if known and solo > 0.0:
-            ratio = 1.0 + excess / solo
+            ratio = 1.0 + lost / solo
             self.ratios.append(ratio)
             if shared:
                 self.shared_steps += 1
@@ -241,7 +253,7 @@ class Track:
         if beside:
             self.company += 1
         if steps > 1:  # nobody saw whether the first one found it idle
-            self.queued += ((0.0 if from_idle else 1.0) - self.queued) / (steps if steps < COMING else COMING)
+            self.queued += ((0.0 if from_idle else 1.0) - self.queued) / (steps - 1 if steps < COMING else COMING)
         if self.caught:
             self.caught.clear()
         self.excess, self.surprised, self.shared, self.beside, self.tried = 0.0, 0.0, False, False, False
