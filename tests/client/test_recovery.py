@@ -283,6 +283,7 @@ def test_a_job_that_was_kept_goes_on_in_another_program(daemon: Phoenix):
 
 def test_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix):
     run = submit(conv_sgd(SEED), daemon.endpoint)
+    turns(run, 30)  # the rate is lowered after 25
     until_saved(run)
     turns(run, 3)
     run.job.close(drain=False)  # as a program does that fails: nothing is drained or synced
@@ -290,8 +291,12 @@ def test_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix):
     with again.job:
         done = again.job.resumed_steps
         assert 0 < done <= run.turns
+        groups = [group for optimizer in again.trial.optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] for group in groups]  # as they were at the snapshot
         for _ in range(done):
             again.trial.between(0)  # the program's own schedule is the program's to put forward
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate  # and had lowered them by then: not once more
         again.turns = done
         turns(again, 5)
         again.finish()
