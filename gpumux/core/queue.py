@@ -120,9 +120,10 @@ class Step:
     done = 0
     started = 0.0
     device_s = 0.0
-    waited = 0.0  # seconds before it was submitted for which it lay unseen
+    # Of a high job's:
+    from_idle = False  # there was no other one when it came
+    waited = 0.0  # seconds for which it then had lain unseen
     charged = 0.0  # of these, what low work's events are taken to have kept it for
-    from_idle = False  # a high job's, which had no other one
     noted = ""  # the last reason for waiting that the story was told
     model: HighModel | None = None  # what the guard knows of its program, under its cut
 

@@ -20,7 +20,7 @@ from gpumux.core.estimates import HighModel
 from gpumux.core.holds import Holds
 from gpumux.core.judge import judge, recut
 from gpumux.core.models import Models
-from gpumux.core.queue import Job, JobState
+from gpumux.core.queue import Job, JobState, Step
 from gpumux.core.scene import Scene
 from gpumux.core.track import Track
 from gpumux.model import DeviceInfo, JobId, Priority
@@ -80,14 +80,14 @@ class Record:
         self._last_end = 0.0  # and when
         self._other_high = 0.0  # when somebody else ended last
 
-    def submitted(self, job: Job, now: float) -> None:
-        """A step of a high job was queued."""
+    def submitted(self, job: Job, step: Step, waited: float, now: float) -> None:
+        """A step of a high job was queued, having lain unseen for `waited` seconds."""
         self.version += 1
         self._calm = 0.0
         track = job.track
         if track is not None and track.idle_since < inf:
             self.scene.came(track)
-            track.came(job.queue[-1], now, self._low_heard)
+            track.came(step, waited, now, self._low_heard)
 
     def paused(self, job: Job, now: float) -> None:
         """The job was paused or resumed."""
@@ -219,8 +219,7 @@ class Record:
         track.pieces += 1
         if piece == 0:
             track.began = start
-            track.from_idle = from_idle = step.from_idle
-            track.waited, track.charged = (step.waited, step.charged) if from_idle else (0.0, 0.0)
+            track.from_idle = step.from_idle
         model = step.model
         assert model is not None
         low, high = board.low, board.high
@@ -264,7 +263,7 @@ class Record:
         if beside:
             track.beside = True
         if piece + 1 == len(step.pieces):
-            self._step_done(track, job, ended, board)
+            self._step_done(track, job, step, ended, board)
         elif job.paused:  # what is left of its step comes who knows when
             track.changed()
         elif track.awaited < inf:
@@ -290,8 +289,8 @@ class Record:
             if low.job.state is not JobState.CLOSING:
                 self._touched.append((model, track, low, piece))
 
-    def _step_done(self, track: Track, job: Job, ended: float, board: Board) -> None:
-        track.end_step(ended)
+    def _step_done(self, track: Track, job: Job, step: Step, ended: float, board: Board) -> None:
+        track.end_step(step, ended)
         track.changed()
         solo_s = track.solo_step()
         self.cutting.stepped(track, solo_s, ended)

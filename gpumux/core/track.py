@@ -12,7 +12,7 @@ from gpumux.core.controller import MOST_WAITED_S, UNSEEN_S, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.lookahead import Gaps
 from gpumux.core.places import ALWAYS, CAREFUL, IF_STUCK
-from gpumux.core.queue import Job, Step, Transfer
+from gpumux.core.queue import Job, Step
 from gpumux.core.surprise import Surprise
 
 FIRST_CLEAN: Final = 3  # steps without low work a program begins with
@@ -51,7 +51,6 @@ class Track:
         "beside",
         "calibrating",
         "caught",
-        "charged",
         "clean_at",
         "company",
         "ended",
@@ -80,7 +79,6 @@ class Track:
         "tried",
         "tries",
         "turn",
-        "waited",
         "watched_until",
         "watching",
         "whole",
@@ -112,8 +110,6 @@ class Track:
         # Of the step that runs:
         self.began = 0.0
         self.from_idle = False  # the job was idle when it came
-        self.waited = 0.0  # seconds it then lay unseen
-        self.charged = 0.0  # those that low work pays for
         self.shared = False  # low work ran beside it
         self.beside = False  # other high work did
         self.tried = False  # low work was let out to find out what it costs
@@ -173,12 +169,14 @@ class Track:
         steady = OVERLAPPING * (gaps.usual - gaps.least) <= UNSTEADY * self.account.limit
         return gaps.short if self.from_idle and steady else 0.0
 
-    def came(self, step: Step | Transfer, now: float, low_heard: float) -> None:
-        """A step came that found the job idle. `low_heard`: when anything of low work last began or ended."""
-        assert isinstance(step, Step)
+    def came(self, step: Step, waited: float, now: float, low_heard: float) -> None:
+        """A step came that found the job idle, having lain unseen for `waited` seconds. `low_heard`: when anything of low work last
+        began or ended."""
         step.from_idle = True
-        if step.waited > 0.0 and now - low_heard <= step.waited + MOST_WAITED_S:
-            step.charged = min(step.waited, MOST_WAITED_S)
+        if waited > 0.0:
+            step.waited = waited
+            if now - low_heard <= waited + MOST_WAITED_S:
+                step.charged = min(waited, MOST_WAITED_S)
         self.changed()
         self.gaps.add(now - self.idle_since)
         self.left, self.idle_since, self.arrived = self.idle_since, inf, now
@@ -205,8 +203,8 @@ class Track:
             return ALWAYS
         return IF_STUCK if account.tokens >= 1.0 and self.steps - fed >= STARVED else CAREFUL
 
-    def end_step(self, ended: float) -> None:
-        """Its last piece is done: settle with the account, and see whether calibration is due."""
+    def end_step(self, step: Step, ended: float) -> None:
+        """The last piece of the step is done: settle with the account, and see whether calibration is due."""
         model, account, shared = self.model, self.account, self.shared
         assert model is not None
         seconds, from_idle, beside = ended - self.began, self.from_idle, self.beside
@@ -222,9 +220,9 @@ class Track:
         else:
             solo, known = model.step_seconds(from_idle), model.step_known()
             excess = seconds - solo if known else self.excess
-        charged = self.charged
+        charged = step.charged
         account.end(excess, shared, not self.tried, UNSEEN_S if from_idle else 0.0, baseline.late, charged)
-        lost = excess + self.waited  # by the client
+        lost = excess + step.waited  # by the client
         excess += charged
         if known and account.learned:
             surprise, trusted = self.surprise, self.surprise.trusted

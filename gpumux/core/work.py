@@ -89,15 +89,13 @@ def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
     else:
         core.log.add((core.now, job.id, event.step, "queued", (job.inflight, event.program), event))
         step = Step(event.step, program, core.now, next(core.arrivals))
-        if event.waited > 0.0:
-            step.waited = event.waited
         if job.paused:
             step.noted = "paused"
             core.tell(job.id, step.id, "waits:paused")
         job.queue.append(step)
         job.inflight += 1
         if job.priority is Priority.HIGH and core.guard is not None:
-            core.guard.submitted(job, core.now)
+            core.guard.submitted(job, step, event.waited, core.now)
         return core.refresh(job)
     job.steps_failed += 1
     return core.refuse(FailStep(job.id, event.step, fault), fault)

@@ -13,10 +13,10 @@ from gpumux.core.controller import MOST_OWED, TAIL_MOST, TOKENS, Account
 from gpumux.core.estimates import HighModel
 from gpumux.core.noise import MOST_DOUBTS, Noise
 from gpumux.core.places import START
-from gpumux.core.queue import PairKey
+from gpumux.core.queue import PairKey, Program, Step
 from gpumux.core.track import KNOWN_STEPS, Track
 from gpumux.device.sim.kernel import Kernel
-from gpumux.model import JobId
+from gpumux.model import Footprint, JobId, ProgramId, StepId
 from gpumux.simulate.run import Simulation
 from tests.core.test_guard_scenarios import SMALL, high, low, pace, world
 
@@ -130,7 +130,7 @@ def known(doubts: int) -> Track:
 def end(track: Track, late: float) -> bool:
     """A step beside low work takes so much longer. Whether the next one is watched for another reason than that it is its turn."""
     track.began, track.shared = 0.0, True
-    track.end_step(SOLO_S + late)
+    track.end_step(Step(StepId(0), Program(ProgramId(0), Footprint(0, 0, 0)), 0.0, 0), SOLO_S + late)
     return track.watched_until > track.steps
 
 
