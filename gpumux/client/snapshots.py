@@ -102,10 +102,14 @@ class Snapshots:
             self._hear()
 
     def _make_room(self, session: Session) -> None:
-        if not self._busy and self._log.has_news:
-            self._asked = session.ask(PrepareSnapshot(0, self._job))
-        while self._busy and self._log.full:
-            self._advance(session)
+        failed = False
+        while self._log.full and not failed:
+            # The one under way may have been taken so early that what followed it alone fills the log: one more, from here.
+            if not self._busy:
+                self._asked = session.ask(PrepareSnapshot(0, self._job))
+            while self._busy and self._log.full:
+                self._advance(session)
+            failed = not self._busy and self._failing
         if self._log.full:
             self._log.give_up()
             log.warning(

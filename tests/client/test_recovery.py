@@ -56,12 +56,11 @@ def turns(run: Run, count: int) -> None:
 
 
 def until_saved(run: Run, number: int = 1) -> None:
-    """Turns until a snapshot was confirmed; few of them, as who writes it is the last to get the processor, and where 400,000 bytes may
-    be kept, 49 turns of 8 KiB must not be over before it is written."""
+    """Turns until a snapshot was confirmed; not as many as can be, as who writes it is the last to get the processor."""
     log = run.job._recovery.told.log
     while not any(point.saved and n >= number for n, point in log._points.items()):
         run.turn()
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.01)
 
 
 def as_undisturbed(run: Run, make: Any) -> None:

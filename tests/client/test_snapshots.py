@@ -176,6 +176,20 @@ def test_when_it_can_be_saved_nowhere_it_goes_on(monkeypatch: pytest.MonkeyPatch
     assert "saved again" in caplog.records[-1].getMessage()
 
 
+def test_a_log_that_fills_behind_the_only_snapshot_waits_for_one_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """After it was given up, nothing older than the snapshot can go: what came while that was written fills it alone."""
+    job = Job(monkeypatch, max_bytes=400)
+    job.log.give_up()
+    job.steps(1)
+    job.steps(60, answering=False)  # the disk is slower than the loop: only waiting brings the answer
+    assert job.log.recoverable
+    assert 0 < job.log.nbytes < 400
+    assert job.daemon.kinds().count(TakeSnapshot) >= 2
+    assert not caplog.records
+
+
 def test_a_refusal_to_prepare_is_tried_again_and_said_once(job: Job, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING)
     job.daemon.prepared = m.Refusal(0, "admission_refused", "no memory", "free some")
