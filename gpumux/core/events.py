@@ -101,12 +101,14 @@ class TransferRequested:
 
 
 class PieceDone(NamedTuple):
-    """`answered`: the step ended with it, and the device has told the client."""
+    """`answered`: the step ended with it, and the device has told the client. `suspended`: seconds between start and end in
+    which it stood still."""
 
     launch: LaunchId
     started: float
     ended: float
     answered: bool = False
+    suspended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

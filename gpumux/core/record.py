@@ -197,7 +197,6 @@ class Record:
         if launch.beside_high:
             seconds = ended - began
             if seconds > 0.0:
-                self.harvested += seconds
                 launch.speed = predicted / seconds
             if launch.spots is not None:
                 for pair, _ in launch.spots:

@@ -102,7 +102,7 @@ def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
 
 
 def piece_done(core: CoreState, event: ev.PieceDone) -> None:
-    seconds = event.ended - event.started
+    seconds = event.ended - event.started - event.suspended
     if seconds < 0.0:
         seconds = 0.0
     launch = core.board.vacate(event.launch, seconds)
@@ -111,6 +111,8 @@ def piece_done(core: CoreState, event: ev.PieceDone) -> None:
     job, step = launch.job, launch.step
     job.device_s += seconds
     if core.guard is not None:
+        if launch.beside_high:
+            core.guard.harvested += seconds
         core.guard.done(launch, event.started, event.ended, core.board)
     if job.state is JobState.CLOSING:
         return None  # its step is answered; only the room in the window was still owed

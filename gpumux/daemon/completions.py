@@ -28,7 +28,7 @@ class Completions:
         self._books = desk.books
         feed = desk.feed
         self.handlers: dict[type, Callable[[Any], None]] = {
-            dev.LaunchDone: lambda e: feed(ev.PieceDone(e.launch, e.started, e.ended, e.answered)),
+            dev.LaunchDone: lambda e: feed(ev.PieceDone(e.launch, e.started, e.ended, e.answered, e.suspended)),
             dev.LaunchFailed: lambda e: feed(ev.PieceFailed(e.launch, e.fault)),
             dev.Recut: lambda e: feed(ev.ProgramReady(e.job, e.program, e.cut, e.pieces, e.bounds)),
             dev.TransferDone: lambda e: feed(ev.TransferEnded(e.job, e.transfer, e.fault)),

@@ -128,12 +128,14 @@ class Recut:
 
 
 class LaunchDone(NamedTuple):
-    """`answered`: it ended its step, and the device has sent the step's answer itself (Answering)."""
+    """`answered`: it ended its step, and the device has sent the step's answer itself (Answering). `suspended`: seconds
+    between start and end in which it stood still and the device did something else, where a device can do that."""
 
     launch: LaunchId
     started: float
     ended: float
     answered: bool = False
+    suspended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,23 @@ def test_a_paused_job_starts_nothing_and_finishes_what_is_out() -> None:
     assert world.done(min(world.launches))[-1] == cmd.StartTransfer("b", 1, True)
 
 
+def test_the_time_a_piece_stood_still_is_nobodys_device_time() -> None:
+    """A low piece of the CPU device gives its core to a high one and goes on afterwards."""
+    world = World("guarded")
+    world.job("a", "high", (1e-3,))
+    world.job("b", "low", (1e-3,))
+    world.steps("a", 1)
+    world.run()
+    world.elapse(1.0)
+    world.steps("b", 1)
+    (low,) = world.launches
+    (finish,) = [c for c in world.done(low, 0.010, 0.009) if isinstance(c, cmd.FinishStep)]
+    assert finish.times.device_s == pytest.approx(0.001)
+    told = world.core.snapshot()
+    assert next(job for job in told["jobs"] if job["job"] == "b")["device_seconds"] == pytest.approx(0.001)
+    assert told["guard"]["harvested_seconds"] == pytest.approx(0.001)
+
+
 def test_negative_times_from_a_device_count_as_nothing() -> None:
     world = World()
     world.job("a")

@@ -177,8 +177,8 @@ class World:
     def end_transfer(self, job: str, transfer: int, fault: Fault | None = None) -> list[cmd.Command]:
         return self.give(ev.TransferEnded(job, transfer, fault))
 
-    def done(self, launch: int, seconds: float = 1e-4) -> list[cmd.Command]:
-        """The device finishes a launch it has; `seconds` is what it measured."""
+    def done(self, launch: int, seconds: float = 1e-4, suspended: float = 0.0) -> list[cmd.Command]:
+        """The device finishes a launch it has; `seconds` is what it measured, in the last `suspended` of which it stood still."""
         piece = self.launches.pop(launch)
         view = self.jobs[piece.job]
         assert view.out[0] == launch, "the test's device broke the order of a job"
@@ -188,7 +188,7 @@ class World:
                 item.done += 1
         started = self.now
         self.now += seconds
-        return self.give(ev.PieceDone(launch, started, self.now), after=0.0)
+        return self.give(ev.PieceDone(launch, started, self.now, False, suspended), after=0.0)
 
     def fail(self, launch: int) -> list[cmd.Command]:
         piece = self.launches.pop(launch)

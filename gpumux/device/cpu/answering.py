@@ -28,15 +28,18 @@ class Answers:
         self._packet = bytearray(packet)
         self._step_at, self._queue_at, self._device_at, self._total_at = step_at, queue_at, device_at, total_at
 
-    def ran(self, launch: int, step: int, piece: int, submitted: float, started: float, ended: float) -> bool:
-        """A piece ran. `submitted` is -1 unless it ends its step and the step may be answered. Whether it was."""
+    def ran(
+        self, launch: int, step: int, piece: int, submitted: float, started: float, ended: float, suspended: float
+    ) -> bool:
+        """A piece ran, and stood still for `suspended` seconds. `submitted` is -1 unless it ends its step and the step may be
+        answered. Whether it was."""
         if piece == 0:
             self._started, self._device_s = started, 0.0
-        self._device_s += ended - started
+        self._device_s += max(0.0, ended - started - suspended)
         if submitted < 0.0 or self.lane is None:
             return False
         # Before the answer: its client's next message may reach the daemon before we tell.
-        PAGE_TIMES.pack_into(self._page, PAGE_TIMES_AT, started, ended)
+        PAGE_TIMES.pack_into(self._page, PAGE_TIMES_AT, started, ended, suspended)
         PAGE_LAUNCH.pack_into(self._page, PAGE_LAUNCH_AT, launch)
         answered = self.answer(step, self._started - submitted, self._device_s, ended - submitted)
         if not answered:

@@ -54,13 +54,13 @@ def answer(executor: Executor, schedule: Schedule[Command], tag: int, body: memo
     """The events a message of an executor amounts to. Commands answered leave the schedule."""
     job = executor.job
     if tag == DONE:
-        launch, started, ended, answered = _DONE.unpack(body)
+        launch, started, ended, answered, suspended = _DONE.unpack(body)
         if launch == executor.told:
             if not answered:  # it had to give up after it had said that it would
                 executor.failure = Fault("job_failed", "an answer was lost: the client does not read", "read answers")
             return []
         schedule.done(job)
-        return [LaunchDone(LaunchId(launch), started, ended, answered)]
+        return [LaunchDone(LaunchId(launch), started, ended, answered, suspended)]
     if tag == RAN:
         return []  # what ran is on its page, for who asks; now somebody will
     said = unpack(body)

@@ -47,17 +47,17 @@ MAX_FDS = 4
 (DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, RAN, RETURNED) = range(16, 26)
 
 LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
-DONE_BODY = struct.Struct("<Bqdd?")  # tag, launch, started, ended, answered
+DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended
 
 
 # On an executor's page, after the operator it runs (4 bytes): the launch whose step it answered last,
 # written after its times, so that who finds the launch there finds them, too.
-PAGE_TIMES, PAGE_TIMES_AT = struct.Struct("<dd"), 8  # started, ended
-PAGE_LAUNCH, PAGE_LAUNCH_AT = struct.Struct("<q"), 24
+PAGE_TIMES, PAGE_TIMES_AT = struct.Struct("<ddd"), 8  # started, ended, suspended
+PAGE_LAUNCH, PAGE_LAUNCH_AT = struct.Struct("<q"), 32
 
 # Then, for the steps it takes from the lane itself (lending.py): how many it ever took, ran to their end, and how many
 # of these the daemon has read (which the daemon writes); and a ring of the newest.
-COUNT, TAKEN_AT, RAN_AT, READ_AT = struct.Struct("<Q"), 32, 40, 48
+COUNT, TAKEN_AT, RAN_AT, READ_AT = struct.Struct("<Q"), 40, 48, 56
 RING_AT, RING_STEPS, RING_STRIDE = 256, 64, 48
 RING_ENTRY = struct.Struct("<qqIddd?")  # contract.StepRan
 

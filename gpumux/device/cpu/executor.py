@@ -52,6 +52,7 @@ from gpumux.device.cpu.niceness import renice
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.operands import allocate, over
 from gpumux.device.cpu.randomness import move_generator
+from gpumux.device.cpu.stopwatch import Waits
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
 from gpumux.program.ir import ALIGN, aligned
@@ -73,6 +74,7 @@ class Executor:
         self._programs: dict[int, LoadedProgram] = {}
         self._numerics = CurrentNumerics()
         self._python_s = python_cost()
+        self._waits = Waits() if settings["nice"] else None  # None: it gives way to nobody
 
     def serve(self) -> None:
         """Until the daemon closes the channel (EOFError) or the job fails (returns)."""
@@ -100,7 +102,7 @@ class Executor:
             elif tag == RECALL and self._lent is not None:
                 self._give_back(self._lent.packet)
             elif tag == NICE:
-                renice(unpack(body)[0])
+                self._renice(unpack(body)[0])
             elif tag == CUT:
                 self._aim(*unpack(body))
             elif tag == TRANSFER:
@@ -112,6 +114,8 @@ class Executor:
         """Run a piece and say so; whether the job lives on."""
         launch, step, program, cut, piece, slot, submitted = _LAUNCH_BODY.unpack_from(body)
         scalars = unpack(_take(fds[0]) if fds else body[_HEAD:]) if piece == 0 else None
+        waits = self._waits
+        before = waits.seconds() if waits is not None else 0.0
         started = monotonic()
         try:
             loaded = self._programs.get(program)
@@ -123,11 +127,16 @@ class Executor:
             self._channel.send(FAILED, [launch, error.code, error.message, error.remedy])
             return False
         ended = monotonic()
-        answered = self._answers.ran(launch, step, piece, submitted, started, ended)
-        self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered))
+        suspended = waits.seconds() - before if waits is not None else 0.0
+        answered = self._answers.ran(launch, step, piece, submitted, started, ended, suspended)
+        self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
         if ended_step:
             self._recut(program, loaded)
         return True
+
+    def _renice(self, nice: int) -> None:
+        renice(nice)
+        self._waits = Waits() if nice else None
 
     def _borrow(self, token: int, head: bytes, last: int, terms: Any, first: bytes) -> None:
         """Read the lane we answer on ourselves, from now on."""

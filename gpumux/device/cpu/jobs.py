@@ -147,8 +147,8 @@ class Executor(Charges):
         """What became of a launch whose step the process has answered, though it has not said so yet."""
         if launch.submitted is None or PAGE_LAUNCH.unpack_from(self.page, PAGE_LAUNCH_AT)[0] != launch.launch:
             return None
-        started, ended = PAGE_TIMES.unpack_from(self.page, PAGE_TIMES_AT)
-        return LaunchDone(launch.launch, started, ended, answered=True)
+        started, ended, suspended = PAGE_TIMES.unpack_from(self.page, PAGE_TIMES_AT)
+        return LaunchDone(launch.launch, started, ended, True, suspended)
 
     def crash(self, launch: Launch | None) -> Fault:
         """Why the job is lost when the process said nothing before it ended."""

@@ -45,6 +45,21 @@ def waited() -> float:
         os.close(file)
 
 
+class Waits:
+    """`waited` for a thread that asks before and after each piece: a fifth of the cost, as the file stays open. For the
+    thread that makes it."""
+
+    def __init__(self) -> None:
+        self._file = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC) if _counted() else -1
+
+    def seconds(self) -> float:
+        return 1e-9 * int(os.pread(self._file, 128, 0).split()[1]) if self._file >= 0 else 0.0
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
 @cache
 def _counted() -> bool:
     """Whether the kernel keeps such statistics."""

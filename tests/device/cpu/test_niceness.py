@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 
 import pytest
 
 from gpumux.device.contract import Regrading
-from gpumux.device.cpu import niceness
+from gpumux.device.cpu import niceness, stopwatch
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.model import JobId, Priority
 from tests.device.cpu.test_crashes import children, zygote
@@ -43,6 +44,30 @@ def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> N
             assert of_threads(pid) == {nice}
         device.regrade(JobId("f" * 32), Priority.LOW)  # of nobody: nothing happens
     finally:
+        driver.finish()
+        device.close()
+
+
+@pytest.mark.skipif(not stopwatch._counted(), reason="this kernel does not count what a thread waits for a core")
+@pytest.mark.parametrize("priority", [Priority.LOW, Priority.HIGH])
+def test_a_piece_that_gives_its_core_away_says_for_how_long_it_stood_still(priority: Priority) -> None:
+    core = min(os.sched_getaffinity(0))
+    device = CASE.narrow()
+    device.open()
+    driver = Driver(CASE, device)
+    neighbour = subprocess.Popen(["sh", "-c", "while :; do :; done"])
+    try:
+        before = set(children(zygote(device)))
+        job = driver.open(priority=priority)
+        program = job.load(samples.dropout(1 << 16))
+        (pid,) = set(children(zygote(device))) - before
+        for process in (pid, neighbour.pid):
+            os.sched_setaffinity(process, {core})
+        stood = [done.suspended for _ in range(20) for done in job.step(program)]
+        assert (max(stood) > 0.0) == (priority is Priority.LOW)  # a high job gives way to nobody, and does not look
+    finally:
+        neighbour.kill()
+        neighbour.wait()
         driver.finish()
         device.close()
 

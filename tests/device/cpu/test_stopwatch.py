@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpumux.device.cpu import stopwatch
-from gpumux.device.cpu.stopwatch import Stopwatch, waited
+from gpumux.device.cpu.stopwatch import Stopwatch, Waits, waited
 from tests.device.cpu.test_equality import Bench, as_in_an_executor  # noqa: F401
 from tests.program import samples
 
@@ -44,6 +44,16 @@ def test_where_the_kernel_counts_nothing_the_clock_is_believed(
     watch = Stopwatch()
     watch.start()
     assert watch.stop() == 0.5
+
+
+def test_who_asks_often_hears_the_same(statistics: Path) -> None:
+    waits = Waits()
+    assert waits.seconds() == 0.0
+    statistics.write_text("6000000 400000000 9\n")
+    assert waits.seconds() == waited() == pytest.approx(0.4)
+    stopwatch._counted.cache_clear()
+    statistics.unlink()
+    assert Waits().seconds() == 0.0
 
 
 def test_it_is_the_thread_that_asks_whose_waiting_counts() -> None:
