@@ -51,6 +51,9 @@ class ReadyQueue:
         self._another: Job | None = None  # who may be launched out of turn
         self._patience = self._turns = 0  # and how often it may still be held or launched before it is somebody else
         self._looked = 0  # where that one was found
+        self._second: Job | None = None  # what `following` found,
+        self._third: Job | None = None
+        self._found = False  # which is so still
 
     def key(self, job: Job) -> float:
         """What jobs are ordered by. Here: arrival of the step at the head, across all jobs."""
@@ -62,6 +65,7 @@ class ReadyQueue:
         self._push(job)
 
     def leave(self, job: Job) -> None:
+        self._found = False
         if job.entry:
             job.entry = 0
             self.size -= 1
@@ -71,6 +75,7 @@ class ReadyQueue:
     def forget(self, job: Job) -> None:
         """Leave, and drop even outdated entries, so that nothing refers to the job any more."""
         self.leave(job)
+        self._second = self._third = None
         if self._another is job:
             self._another = None
         self._heap = [entry for entry in self._heap if entry[2] is not job]
@@ -93,10 +98,16 @@ class ReadyQueue:
         return None
 
     def following(self) -> list[Job]:
-        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after `first`.
+        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after `first`."""
+        if not self._found:
+            self._look()
+        second, third = self._second, self._third
+        if second is None:
+            return []
+        return [second] if third is None else [second, third]
 
-        None below an entry in the heap comes before it, so few are looked at: each before those below it, left before right.
-        """
+    def _look(self) -> None:
+        """None below an entry in the heap comes before it, so few are looked at: each before those below it, left before right."""
         heap = self._heap
         second: Job | None = None
         third: Job | None = None
@@ -118,9 +129,7 @@ class ReadyQueue:
                 at = (at >> 1) - 1
             if at:
                 at += 1
-        if second is None:
-            return []
-        return [second] if third is None else [second, third]
+        self._second, self._third, self._found = second, third, True
 
     def another(self, first: Job, than: list[Job]) -> Job | None:
         """A ready job that is neither the first nor one of these few: the same one as before, until it was held so many times in
@@ -140,6 +149,7 @@ class ReadyQueue:
 
     def charge(self, job: Job, predicted: float) -> None:
         """A piece of `predicted` seconds was launched."""
+        self._found = False
         if job is self._another:
             self._turns -= 1
             self._patience = PATIENCE if self._turns > 0 else 0
@@ -157,6 +167,7 @@ class ReadyQueue:
         assert len(self._heap) <= 2 * self.size + SPARE, f"{len(self._heap)} heap entries for {self.size} ready jobs"
 
     def _push(self, job: Job) -> None:
+        self._found = False
         key = self.key(job)
         self._number = job.entry = number = self._number + 1
         job.entry_key = key
@@ -194,6 +205,7 @@ class FairQueue(ReadyQueue):
         job.pending += (predicted if predicted > MIN_COST_S else MIN_COST_S) / job.weight
 
     def settle(self, job: Job, predicted: float, measured: float) -> None:
+        self._found = False
         if job.outstanding:
             charged = max(predicted, MIN_COST_S) / job.weight
             job.pending = max(0.0, job.pending - charged)

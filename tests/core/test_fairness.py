@@ -218,6 +218,7 @@ def test_who_follows_the_first_is_found_whatever_is_out_of_date(moves: list[tupl
             assert not ready
             continue
         others = [job for job in ready if job is not first]
+        assert queue.following() == queue.following()
         found = queue.following()
         assert len(found) == min(2, len(others)) == len({id(job) for job in found})
         assert all(job in others for job in found)
