@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from gpumux.core.bans import Ban
 from gpumux.core.cells import Spot
-from gpumux.core.estimates import Pair
+from gpumux.core.estimates import HighModel
 from gpumux.core.holds import Hold
+from gpumux.core.pairs import Pair
 from gpumux.core.queue import Job, Step
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Answer:
     expected = 0.0  # excess high seconds
     beside: list[Running] | None = None  # high jobs that run
     spots: list[tuple[Pair, Spot]] | None = None  # where it would begin, beside those
-    gaps: list[Pair] | None = None  # of idle jobs, one of whose steps may come during it
+    gaps: list[HighModel] | None = None  # of idle jobs, one of whose steps may come during it
     probe: Ban | None = None
     probed: Track | None = None
     exploring: Track | None = None

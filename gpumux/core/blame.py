@@ -8,7 +8,8 @@ from typing import Final, TypeAlias
 from gpumux.core.board import Launch
 from gpumux.core.cells import GAP, Cell
 from gpumux.core.controller import Account
-from gpumux.core.estimates import HighModel, Pair
+from gpumux.core.estimates import HighModel
+from gpumux.core.pairs import Pair
 from gpumux.core.queue import Job
 from gpumux.model import LaunchId
 
@@ -58,7 +59,8 @@ class Recent:
                     if doubts == 1 or pair.believes(spot, peak, doubts, much):
                         pair.learn(spot, launch.blamed, peak, seconds, step, launch.exposed)
             if launch.caught and launch.gaps is not None:
-                for pair in launch.gaps:
+                for model in launch.gaps:
+                    pair = model.pair(launch.key)
                     spot = (GAP, 3, launch.step.spans[launch.piece])
                     if doubts == 1 or pair.believes(spot, peak, doubts, much):
                         pair.learn(spot, launch.blamed, peak, seconds, step, launch.exposed)

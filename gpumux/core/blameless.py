@@ -38,7 +38,7 @@ def outlier(track: Track) -> list[str]:
     model, slowest = track.model, max(track.ratios, default=1.0)
     if model is None or slowest <= 1.0 + WILD * track.account.slack:
         return []
-    known = max([low.cell.upper for pair in model.pairs.values() for low in pair.lows.values()], default=0.0)
+    known = max([low.bound for pair in model.pairs.values() for low in pair.lows.values()], default=0.0)
     if known > (slowest - 1.0) / 4 * track.solo_step():
         return []
     ago = len(track.ratios) - 1 - list(track.ratios).index(slowest)

@@ -15,7 +15,8 @@ from gpumux.model import LaunchId, Priority
 
 if TYPE_CHECKING:
     from gpumux.core.cells import Cell, Spot
-    from gpumux.core.estimates import Pair
+    from gpumux.core.estimates import HighModel
+    from gpumux.core.pairs import Pair
 
 
 class Limit(NamedTuple):
@@ -54,7 +55,7 @@ class Launch:
     overlap = 0.0  # seconds beside the high piece that ended last
     weight = 0.0  # what part of its excess is taken to be this one's, over what others' are
     spots: list[tuple[Pair, Spot]] | None = None
-    gaps: list[Pair] | None = None
+    gaps: list[HighModel] | None = None
     touched: list[Cell] | None = None
 
     def __init__(

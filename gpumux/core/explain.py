@@ -11,10 +11,11 @@ from math import inf
 
 from gpumux.core.bans import Ban
 from gpumux.core.blameless import by_itself, outlier
-from gpumux.core.estimates import MAX_RATE, HighModel
+from gpumux.core.estimates import HighModel
 from gpumux.core.figures import promise
 from gpumux.core.holds import Hold
 from gpumux.core.interference import Guard
+from gpumux.core.pairs import MAX_RATE
 from gpumux.core.queue import Job, Step
 from gpumux.core.starving import starved_steps, too_long
 from gpumux.core.state import CoreState
@@ -170,7 +171,7 @@ def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
         lines.append(f"It is held since {hold.since:.6f} ({(core.now - hold.since) * 1e3:.3f} ms): {held(core, hold)}.")
     elif not job.blocked():
         lines.append(_turn(core, guard, job))
-    totals = guard.holds.of(job.id, core.now)
+    totals = guard.holds.of(job, core.now)
     if totals:
         told = ", ".join(f"{reason} {seconds * 1e3:.3f} ms" for reason, seconds in totals.items())
         lines.append(f"Since it opened it was held for {sum(totals.values()) * 1e3:.3f} ms in all: {told}.")

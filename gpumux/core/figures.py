@@ -56,7 +56,7 @@ def job_figures(guard: Guard, job: Job, now: float) -> dict[str, Any] | None:
                 "since": hold.since,
                 "until": hold.until if hold.until < float("inf") else None,
             },
-            "held_seconds": guard.holds.of(job.id, now),
+            "held_seconds": guard.holds.of(job, now),
             "too_long": None if long is None else {"piece_seconds": long[0], "fits_seconds": long[1]},
         }
     track = guard.tracks.get(job.id)

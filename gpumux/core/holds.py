@@ -34,12 +34,11 @@ class Hold:
 
 
 class Holds:
-    __slots__ = ("_asked", "_seconds", "_totals", "fresh", "newest", "reason")
+    __slots__ = ("_asked", "_seconds", "fresh", "newest", "reason")
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(REASONS, 0.0)
         self.newest: dict[JobId, Hold] = {}  # of those held now, who is for longest first
-        self._totals: dict[JobId, dict[str, float]] = {}  # by job, seconds by reason of holds that are over
         self.fresh: list[tuple[JobId, Hold]] = []  # who was not held before the event
         self.reason = ""  # of the low job whose turn it is
         self._asked = 0.0
@@ -72,7 +71,7 @@ class Holds:
         if old.reason == hold.reason:
             hold.begun = old.begun
         else:
-            self._count(job.id, old, now)
+            self._count(job, old, now)
             hold.begun = now
 
     def freed(self, job: Job, now: float) -> None:
@@ -81,22 +80,17 @@ class Holds:
         if old is not None:
             job.hold = None
             del self.newest[job.id]
-            self._count(job.id, old, now)
+            self._count(job, old, now)
 
-    def of(self, job: JobId, now: float) -> dict[str, float]:
+    def of(self, job: Job, now: float) -> dict[str, float]:
         """Seconds for which the low job was held since it opened, by reason, the longest first."""
-        found = dict(self._totals.get(job, {}))
-        hold = self.newest.get(job)
+        found = dict(job.held_s)
+        hold = job.hold
         if hold is not None:
             found[hold.reason] = found.get(hold.reason, 0.0) + now - hold.begun
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def forget(self, job: Job, now: float) -> None:
-        self.freed(job, now)
-        self._totals.pop(job.id, None)
-
-    def _count(self, job: JobId, hold: Hold, now: float) -> None:
-        totals = self._totals.get(job)
-        if totals is None:
-            totals = self._totals[job] = {}
-        totals[hold.reason] = totals.get(hold.reason, 0.0) + now - hold.begun
+    def _count(self, job: Job, hold: Hold, now: float) -> None:
+        before = job.held_s.get(hold.reason)
+        seconds = now - hold.begun
+        job.held_s[hold.reason] = seconds if before is None else before + seconds

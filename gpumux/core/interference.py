@@ -16,17 +16,18 @@ from gpumux.core.answers import Answer
 from gpumux.core.bans import Ban
 from gpumux.core.board import Board
 from gpumux.core.cells import FLOOR_S, GAP, Spot
-from gpumux.core.estimates import KNOWN, Pair
+from gpumux.core.estimates import KNOWN
 from gpumux.core.holds import Hold
 from gpumux.core.lookahead import Cost, overlap_cost
 from gpumux.core.lull import between, foreseen
 from gpumux.core.moments import appointment, exposed, next_loses, where
+from gpumux.core.pairs import Pair
 from gpumux.core.places import MOMENTS, WORTH_S, Place, Plan
 from gpumux.core.queue import Job, PairKey, Piece, Span, Step
 from gpumux.core.record import LEAST_SPEED
 from gpumux.core.scene import Running, Scene
 from gpumux.core.track import LEARNING_STEPS, LEAST_PRICE, STARVED, Track
-from gpumux.core.trying import may_risk, may_try
+from gpumux.core.trying import may_look, may_risk, may_try
 from gpumux.core.waiting import EVERYBODY, Waiting
 from gpumux.model import Priority
 
@@ -70,7 +71,7 @@ class Guard(Waiting):
         else:
             answer = Answer(1.0, seconds)
             if scene.idle:
-                self._between(answer, program.on(1.0), span, scene, end, now)
+                self._between(answer, program.whole, span, scene, end, now)
         if answer.hold is None:
             self.admitted = answer
             return answer.share
@@ -111,8 +112,9 @@ class Guard(Waiting):
             held = between(track, key, span, answer, scene, end, soonest, now)
             if held is None:
                 continue
-            learning = held.reason == "gap" and track.steps < LEARNING_STEPS
-            if learning and answer.gaps and may_try(track, None, answer.gaps[-1], (GAP, 3, span), None, now):
+            learning = held.reason == "gap" and track.steps < LEARNING_STEPS and may_look(track)
+            model = track.model
+            if learning and model is not None and may_try(track, None, model.pair(key), (GAP, 3, span), None, now):
                 answer.probed = answer.exploring = track
             elif latest is None or held.until > latest.until:  # before that it would be asked in vain
                 latest = held
@@ -206,7 +208,7 @@ class Guard(Waiting):
             pair = model.pair(key)
             speed = pair.speed
             if share < 1.0 and not pair.known:
-                speed = share * model.pair(piece.program.on(1.0)).speed
+                speed = share * model.pair(piece.program.whole).speed
             alike = pair.lows.get(piece.span)
             lasts = alike.seconds if alike is not None else seconds / (speed if speed > LEAST_SPEED else LEAST_SPEED)
             answer.seconds = lasts if alike is not None else max(answer.seconds, lasts)
@@ -251,7 +253,7 @@ class Guard(Waiting):
         places, expected, upper = pair.places, 0.0, 0.0
         known = pair.launches.get(spot)
         if known is not None:
-            expected, upper = max(0.0, known.cell.mean), known.upper
+            expected, upper = max(0.0, known.mean), known.upper
         elif moment in MOMENTS and places.of(span).learned:
             answer.exploring = high.track
             expected = places.expected(span, at, moment, pair.effects) * (answer.exposed if at == len(refs) else 1.0)
@@ -259,10 +261,10 @@ class Guard(Waiting):
         else:
             known = pair.lows.get(span)
             if known is not None:
-                expected = answer.exposed * max(0.0, known.cell.mean, places.of(span).base)
+                expected = answer.exposed * max(0.0, known.mean, places.of(span).base)
                 upper = answer.exposed * max(known.upper, known.worst, places.of(span).worst)
         if known is not None and (
-            not pair.any_ban or (moment in MOMENTS and spot in pair.launches and known.cell.count > 1)
+            not pair.any_ban or (moment in MOMENTS and spot in pair.launches and known.count > 1)
         ):
             return Cost(expected, max(0.0, upper), at, -1), wraps, spot
         end = start + STRETCH * lasts
@@ -271,14 +273,14 @@ class Guard(Waiting):
             cost.expected, cost.upper = expected, max(0.0, upper)
             return cost, wraps, spot
         answer.exploring = high.track
-        whole = high.model.pairs.get(piece.program.on(1.0))
+        whole = high.model.pairs.get(piece.program.whole)
         known = whole.lows.get(span) if whole is not None else None
         if known is None:
             answer.unknown = True
             return cost, wraps, spot
         # On a smaller share it costs about as much, but over more steps.
         spread = answer.exposed * (min(1.0, high.model.total / lasts) if lasts > 0.0 else 1.0)
-        expected = max(0.0, answer.exposed * known.cell.mean)
+        expected = max(0.0, answer.exposed * known.mean)
         cost.expected, cost.upper = expected, max(cost.upper, known.upper * spread)
         return cost, wraps, spot
 

@@ -73,7 +73,7 @@ class Gaps:
     `short` one that nine of ten exceed, `least` one that all but one in a hundred do; a job away for more than `longest` is idle:
     for longer than ever, or, unless it is `erratic`, for many usual ones. All are 0.0 while none is known."""
 
-    __slots__ = ("_behind", "_newest", "_widest", "apart", "erratic", "least", "longest", "short", "sorted", "usual")
+    __slots__ = ("_behind", "_newest", "_widest", "erratic", "least", "longest", "short", "sorted", "usual")
 
     def __init__(self) -> None:
         self.sorted: list[float] = []
@@ -82,25 +82,23 @@ class Gaps:
         self._newest: deque[float] = deque()
         self._widest = -1, 0.0  # neighbours farthest apart: where they lie (-1: not looked for), how far
         self._behind = NOT_LOOKED_FOR  # the same of those from where on
-        self.apart: list[float] = []  # how much longer the next one is than each of `sorted`; one fewer
 
     def add(self, seconds: float) -> None:
-        known, apart = self.sorted, self.apart
+        known = self.sorted
         widest, found = self._widest
         sure = widest >= 0  # it is known, and still will be: looking for it costs more than all else here
         if len(self._newest) == GAPS:
             at = _before(known, self._newest.popleft())
-            if at == len(apart):
+            del known[at]
+            if at == len(known):
                 sure = sure and widest != at - 1
-                del known[at], apart[-1]
             else:
                 if at == 0:
                     sure = sure and widest != 0
-                del known[at], apart[at]
                 if widest >= at:
                     widest -= 1
                 if at:
-                    both = apart[at - 1] = known[at] - known[at - 1]
+                    both = known[at] - known[at - 1]
                     if both >= found:
                         widest, found = at - 1, both
         self._newest.append(seconds)
@@ -108,9 +106,7 @@ class Gaps:
         known.insert(at, seconds)
         if at + 1 < len(known):
             beyond = known[at + 1] - seconds
-            apart.insert(at, beyond)
             if at:
-                apart[at - 1] = seconds - known[at - 1]
                 sure = sure and widest != at - 1
             if widest >= at:
                 widest += 1
@@ -118,7 +114,6 @@ class Gaps:
                 widest, found = 0, beyond
         elif at:
             beyond = seconds - known[at - 1]
-            apart.append(beyond)
             if beyond > found:
                 widest, found = at - 1, beyond
         self._widest = (widest, found) if sure else (-1, 0.0)
@@ -145,19 +140,19 @@ class Gaps:
 
     def denser(self, behind: int, apart: float) -> bool:
         """Whether no two neighbours among the gaps from the shortest but `behind` on are so far apart."""
-        distances = self.apart
+        known = self.sorted
         at, found = self._widest
         if at < 0:
-            if not distances:
+            if len(known) < 2:
                 return apart > 0.0
-            at, found = _widest(distances, 0)
+            at, found = _widest(known, 0)
             self._widest = at, found
         if behind <= at or found < apart:
             return found < apart
         # Of fewer gaps the widest is the same up to where it lies, and no more behind that.
         start, at, found = self._behind
         if behind < start or (behind > at and found >= apart):
-            at, found = _widest(distances, behind)
+            at, found = _widest(known, behind)
             self._behind = behind, at, found
         return found < apart
 
@@ -210,12 +205,14 @@ def _before(known: list[float], seconds: float) -> int:
     return first
 
 
-def _widest(distances: list[float], start: int) -> tuple[int, float]:
-    """Where the largest from `start` on lies, and what it is; 0.0 where there are no more. The library's `max` and `index` take
-    seven times as long where this is compiled."""
-    at, found = start, 0.0
-    for place in range(start, len(distances)):
-        distance = distances[place]
-        if distance > found:
-            at, found = place, distance
+def _widest(known: list[float], start: int) -> tuple[int, float]:
+    """After which of these, in order, from `start` on the next one is farthest away, and how far; 0.0 where there are no more."""
+    at, found, last = start, 0.0, len(known) - 1
+    if start < last:
+        one = known[start]
+        for place in range(start, last):
+            other = known[place + 1]
+            if other - one > found:
+                at, found = place, other - one
+            one = other
     return at, found

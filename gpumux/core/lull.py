@@ -40,18 +40,17 @@ def between(
     if track.calibrating and gaps.within(behind, waited, seconds) > SPOILS:
         clear = wait(gaps, behind, seconds, 0.0, inf, 0.0, 0.0, SPOILS)
         return Hold("calibration", track.job.id, -1, None, since + clear)
-    pair = model.pair(key)
     if answer.gaps is None:
-        answer.gaps = [pair]
+        answer.gaps = [model]
     else:
-        answer.gaps.append(pair)
-    delay = pair.caught.get(span) or pair.lows.get(span)
+        answer.gaps.append(model)
+    delay = model.delay(key, span)
     if delay is not None:
-        known, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.cell.mean
+        known, mean = delay.upper if delay.upper > delay.worst else delay.worst, delay.mean
         if mean < 0.0:
             mean = 0.0
         # Where it was seen seldom, another one may reach further into the step.
-        worst = max(known, OVERLAPPING * seconds) if delay.cell.count < CREDIBLE and not may_risk(track) else known
+        worst = max(known, OVERLAPPING * seconds) if delay.count < CREDIBLE and not may_risk(track) else known
         few = worst > known
     elif may_risk(track):
         answer.exploring = track
@@ -61,9 +60,10 @@ def between(
         worst = mean = OVERLAPPING * seconds
     account = track.account
     rare = RARE if track.surprise.trusts(key.low) else 0.0
-    if scene.free_at > now and scene.free_at > soonest and (alike := pair.lows.get(span)) is not None:
-        # It would begin after the step only.
-        worst = max(worst, alike.upper, pair.places.of(span).worst)
+    if scene.free_at > now and scene.free_at > soonest:
+        pair = model.pair(key)
+        if (alike := pair.lows.get(span)) is not None:  # it would begin after the step only
+            worst = max(worst, alike.upper, pair.places.of(span).worst)
     # A launch that is over so soon after the step came can't delay it by much more.
     most = OVERLAPPING * (end - soonest) if soonest > now else inf  # as `outlasted` says
     expected = mean if mean < most else most
@@ -147,11 +147,13 @@ def wait(
             apart -= room / OVERLAPPING
         if gaps.denser(first, apart):
             return longest
-    distances, looked = gaps.apart, 0
+    looked, longer = 0, known[first]
     for behind in range(first + 1, count):  # this is `bearable` and `outlasted`, written out: calls would cost most
-        if distances[behind - 1] < apart:
+        at, coming = longer, known[behind]
+        longer = coming
+        if coming - at < apart:
             continue
-        at, coming = known[behind - 1] + ASIDE_S, known[behind]
+        at += ASIDE_S
         if at >= gaps.longest:
             break
         if coming <= at:  # that one has passed by then, too

@@ -21,7 +21,7 @@ from gpumux.core.cells import CREDIBLE, FORGET, Spot
 from gpumux.core.queue import Span
 
 if TYPE_CHECKING:
-    from gpumux.core.estimates import Pair
+    from gpumux.core.pairs import Pair
 
 START: Final = 0  # the moment of a launch that begins together with a high piece
 HEARD: Final = 1  # as soon as the host has heard that it began
@@ -224,7 +224,7 @@ class Places:
             for known in pair.spots.get(low, ()):
                 index, upper = known.index, known.upper
                 if upper <= limit and (0 <= index < count or (pauses and index == count)):
-                    mean = known.cell.mean
+                    mean = known.mean
                     cost = mean if mean > 0.0 else 0.0
                     score, other = price * cost + time, found[index]
                     if other is None or score < other.score:
@@ -265,11 +265,11 @@ class Places:
                             continue
                         if known.promises(limit):
                             if other is None or other.score > 0.0:
-                                at[index] = Place(share, known.cell.mean, known.peak, 0.0, False)
+                                at[index] = Place(share, known.mean, known.peak, 0.0, False)
                             continue
                         if step - known.seen < PROBE_EVERY:
                             continue
-                        cost, hope = max(cost, known.cell.mean), 1.0
+                        cost, hope = max(cost, known.mean), 1.0
                     if fear > feared or UNTRIED * cost > feared:  # as `feared` says
                         continue
                     rank = price * hope * cost
@@ -293,6 +293,6 @@ class Places:
             if known is not None:
                 if known.upper <= limit or (step - known.seen < PROBE_EVERY and not known.promises(limit)):
                     continue
-                cost, hope = max(cost, known.cell.mean), 1.0
+                cost, hope = max(cost, known.mean), 1.0
             if max(UNTRIED * cost, WORSE * felt * self.of(low).worst) <= feared:
                 yield Place(share, hope * cost, cost, price * hope * cost, False)

@@ -47,14 +47,14 @@ class PairKey:
         return hash(self.low)
 
 
-# The operators of a piece, whatever cut it belongs to: what is known of a launch is known by them. A word, as no key of a dict is
-# found faster: it is there once, and so is its hash.
+# The operators of a program's piece, whatever cut it belongs to: what is known of a launch is known by them. A word, as no key of a
+# dict is found faster: it is there once, and so is its hash.
 Span: TypeAlias = str
 
 
-def spans(bounds: Sequence[int]) -> tuple[Span, ...]:
-    """Those of each piece."""
-    return tuple([intern(f"{start}-{end}") for start, end in pairwise(bounds)])
+def spans(program: str, bounds: Sequence[int]) -> tuple[Span, ...]:
+    """Those of each piece of the program with this key."""
+    return tuple([intern(f"{start}-{end} of {program}") for start, end in pairwise(bounds)])
 
 
 class Piece:
@@ -84,8 +84,12 @@ class Program:
     )
     operators: tuple[str, ...] = ()
     key: str = ""  # equal programs of any job have equal ones, where the device says so
-    keys: list[PairKey] = field(default_factory=list)
     asked: dict[Span, Piece] = field(default_factory=dict)
+    whole: PairKey = field(init=False)  # what the guard knows it by, as a low program on all of the device
+    shares: list[PairKey] = field(default_factory=list)  # the same on parts of it
+
+    def __post_init__(self) -> None:
+        self.whole = PairKey(self.key, 1.0)
 
     @property
     def ready(self) -> bool:
@@ -93,11 +97,13 @@ class Program:
 
     def on(self, share: float) -> PairKey:
         """What the guard knows it by, as a low program on a share of the device."""
-        for known in self.keys:  # a few at most
+        if share == 1.0:
+            return self.whole
+        for known in self.shares:  # a few at most
             if known.share == share:
                 return known
         made = PairKey(self.key, share)
-        self.keys.append(made)
+        self.shares.append(made)
         return made
 
     def piece(self, span: Span, seconds: float) -> Piece:
@@ -181,6 +187,7 @@ class Job:
     steps_done: int = 0
     steps_failed: int = 0
     device_s: float = 0.0
+    held_s: dict[str, float] = field(default_factory=dict)  # by reason, of holds that are over
 
     def busy(self) -> bool:
         """Something submitted is not answered yet."""

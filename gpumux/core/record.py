@@ -338,7 +338,7 @@ class Record:
             self._last_high = None
         self.rest = self._rest = self.asked = None
         self._calm = 0.0  # one that was idle for longer may be looked out for again
-        self.holds.forget(job, now)
+        self.holds.freed(job, now)
         if self.bans.forget(job.id):
             for model in self.models.all():
                 model.unban()

@@ -28,7 +28,7 @@ def too_long(guard: Guard, job: Job) -> tuple[float, float] | None:
         return None
     step, seconds = job.head_step(), job.next_seconds()
     spans = step.spans if step.launched else step.program.spans
-    pair = track.model.pairs.get(step.program.on(1.0))
+    pair = track.model.pairs.get(step.program.whole)
     known = pair.lows.get(spans[step.launched]) if pair is not None else None
     fits = track.gaps.short
     if known is not None and known.peak > 0.0:  # what it costs is about in proportion to its length

@@ -8,7 +8,7 @@ from typing import Final
 from gpumux.core.bans import PROBE_EVERY, Ban
 from gpumux.core.cells import CREDIBLE, Spot
 from gpumux.core.controller import TOKEN_RATE
-from gpumux.core.estimates import Pair
+from gpumux.core.pairs import Pair
 from gpumux.core.places import CAREFUL, MOMENTS, Plan
 from gpumux.core.track import LEARNING_STEPS, STARVED, Track
 
@@ -19,6 +19,12 @@ def may_risk(track: Track) -> bool:
     """Whether a launch of which nothing is known may be made: while the job is new, and later one a step as long as there is a
     token to lose by it. So programs nobody knows may be as many as they like."""
     return track.steps < LEARNING_STEPS or (track.account.tokens >= 1.0 and track.explored_step < track.steps)
+
+
+def may_look(track: Track) -> bool:
+    """Whether it is the time to let out one launch that should not be made while the job is new: one a step, and not where the
+    job has lost what it may."""
+    return track.account.balance > 0.0 and track.explored_step < track.steps
 
 
 def may_try(
@@ -32,7 +38,7 @@ def may_try(
         return False  # one a step, or a token would buy as many tries as there are low jobs
     if ban is not None:
         return ban.until <= now and not ban.probing
-    if learning and (track.account.balance <= 0.0 or track.explored_step >= track.steps):
+    if learning and not may_look(track):
         return False
     fed = pair.places.fed
     if plan is not None:
@@ -52,7 +58,7 @@ def may_try(
     known, alike = pair.launches.get(spot), pair.lows.get(spot[2])
     if known is not None and known.seen > fresh:
         return False
-    if alike is not None and alike.cell.count >= CREDIBLE and alike.seen > fresh:
+    if alike is not None and alike.count >= CREDIBLE and alike.seen > fresh:
         hopeless = felt * alike.peak > HOPELESS * track.account.limit
         if hopeless:
             return False

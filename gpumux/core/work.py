@@ -20,8 +20,8 @@ def program_offered(core: CoreState, event: ev.ProgramOffered) -> None:
     fault = core.ledger.refuse_program(job, event.footprint) if opening else faults.closing(job.id)
     if fault is not None:
         return core.refuse(RefuseProgram(job.id, event.program, fault), fault)
-    program = Program(event.program, event.footprint, event.content_hash, operators=event.operators)
-    program.key = event.content_hash or f"{job.id}/{program.id}"
+    key = event.content_hash or f"{job.id}/{event.program}"
+    program = Program(event.program, event.footprint, event.content_hash, operators=event.operators, key=key)
     job.programs[event.program] = program
     core.ledger.recharge(job)
     return core.out.append(AcceptProgram(job.id, event.program))
@@ -39,7 +39,7 @@ def program_ready(core: CoreState, event: ev.ProgramReady) -> None:
     first = not program.ready
     program.cut, program.pieces = event.cut, tuple(max(0.0, seconds) for seconds in event.pieces)
     program.bounds = event.bounds or tuple(range(len(event.pieces) + 1))
-    program.spans = spans(program.bounds)
+    program.spans = spans(program.key, program.bounds)
     core.tell(job.id, None, "program", program.id, program.cut, len(program.pieces))
     if first:
         core.out.append(AnnounceProgram(job.id, program.id))
