@@ -59,7 +59,6 @@ def between(
         known, few = 0.0, True
         worst = mean = OVERLAPPING * seconds
     account = track.account
-    rare = RARE if track.surprise.trusts(key.low) else 0.0
     if scene.free_at > now and scene.free_at > soonest:
         pair = model.pair(key)
         if (alike := pair.lows.get(span)) is not None:  # it would begin after the step only
@@ -75,6 +74,7 @@ def between(
         if worst > room:
             answer.trusting = True
         return None
+    rare = RARE if track.surprise.trusts(key.low) else 0.0
     chance = gaps.within(behind, waited, seconds)
     if (chance <= rare or worst <= room or most <= room) and chance * expected <= budget:
         if worst > room:
