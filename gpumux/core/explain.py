@@ -23,12 +23,13 @@ from gpumux.core.track import Track
 from gpumux.model import JobId, Priority
 
 MOST_BANS = 8
+STOOD = 0.1  # of the time its pieces were on the device: for how long they stand still before it is said
 NAMES = 3  # operators of a range that are named
 
 
 def explain(core: CoreState, job: Job) -> list[str]:
     """Sentences about a job, the most important first."""
-    lines = [_state(core, job), *_longest(core, job)]
+    lines = [_state(core, job), *_longest(core, job), *_stood(job)]
     guard = core.guard
     if guard is None:
         return [
@@ -88,6 +89,17 @@ def _longest(core: CoreState, job: Job) -> list[str]:
     return [
         f"A step of it is cut into {len(program.pieces)}; the longest, piece {piece} "
         f"({_operators(core, job.id, program.bounds[piece : piece + 2], program.key)}), takes {seconds * 1e3:.3f} ms alone."
+    ]
+
+
+def _stood(job: Job) -> list[str]:
+    """Where a device can stop a piece (the CPU): what that kept the job for, which no hold says."""
+    stood, out = job.suspended_s, job.suspended_s + job.device_s
+    if stood <= STOOD * out:
+        return []
+    return [
+        f"Of {out:.3f} s that its pieces were on the device they stood still for {stood:.3f} s: they gave the device away to high jobs' "
+        "or other programs' work, and then went on."
     ]
 
 

@@ -187,6 +187,7 @@ class Job:
     steps_done: int = 0
     steps_failed: int = 0
     device_s: float = 0.0
+    suspended_s: float = 0.0  # for which its pieces stood still on the device, which is not in device_s
     held_s: dict[str, float] = field(default_factory=dict)  # by reason, of holds that are over
 
     def busy(self) -> bool:

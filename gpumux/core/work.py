@@ -102,7 +102,8 @@ def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
 
 
 def piece_done(core: CoreState, event: ev.PieceDone) -> None:
-    seconds = event.ended - event.started - event.suspended
+    suspended = event.suspended
+    seconds = event.ended - event.started - suspended
     if seconds < 0.0:
         seconds = 0.0
     launch = core.board.vacate(event.launch, seconds)
@@ -110,6 +111,8 @@ def piece_done(core: CoreState, event: ev.PieceDone) -> None:
         return core.ignore()
     job, step = launch.job, launch.step
     job.device_s += seconds
+    if suspended:
+        job.suspended_s += suspended
     if core.guard is not None:
         if launch.beside_high:
             core.guard.harvested += seconds

@@ -200,6 +200,9 @@ def test_the_time_a_piece_stood_still_is_nobodys_device_time() -> None:
     told = world.core.snapshot()
     assert next(job for job in told["jobs"] if job["job"] == "b")["device_seconds"] == pytest.approx(0.001)
     assert told["guard"]["harvested_seconds"] == pytest.approx(0.001)
+    said = "Of 0.010 s that its pieces were on the device they stood still for 0.009 s: they gave the device away"
+    assert said in " ".join(world.core.explain("b"))
+    assert "stood still" not in " ".join(world.core.explain("a"))
 
 
 def test_negative_times_from_a_device_count_as_nothing() -> None:
