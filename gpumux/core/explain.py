@@ -255,12 +255,22 @@ def _gap(core: CoreState, hold: Hold) -> str:
 
 
 def _tail(core: CoreState, hold: Hold) -> str:
-    track = core.guard.tracks.get(hold.high) if core.guard is not None else None
-    limit = f" ({track.account.limit * 1e3:.3f} ms)" if track is not None else ""
     return (
-        f"beside {_where(core, hold)} it would cost the step that runs more than one step may lose{limit}, "
+        f"beside {_where(core, hold)} it would cost the step that runs more than one step may lose{_limit(core, hold)}, "
         "until that step ends"
     )
+
+
+def _next(core: CoreState, hold: Hold) -> str:
+    return (
+        f"it would outlast the step of {_for(core, hold)} that runs, and cost the next one, which may have come by then, more than one "
+        f"step may lose{_limit(core, hold)}"
+    )
+
+
+def _limit(core: CoreState, hold: Hold) -> str:
+    track = core.guard.tracks.get(hold.high) if core.guard is not None else None
+    return f" ({track.account.limit * 1e3:.3f} ms)" if track is not None else ""
 
 
 _REASONS: dict[str, Callable[[CoreState, Hold], str]] = {
@@ -278,6 +288,7 @@ _REASONS: dict[str, Callable[[CoreState, Hold], str]] = {
         f"{_for(core, hold)} has lost what it may lose on average; it waits for credit beside {_where(core, hold)}"
     ),
     "tail": _tail,
+    "next": _next,
     "gap": _gap,
 }
 

@@ -6,6 +6,7 @@ ban           it would run into a range it is banned from
 price         other ranges give more low work for what the high job may lose
 budget        the high job has lost what it may lose on average
 tail          the step that runs may not lose more
+next          it would outlast that step, and the next one, which may have come by then, may not lose so much
 gap           it would still run when the high job's next step is expected
 """
 
@@ -17,7 +18,7 @@ from gpumux.core.bans import Ban
 from gpumux.core.queue import Job
 from gpumux.model import JobId
 
-REASONS: Final = ("calibration", "learning", "ban", "price", "budget", "tail", "gap")
+REASONS: Final = ("calibration", "learning", "ban", "price", "budget", "tail", "next", "gap")
 
 
 class Hold:

@@ -35,7 +35,7 @@ _LOW: Final = Priority.LOW
 
 STRETCH: Final = 1.02  # of a low piece's predicted time: where it is taken to end
 STALE: Final = 128  # steps after which what a launch costs elsewhere is no longer waited for
-PLACED: Final = frozenset(("tail", "price", "budget", "ban"))  # what another moment may be free of
+PLACED: Final = frozenset(("tail", "next", "price", "budget", "ban"))  # what another moment may be free of
 
 
 class Guard(Waiting):
@@ -224,7 +224,7 @@ class Guard(Waiting):
             refused, ban = self._refused(high, pair, piece, cost, scene, spot, ahead)
             start = scene.free_at
             if not refused and next_loses(high, pair.cells, start, start + STRETCH * lasts) > track.account.limit:
-                refused = "tail"
+                refused = "next"
             if not refused:
                 answer.expected = max(answer.expected, cost.expected)
             elif scene.low_out or not may_try(track, self._plan(high, piece), pair, spot, ban, now, answer.exposed):

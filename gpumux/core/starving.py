@@ -6,7 +6,7 @@ from gpumux.core.interference import Guard
 from gpumux.core.queue import Job
 from gpumux.core.track import STARVED
 
-LONG = frozenset(("tail", "gap", "ban"))
+LONG = frozenset(("tail", "next", "gap", "ban"))
 
 
 def starved_steps(guard: Guard, job: Job) -> int:

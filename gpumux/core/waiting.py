@@ -10,7 +10,7 @@ from gpumux.core.queue import Job
 from gpumux.core.record import Record
 
 EVERYBODY: Final = frozenset(("calibration", "learning"))  # reasons to hold all, where they name no piece
-PINCHING: Final = frozenset(("tail", "price", "budget"))
+PINCHING: Final = frozenset(("tail", "next", "price", "budget"))
 
 
 class Waiting(Record):

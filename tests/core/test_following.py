@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
 
 from gpumux.core.cells import Cell
+from gpumux.core.explain import held
+from gpumux.core.holds import Hold
 from gpumux.core.machine import Core
 from gpumux.core.moments import leaves, next_loses
 from gpumux.core.places import START
@@ -96,8 +99,15 @@ def test_a_slow_launch_late_in_a_step_costs_no_step_behind_it_too_much() -> None
     """Operators of 0.9 ms last 7 ms on a quarter of the device, beyond the end of 5 ms steps that come at random. One step in four
     comes while another runs, and lost up to 0.16 of its time; the launches cost little on average."""
     jobs = [of_profile("vgg16-b4-burst", Priority.HIGH, rate=50.0), of_profile("vgg16-b4", Priority.LOW)]
-    result = Simulation(jobs, A100, "guarded", seed=1).run(steps=1500, warmup_steps=300)
+    simulation = Simulation(jobs, A100, "guarded", seed=1)
+    result = simulation.run(steps=1500, warmup_steps=300)
     job = result.job("vgg16-b4-burst")
     assert job.mean_slowdown <= 1.05
     assert job.p99_slowdown <= 1.10
     assert result.harvest > 0.01
+    important, other = simulation.core.snapshot()["jobs"]
+    assert other["guard"]["held_seconds"]["next"] > 0.0
+    told = held(simulation.core._state, Hold("next", important["job"], 0, None, inf))
+    assert told.startswith(
+        "it would outlast the step of job 'vgg16-b4-burst' that runs, and cost the next one, which may have come"
+    )
