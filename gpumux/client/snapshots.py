@@ -43,6 +43,7 @@ class Snapshots:
         self._asked: Asked | None = None
         self._taking = False
         self._failing = False
+        self._waited = False
         self._not_before = 0.0  # after a failure
         self._due = time.monotonic() + min(interval_s, FIRST_S)
 
@@ -115,6 +116,13 @@ class Snapshots:
             log.warning(
                 "job %r holds all it may keep to run again, and its state can't be saved: it goes on, but can't come back "
                 "if the daemon ends before a snapshot succeeds",
+                self._name,
+            )  # fmt: skip
+        elif not self._waited:
+            self._waited = True
+            log.warning(
+                "job %r waited until its state was saved, as it holds all it may keep to run again: raise replay_bytes if its steps "
+                "are to go on meanwhile",
                 self._name,
             )  # fmt: skip
 
