@@ -6,6 +6,7 @@ core's clock; lengths are in milliseconds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 
@@ -318,16 +319,18 @@ def _range(core: CoreState, high: JobId, model: HighModel, piece: int) -> str:
 
 
 def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: str) -> str:
-    """[start, end) of the job's program with that key."""
+    """[start, end) of the job's program with that key. Of the names those come first that are rarest in the program: they
+    tell the range from the others."""
     start, end = operators
     job = core.jobs.get(job_id) if core.hidden(job_id) is None else None
     names: list[str] = []
+    everywhere: Counter[str] = Counter()
     for program in job.programs.values() if job is not None else ():
         if program.key == key:
-            names = list(program.operators[start:end])
+            names, everywhere = list(program.operators[start:end]), Counter(program.operators)
     text = f"operator {start}" if end - start == 1 else f"operators {start} to {end - 1}"
     if names:
-        shown = list(dict.fromkeys(names))
+        shown = sorted(dict.fromkeys(names), key=everywhere.__getitem__)
         text += f": {', '.join(shown[:NAMES])}" + (" and others" if len(shown) > NAMES else "")
     return text
 
