@@ -192,6 +192,22 @@ def test_outdated_heap_entries_do_not_pile_up(order: str) -> None:
     queue.check([])
 
 
+def test_a_job_that_is_forgotten_is_referred_to_by_nobody() -> None:
+    queue = FairQueue()
+    jobs = [
+        Job(JobId(str(n)), SessionId("s"), Peer(0, 0, 0), JobSpec(str(n)), 0.0, Priority.LOW, 1.0) for n in range(4)
+    ]
+    for job in jobs:
+        queue.enter(job)
+    first = queue.first()
+    second, third = queue.following()
+    for job in (second, third):
+        queue.forget(job)
+        assert not any(job is held for held in (*vars(queue).values(), *(entry[2] for entry in queue._heap)))
+    assert first is queue.first()
+    assert len(queue.following()) == 1
+
+
 MOVES = st.tuples(st.sampled_from(["enter", "leave", "charge", "settle"]), st.integers(0, 7), st.floats(0.0, 0.01))
 
 

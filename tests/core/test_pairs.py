@@ -8,7 +8,7 @@ from gpumux.core import estimates, pairs
 from gpumux.core.cells import GAP
 from gpumux.core.estimates import HighModel
 from gpumux.core.pairs import Pair
-from gpumux.core.queue import PairKey
+from gpumux.core.queue import PairKey, spans
 
 WHOLE, HALF = PairKey("low", 1.0), PairKey("low", 0.5)
 SPAN, OTHER = "0-1 of low", "1-2 of low"
@@ -40,6 +40,16 @@ def test_a_step_that_comes_during_a_launch_loses_what_such_steps_did_or_else_wha
     assert model.delay(WHOLE, OTHER) is None
 
 
+def test_pieces_of_two_programs_are_never_the_same(model: HighModel):
+    """What is known of one is looked for by the piece alone."""
+    bounds = (0, 1, 2)
+    mine, others = spans("low", bounds), spans("other", bounds)
+    assert len({*mine, *others}) == 4
+    learn(model.pair(WHOLE), 0, 1e-4, mine[0])
+    assert model.delay(WHOLE, mine[0]) is not None
+    assert model.delay(PairKey("other", 1.0), others[0]) is None
+
+
 def test_each_share_of_the_device_is_known_for_itself(model: HighModel):
     learn(model.pair(WHOLE), GAP, 1e-4)
     assert model.delay(WHOLE, SPAN) is not None
@@ -58,8 +68,11 @@ def test_another_cut_knows_what_launches_cost_and_not_yet_what_a_step_does_that_
     known = heir.delay(WHOLE, SPAN)
     assert known is not None
     assert known.mean == 1e-4
-    learn(heir.pair(WHOLE), GAP, 6e-4, OTHER)
     assert model.delay(WHOLE, OTHER) is None
+    learn(heir.pair(WHOLE), GAP, 6e-4, OTHER)
+    learn(heir.pair(WHOLE), 0, 6e-4, OTHER)
+    assert model.delay(WHOLE, OTHER) is None
+    assert OTHER not in pair.lows
 
 
 def test_what_was_forgotten_is_not_found(model: HighModel, monkeypatch: pytest.MonkeyPatch):

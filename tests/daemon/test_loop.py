@@ -70,6 +70,16 @@ def test_a_step_is_launched_with_its_slot_and_scalars_and_answered_with_its_time
     assert done.device_s == pytest.approx(0.001)
 
 
+def test_the_time_a_piece_stood_still_is_not_counted(running):
+    running.say("s", step(1))
+    running.device.finish(running.now)
+    done = running.device.events.pop()
+    running.device.events.append(done._replace(ended=done.started + 0.010, suspended=0.009))
+    assert only(running.hear("s")).device_s == pytest.approx(0.001)
+    (job,) = running.loop.figures().jobs
+    assert job.device_busy_s == pytest.approx(0.001)
+
+
 def test_the_segment_is_handed_over_at_its_full_size(daemon):
     daemon.connect("s")
     daemon.open_job("s", JOB, inflight=3)

@@ -74,7 +74,8 @@ class Executor:
         self._programs: dict[int, LoadedProgram] = {}
         self._numerics = CurrentNumerics()
         self._python_s = python_cost()
-        self._waits = Waits() if settings["nice"] else None  # None: it gives way to nobody
+        self._usual = settings["usual"]
+        self._waits = Waits() if settings["nice"] else None  # None: it gives way to no other job
 
     def serve(self) -> None:
         """Until the daemon closes the channel (EOFError) or the job fails (returns)."""
@@ -136,7 +137,7 @@ class Executor:
 
     def _renice(self, nice: int) -> None:
         renice(nice)
-        self._waits = Waits() if nice else None
+        self._waits = Waits() if nice > self._usual else None
 
     def _borrow(self, token: int, head: bytes, last: int, terms: Any, first: bytes) -> None:
         """Read the lane we answer on ourselves, from now on."""
@@ -327,6 +328,7 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", IDLE_S, 0))
     page = mmap.mmap(fds[1], mmap.PAGESIZE)
     os.close(fds[1])
+    settings["usual"] = os.nice(0)
     os.nice(settings["nice"])
     torch.set_num_threads(settings["threads"])
     turn_off_optimisation()

@@ -5,13 +5,31 @@ from __future__ import annotations
 import mmap
 import socket
 import struct
+from itertools import pairwise
 
 import pytest
 
 from gpumux.device.contract import JobLost, Launch, LaunchDone
 from gpumux.device.cpu.answering import Answers
 from gpumux.device.cpu.answers import answer, obituary, unheard
-from gpumux.device.cpu.channel import DONE, DONE_BODY, Channel, pair
+from gpumux.device.cpu.channel import (
+    COUNT,
+    DONE,
+    DONE_BODY,
+    PAGE_LAUNCH,
+    PAGE_LAUNCH_AT,
+    PAGE_TIMES,
+    PAGE_TIMES_AT,
+    RAN_AT,
+    READ_AT,
+    RING_AT,
+    RING_ENTRY,
+    RING_STEPS,
+    RING_STRIDE,
+    TAKEN_AT,
+    Channel,
+    pair,
+)
 from gpumux.device.cpu.jobs import Executor
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.model import JobId, LaunchId, ProgramId, StepId
@@ -100,6 +118,15 @@ def test_an_answer_lost_after_we_counted_on_it_fails_the_job(executor, answers):
     assert unheard(executor, schedule)
     assert answer(executor, schedule, DONE, done(7, False)) == []
     assert executor.failure is not None
+
+
+def test_what_lies_on_the_page_lies_apart():
+    parts = [(0, 4), (PAGE_TIMES_AT, PAGE_TIMES.size), (PAGE_LAUNCH_AT, PAGE_LAUNCH.size)]
+    parts += [(at, COUNT.size) for at in (TAKEN_AT, RAN_AT, READ_AT)] + [(RING_AT, RING_STEPS * RING_STRIDE)]
+    parts.sort()
+    assert all(at % 8 == 0 for at, _ in parts)
+    assert all(at + size <= beyond for (at, size), (beyond, _) in pairwise([*parts, (mmap.PAGESIZE, 0)]))
+    assert RING_ENTRY.size <= RING_STRIDE
 
 
 def test_seconds_are_summed_over_pieces_and_never_negative(answers):
