@@ -83,11 +83,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--profile", type=Path, help="DeepPool's A100_vgg.prof instead of the shipped profiles")
     arguments.add_argument("--high", help="another shipped profile, or a profile's file, as the high job")
     arguments.add_argument("--max-slowdown", type=float, default=1.05, help="what the high job is promised")
-    arguments.add_argument("--steps", type=int, default=400, help="high steps of each row, after the warm-up")
+    arguments.add_argument(
+        "--steps", type=common.positive, default=400, help="high steps of each row, after the warm-up"
+    )
     arguments.add_argument("--warmup", type=int, default=200, help="high steps of each row left out")
     arguments.add_argument("--oracle", action="store_true", help="sim: also say what could be reached at best")
-    arguments.add_argument("--repeats", type=int, default=3, help="cpu: turns alone and shared of each row")
-    arguments.add_argument("--png", type=Path, metavar="FILE.png", help="draw the bars")
+    arguments.add_argument("--repeats", type=common.positive, default=3, help="cpu: turns alone and shared of each row")
+    arguments.add_argument("--png", type=common.new_file, metavar="FILE.png", help="draw the bars")
     args = arguments.parse_args(argv)
     try:
         found = run(args)

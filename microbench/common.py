@@ -89,8 +89,31 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Arguments every benchmark takes."""
     made = argparse.ArgumentParser(description=(doc or "").strip().splitlines()[0] if doc else None)
-    made.add_argument("--out", type=Path, metavar="FILE.json", help="also write the result here")
+    made.add_argument("--out", type=new_file, metavar="FILE.json", help="also write the result here")
     return made
+
+
+def positive(text: str) -> int:
+    """The type of an argument that counts something there has to be."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
+
+
+def new_file(text: str) -> Path:
+    """The type of an argument that names a file to be written, when all is measured: so it is looked at before."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory: name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} may not be written")
+    return path
 
 
 def report(name: str, out: Path | None, result: dict[str, Any]) -> None:

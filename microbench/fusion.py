@@ -11,7 +11,6 @@ A long measurement may be made in parts: with --add, FILE keeps what it holds, a
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -45,18 +44,20 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--workload", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME",
                            help=f"of {', '.join(RECIPES)} (default: all)")  # fmt: skip
     arguments.add_argument(
-        "--models", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="B", help="default: 1 2 4 8"
+        "--models", type=common.positive, nargs="+", default=[1, 2, 4, 8], metavar="B", help="default: 1 2 4 8"
     )
-    arguments.add_argument("--batch", type=positive, metavar="N", help="samples a step (default: the workload's)")
+    arguments.add_argument(
+        "--batch", type=common.positive, metavar="N", help="samples a step (default: the workload's)"
+    )
     arguments.add_argument(
         "--size", choices=SIZES, help="of the models (default: small on a CPU, else full, the paper's)"
     )
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     arguments.add_argument(
-        "--threads", type=positive, default=len(os.sched_getaffinity(0)), help="torch's (default: all cores)"
+        "--threads", type=common.positive, default=len(os.sched_getaffinity(0)), help="torch's (default: all cores)"
     )
     arguments.add_argument("--seconds", type=float, default=0.4, help="of a turn (default: 0.4)")
-    arguments.add_argument("--repeats", type=positive, default=5, help="turns of each way (default: 5)")
+    arguments.add_argument("--repeats", type=common.positive, default=5, help="turns of each way (default: 5)")
     arguments.add_argument("--dropout", type=float, metavar="P", help="instead of the models' own")
     usual = [way for way in fusing.WAYS if way not in fusing.SLOW_TO_MAKE]
     arguments.add_argument("--ways", nargs="+", choices=fusing.WAYS, default=usual, metavar="WAY",
@@ -115,13 +116,6 @@ def main(argv: list[str] | None = None) -> int:
     for name, target in result["targets"].items():
         print(f"{name}: {target['value']:.2f}, target {target['target']}: {'met' if target['met'] else 'MISSED'}")
     return 0
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
 
 
 def unusable(device: str, ways: Sequence[str]) -> str:

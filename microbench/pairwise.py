@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gpumux.device.sim.kernel import Kernel
@@ -65,10 +64,10 @@ def main(argv: list[str] | None = None) -> int:
         help="what is simulated (default: a100; beside a GPU the one most like it)",
     )
     arguments.add_argument("--policy", default="paced", help="default: paced, as in the paper")
-    arguments.add_argument("--waves", type=int, default=WAVES, help="waves of blocks a kernel has")
-    arguments.add_argument("--steps", type=int, default=STEPS, help="sim: high steps of a pair")
+    arguments.add_argument("--waves", type=common.positive, default=WAVES, help="waves of blocks a kernel has")
+    arguments.add_argument("--steps", type=common.positive, default=STEPS, help="sim: high steps of a pair")
     arguments.add_argument("--seconds", type=float, default=CPU_S, help="cpu: of a pair, alone and together")
-    arguments.add_argument("--png", type=Path, metavar="FILE.png", help="draw the heat map")
+    arguments.add_argument("--png", type=common.new_file, metavar="FILE.png", help="draw the heat map")
     args = arguments.parse_args(argv)
     compared: dict[str, Any] = {}
     try:

@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from gpumux import config
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -39,21 +40,25 @@ def main(argv: list[str] | None = None) -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = arguments.add_argument
     add("--device", choices=("sim", "cpu", "cuda"), default="sim", help="sim: the others can't be repeated exactly")
-    add("--gpu-model", choices=("a100", "h200"), default="a100")
-    add("--pairs", type=int, default=100)
+    add("--gpu-model", choices=("a100", "h200"), default="a100", help="the GPU that is simulated (default a100)")
+    add("--pairs", type=common.positive, default=100, help="how many (default 100)")
     add("--first", type=int, default=0, help="number of the first pair")
-    add("--seed", type=int, default=0)
-    add("--max-slowdown", type=float, default=1.05)
-    add("--steps", type=int, default=2000, help="high steps of each pair, the learning ones included")
-    add("--learning", type=int, default=200, help="steps reported apart")
-    add("--policy", default="guarded")
-    add("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    add("--seed", type=int, default=0, help="what the pairs are drawn by, with their numbers (default 0)")
+    add("--max-slowdown", type=float, default=1.05, help="what the high jobs are promised (default 1.05)")
+    add("--steps", type=common.positive, default=2000, help="high steps of each pair, the learning ones included")
+    add("--learning", type=common.positive, default=200, help="steps reported apart")
+    add("--policy", default="guarded", choices=config.POLICIES, help="who runs next (default guarded)")
+    add("--processes", type=common.positive, default=len(os.sched_getaffinity(0)), help="default: one a core")
     add(
         "--oracle", type=Path, metavar="FILE.json", help="take the oracle's findings from an earlier --out (same pairs)"
     )
-    add("--out", type=Path, metavar="FILE.json", help="written after each pair")
-    add("--png", type=Path, metavar="FILE.png")
+    add("--out", type=common.new_file, metavar="FILE.json", help="written after each pair")
+    add("--png", type=common.new_file, metavar="FILE.png", help="draw what each pair lost and harvested")
     args = arguments.parse_args(argv)
+    if args.steps <= args.learning:
+        arguments.error(
+            f"--steps ({args.steps}) has to be more than --learning ({args.learning}): those are reported apart"
+        )
     if args.device != "sim":
         print(
             f"a sweep runs on --device sim only, not {args.device}: its pairs have to repeat exactly", file=sys.stderr

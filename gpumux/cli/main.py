@@ -193,6 +193,12 @@ def _count(text: str) -> int:
     return count
 
 
+def _some(text: str) -> int:
+    if not (count := _count(text)):
+        raise argparse.ArgumentTypeError("nothing can be said of no steps: give 1 or more")
+    return count
+
+
 def _slowdown(text: str) -> float:
     try:
         value = float(text)
@@ -207,7 +213,13 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--high", metavar="JOB", action="append", default=[], help="an important job; may be given again")
     add("--low", metavar="JOB", action="append", default=[], help="a background job; may be given again")
-    add("--gpu-model", metavar="|".join(config.GPU_MODELS), choices=config.GPU_MODELS, default="a100")
+    add(
+        "--gpu-model",
+        metavar="|".join(config.GPU_MODELS),
+        choices=config.GPU_MODELS,
+        default="a100",
+        help="the GPU that is simulated (default a100)",
+    )
     policies = (*config.POLICIES, "all")
     default = config.Config().policy
     add(
@@ -217,7 +229,7 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
         default=default,
         help=f"who runs next (default {default})",
     )
-    add("--steps", metavar="N", type=_count, help="steps of each high job, after the warm-up (default 500)")
+    add("--steps", metavar="N", type=_some, help="steps of each high job, after the warm-up (default 500)")
     add("--seconds", metavar="SECONDS", type=_seconds, help="virtual time at most")
     add("--warmup", metavar="N", type=_count, default=200, help="steps of each high job left out (default 200)")
     add("--seed", metavar="N", type=int, default=0, help="of clients that submit at random moments")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None, *, gpu: Gpu 
     """Measure, print the table last, write the file. Exit status 69 where there is no GPU."""
     arguments = common.parser(f"{experiment.question}\n\n{experiment.method}")
     arguments.add_argument(
-        "--repeats", type=positive, default=experiment.repeats, help=f"default: {experiment.repeats}"
+        "--repeats", type=common.positive, default=experiment.repeats, help=f"default: {experiment.repeats}"
     )
     args = arguments.parse_args(argv)
     try:
@@ -75,10 +74,3 @@ def spread(samples: Sequence[float], name: str, unit: float = 1e6) -> Row:
 
 def median(samples: Sequence[float]) -> float:
     return common.figure(samples).median
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value

@@ -153,6 +153,11 @@ def test_what_can_not_be_simulated_is_refused_with_a_remedy(
     assert remedy.strip()
 
 
+def test_no_steps_are_none_to_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--high", "transformer-b2", "--steps", "0"]) != 0
+    assert "give 1 or more" in capsys.readouterr().err
+
+
 def test_a_profile_with_figures_beyond_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json"
     op = OpProfile("aten.mm.default", ((8, 8),) * 3, 1e-3, 0, source="measured")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -125,6 +126,25 @@ def test_without_a_cuda_device_it_says_so(
 
 
 # ---- pairwise
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "said"),
+    [
+        (pairwise, ["--waves", "0"], "0 is not a positive whole number"),
+        (ablation, ["--steps", "none"], "none is not a positive whole number"),
+        (sweep, ["--pairs", "0"], "0 is not a positive whole number"),
+        (sweep, ["--steps", "100"], "--steps (100) has to be more than --learning (200)"),
+        (pairwise, ["--out", "/nowhere/a.json"], "there is no directory /nowhere"),
+        (sweep, ["--out", "/"], "/ is a directory: name a file"),
+    ],
+)
+def test_what_could_only_fail_at_the_end_is_refused_at_once(
+    program: ModuleType, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        program.main(arguments)
+    assert said in capsys.readouterr().err
 
 
 def test_short_high_kernels_suffer_next_to_long_low_ones_and_others_do_not(
