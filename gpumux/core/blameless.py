@@ -1,13 +1,19 @@
-"""What made a high job slower or faster that no low work has to answer for, in sentences (explain.py)."""
+"""What made a job slower or faster that no other is to be blamed for, in sentences (explain.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumux.core.queue import Job
 from gpumux.core.track import Track
 
 WILD = 8.0  # times what a step may lose on average
+STOOD = 0.1  # of the time its pieces were on the device: for how long they stand still before it is said
 NOTEWORTHY = 0.02  # of the steps without low work lose much
+
+
+def often(times: int) -> str:
+    return "once" if times == 1 else f"{times} times"
 
 
 def by_itself(track: Track, others: Sequence[str]) -> list[str]:
@@ -15,9 +21,8 @@ def by_itself(track: Track, others: Sequence[str]) -> list[str]:
     model, lines = track.model, []
     drifts = sum([baseline.drifts for baseline in model.steps]) if model is not None else 0
     if drifts:
-        often = "once" if drifts == 1 else f"{drifts} times"
         lines.append(
-            f"What its steps take alone was found to have changed {often}: that is its own work, and no job is blamed for it."
+            f"What its steps take alone was found to have changed {often(drifts)}: that is its own work, and no job is blamed for it."
         )
     if (noise := track.account.noise.over) >= NOTEWORTHY:
         said = f"Without low work its steps differ, too: about {100 * noise:.0f} in 100 lose what low work might be blamed for. "
@@ -45,4 +50,15 @@ def outlier(track: Track) -> list[str]:
     return [
         f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to cost more "
         f"than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
+    ]
+
+
+def stood_still(job: Job) -> list[str]:
+    """Where a device can stop a piece (the CPU): what that kept the job for, which no hold says."""
+    stood, out = job.suspended_s, job.suspended_s + job.device_s
+    if stood <= STOOD * out:
+        return []
+    return [
+        f"Of {out:.3f} s that its pieces were on the device they stood still for {stood:.3f} s: they gave the device away to high jobs' "
+        "or other programs' work, and then went on."
     ]

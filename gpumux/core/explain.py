@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import inf
 
 from gpumux.core.bans import Ban
-from gpumux.core.blameless import by_itself, outlier
+from gpumux.core.blameless import by_itself, often, outlier, stood_still
 from gpumux.core.estimates import HighModel
 from gpumux.core.figures import promise
 from gpumux.core.holds import Hold
@@ -24,13 +24,12 @@ from gpumux.core.track import Track
 from gpumux.model import JobId, Priority
 
 MOST_BANS = 8
-STOOD = 0.1  # of the time its pieces were on the device: for how long they stand still before it is said
 NAMES = 3  # operators of a range that are named
 
 
 def explain(core: CoreState, job: Job) -> list[str]:
     """Sentences about a job, the most important first."""
-    lines = [_state(core, job), *_longest(core, job), *_stood(job)]
+    lines = [_state(core, job), *_longest(core, job), *stood_still(job)]
     guard = core.guard
     if guard is None:
         return [
@@ -63,9 +62,9 @@ def held(core: CoreState, hold: Hold) -> str:
 
 def _state(core: CoreState, job: Job) -> str:
     who = f"Job {_name(core, job.id)} ({job.priority.name.lower()})"
-    blocked = job.blocked()
+    blocked, out = job.blocked(), "1 piece" if job.outstanding == 1 else f"{job.outstanding} pieces"
     if blocked == "empty":
-        doing = "has nothing queued" + (f", and {job.outstanding} pieces on the device" if job.outstanding else "")
+        doing = "has nothing queued" + (f", and {out} on the device" if job.outstanding else "")
     elif blocked == "program":
         doing = "waits for its program to be ready"
     elif blocked == "transfer":
@@ -75,7 +74,7 @@ def _state(core: CoreState, job: Job) -> str:
     elif blocked:
         doing = f"is {blocked}"
     else:
-        doing = f"has work queued and {job.outstanding} pieces on the device"
+        doing = f"has work queued and {out} on the device"
     return f"{who} {doing}; {job.steps_done} steps done."
 
 
@@ -86,21 +85,18 @@ def _longest(core: CoreState, job: Job) -> list[str]:
         return []
     step = job.queue[0] if job.queue and isinstance(job.queue[0], Step) else None
     program = step.program if step is not None and step.program.ready else ready[-1]
-    seconds, piece = max((each, index) for index, each in enumerate(program.pieces))
+    model = (
+        job.track.model if job.track is not None else None
+    )  # of a high job: what was measured, not what the device predicted
+    known = (
+        model.refs
+        if model is not None and (model.key, model.bounds) == (program.key, program.bounds)
+        else program.pieces
+    )
+    seconds, piece = max((each, index) for index, each in enumerate(known))
     return [
         f"A step of it is cut into {len(program.pieces)}; the longest, piece {piece} "
         f"({_operators(core, job.id, program.bounds[piece : piece + 2], program.key)}), takes {seconds * 1e3:.3f} ms alone."
-    ]
-
-
-def _stood(job: Job) -> list[str]:
-    """Where a device can stop a piece (the CPU): what that kept the job for, which no hold says."""
-    stood, out = job.suspended_s, job.suspended_s + job.device_s
-    if stood <= STOOD * out:
-        return []
-    return [
-        f"Of {out:.3f} s that its pieces were on the device they stood still for {stood:.3f} s: they gave the device away to high jobs' "
-        "or other programs' work, and then went on."
     ]
 
 
@@ -120,7 +116,8 @@ def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
         lines.append(
             f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone "
             f"({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are "
-            f"{1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {track.over} of {track.steps} steps were slower than promised."
+            f"{1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {track.over} of all its {track.steps} steps took more than what "
+            "is promised on average."
         )
     if not track.surprise.trusted:
         lines.append(
@@ -305,7 +302,7 @@ def _bans(core: CoreState, guard: Guard, job: Job) -> list[str]:
 
 def _told(core: CoreState, ban: Ban) -> str:
     share = "" if ban.share == 1.0 else f" on {ban.share:.2f} of the device"
-    again = f", renewed {ban.failures} times" if ban.failures else ""
+    again = f", renewed {often(ban.failures)}" if ban.failures else ""
     why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
     return (
         f"Banned: job {_name(core, ban.low)}{share} while {_operators(core, ban.high, ban.operators, ban.program)} of job "
