@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpumux.cli.planning import whole
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
 from gpumux.model import Priority
@@ -83,12 +84,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--profile", type=Path, help="DeepPool's A100_vgg.prof instead of the shipped profiles")
     arguments.add_argument("--high", help="another shipped profile, or a profile's file, as the high job")
     arguments.add_argument("--max-slowdown", type=float, default=1.05, help="what the high job is promised")
-    arguments.add_argument(
-        "--steps", type=common.positive, default=400, help="high steps of each row, after the warm-up"
-    )
+    arguments.add_argument("--steps", type=whole, default=400, help="high steps of each row, after the warm-up")
     arguments.add_argument("--warmup", type=int, default=200, help="high steps of each row left out")
     arguments.add_argument("--oracle", action="store_true", help="sim: also say what could be reached at best")
-    arguments.add_argument("--repeats", type=common.positive, default=3, help="cpu: turns alone and shared of each row")
+    arguments.add_argument("--repeats", type=whole, default=3, help="cpu: turns alone and shared of each row")
     arguments.add_argument("--png", type=common.new_file, metavar="FILE.png", help="draw the bars")
     args = arguments.parse_args(argv)
     try:

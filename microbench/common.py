@@ -93,17 +93,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def positive(text: str) -> int:
-    """The type of an argument that counts something there has to be."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
-
-
 def new_file(text: str) -> Path:
     """The type of an argument that names a file to be written, when all is measured: so it is looked at before."""
     path = Path(text)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpumux.cli.planning import whole
 from gpumux.errors import ConfigError
 from microbench import common, fusionfile
 
@@ -44,20 +45,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--workload", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME",
                            help=f"of {', '.join(RECIPES)} (default: all)")  # fmt: skip
     arguments.add_argument(
-        "--models", type=common.positive, nargs="+", default=[1, 2, 4, 8], metavar="B", help="default: 1 2 4 8"
+        "--models", type=whole, nargs="+", default=[1, 2, 4, 8], metavar="B", help="default: 1 2 4 8"
     )
-    arguments.add_argument(
-        "--batch", type=common.positive, metavar="N", help="samples a step (default: the workload's)"
-    )
+    arguments.add_argument("--batch", type=whole, metavar="N", help="samples a step (default: the workload's)")
     arguments.add_argument(
         "--size", choices=SIZES, help="of the models (default: small on a CPU, else full, the paper's)"
     )
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     arguments.add_argument(
-        "--threads", type=common.positive, default=len(os.sched_getaffinity(0)), help="torch's (default: all cores)"
+        "--threads", type=whole, default=len(os.sched_getaffinity(0)), help="torch's (default: all cores)"
     )
     arguments.add_argument("--seconds", type=float, default=0.4, help="of a turn (default: 0.4)")
-    arguments.add_argument("--repeats", type=common.positive, default=5, help="turns of each way (default: 5)")
+    arguments.add_argument("--repeats", type=whole, default=5, help="turns of each way (default: 5)")
     arguments.add_argument("--dropout", type=float, metavar="P", help="instead of the models' own")
     usual = [way for way in fusing.WAYS if way not in fusing.SLOW_TO_MAKE]
     arguments.add_argument("--ways", nargs="+", choices=fusing.WAYS, default=usual, metavar="WAY",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpumux.cli.planning import whole
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -64,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         help="what is simulated (default: a100; beside a GPU the one most like it)",
     )
     arguments.add_argument("--policy", default="paced", help="default: paced, as in the paper")
-    arguments.add_argument("--waves", type=common.positive, default=WAVES, help="waves of blocks a kernel has")
-    arguments.add_argument("--steps", type=common.positive, default=STEPS, help="sim: high steps of a pair")
+    arguments.add_argument("--waves", type=whole, default=WAVES, help="waves of blocks a kernel has")
+    arguments.add_argument("--steps", type=whole, default=STEPS, help="sim: high steps of a pair")
     arguments.add_argument("--seconds", type=float, default=CPU_S, help="cpu: of a pair, alone and together")
     arguments.add_argument("--png", type=common.new_file, metavar="FILE.png", help="draw the heat map")
     args = arguments.parse_args(argv)

@@ -23,6 +23,7 @@ from random import Random
 from typing import Any
 
 from gpumux import config
+from gpumux.cli.planning import whole
 from gpumux.device.sim.kernel import Kernel
 from gpumux.device.sim.spec import GpuSpec, preset
 from gpumux.errors import ConfigError
@@ -41,14 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     add = arguments.add_argument
     add("--device", choices=("sim", "cpu", "cuda"), default="sim", help="sim: the others can't be repeated exactly")
     add("--gpu-model", choices=("a100", "h200"), default="a100", help="the GPU that is simulated (default a100)")
-    add("--pairs", type=common.positive, default=100, help="how many (default 100)")
+    add("--pairs", type=whole, default=100, help="how many (default 100)")
     add("--first", type=int, default=0, help="number of the first pair")
     add("--seed", type=int, default=0, help="what the pairs are drawn by, with their numbers (default 0)")
     add("--max-slowdown", type=float, default=1.05, help="what the high jobs are promised (default 1.05)")
-    add("--steps", type=common.positive, default=2000, help="high steps of each pair, the learning ones included")
-    add("--learning", type=common.positive, default=200, help="steps reported apart")
+    add("--steps", type=whole, default=2000, help="high steps of each pair, the learning ones included")
+    add("--learning", type=whole, default=200, help="steps reported apart")
     add("--policy", default="guarded", choices=config.POLICIES, help="who runs next (default guarded)")
-    add("--processes", type=common.positive, default=len(os.sched_getaffinity(0)), help="default: one a core")
+    add("--processes", type=whole, default=len(os.sched_getaffinity(0)), help="default: one a core")
     add(
         "--oracle", type=Path, metavar="FILE.json", help="take the oracle's findings from an earlier --out (same pairs)"
     )

@@ -193,12 +193,6 @@ def _count(text: str) -> int:
     return count
 
 
-def _some(text: str) -> int:
-    if not (count := _count(text)):
-        raise argparse.ArgumentTypeError("nothing can be said of no steps: give 1 or more")
-    return count
-
-
 def _slowdown(text: str) -> float:
     try:
         value = float(text)
@@ -229,7 +223,7 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
         default=default,
         help=f"who runs next (default {default})",
     )
-    add("--steps", metavar="N", type=_some, help="steps of each high job, after the warm-up (default 500)")
+    add("--steps", metavar="N", type=planning.whole, help="steps of each high job, after the warm-up (default 500)")
     add("--seconds", metavar="SECONDS", type=_seconds, help="virtual time at most")
     add("--warmup", metavar="N", type=_count, default=200, help="steps of each high job left out (default 200)")
     add("--seed", metavar="N", type=int, default=0, help="of clients that submit at random moments")

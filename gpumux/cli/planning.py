@@ -116,7 +116,7 @@ def whole(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number: give a whole number from 1 up")
     return value
 
 

@@ -92,6 +92,4 @@ class Holds:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def _count(self, job: Job, hold: Hold, now: float) -> None:
-        before = job.held_s.get(hold.reason)
-        seconds = now - hold.begun
-        job.held_s[hold.reason] = seconds if before is None else before + seconds
+        job.held_s[hold.reason] = job.held_s.get(hold.reason, 0.0) + (now - hold.begun)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from gpumux.cli.planning import whole
 from microbench import common
 from microbench.cuda.driver import Gpu, NoDevice
 
@@ -30,9 +31,7 @@ class Experiment:
 def main(experiment: Experiment, argv: Sequence[str] | None = None, *, gpu: Gpu | None = None) -> int:
     """Measure, print the table last, write the file. Exit status 69 where there is no GPU."""
     arguments = common.parser(f"{experiment.question}\n\n{experiment.method}")
-    arguments.add_argument(
-        "--repeats", type=common.positive, default=experiment.repeats, help=f"default: {experiment.repeats}"
-    )
+    arguments.add_argument("--repeats", type=whole, default=experiment.repeats, help=f"default: {experiment.repeats}")
     args = arguments.parse_args(argv)
     try:
         gpu = gpu or Gpu()

@@ -155,7 +155,7 @@ def test_what_can_not_be_simulated_is_refused_with_a_remedy(
 
 def test_no_steps_are_none_to_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--high", "transformer-b2", "--steps", "0"]) != 0
-    assert "give 1 or more" in capsys.readouterr().err
+    assert "0 is not a positive whole number" in capsys.readouterr().err
 
 
 def test_a_profile_with_figures_beyond_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

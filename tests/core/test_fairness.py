@@ -192,11 +192,14 @@ def test_outdated_heap_entries_do_not_pile_up(order: str) -> None:
     queue.check([])
 
 
+def low_jobs(count: int) -> list[Job]:
+    names = [str(n) for n in range(count)]
+    return [Job(JobId(n), SessionId("s"), Peer(0, 0, 0), JobSpec(n), 0.0, Priority.LOW, 1.0) for n in names]
+
+
 def test_a_job_that_is_forgotten_is_referred_to_by_nobody() -> None:
     queue = FairQueue()
-    jobs = [
-        Job(JobId(str(n)), SessionId("s"), Peer(0, 0, 0), JobSpec(str(n)), 0.0, Priority.LOW, 1.0) for n in range(4)
-    ]
+    jobs = low_jobs(4)
     for job in jobs:
         queue.enter(job)
     first = queue.first()
@@ -214,9 +217,7 @@ MOVES = st.tuples(st.sampled_from(["enter", "leave", "charge", "settle"]), st.in
 @given(st.lists(MOVES, max_size=80))
 def test_who_follows_the_first_is_found_whatever_is_out_of_date(moves: list[tuple[str, int, float]]) -> None:
     queue = FairQueue()
-    jobs = [
-        Job(JobId(str(n)), SessionId("s"), Peer(0, 0, 0), JobSpec(str(n)), 0.0, Priority.LOW, 1.0) for n in range(8)
-    ]
+    jobs = low_jobs(8)
     for move, number, seconds in moves:
         job = jobs[number]
         if move == "enter" and not job.entry:

@@ -48,7 +48,7 @@ from gpumux.device.cpu.graph import turn_off_optimisation
 from gpumux.device.cpu.interp import first_lines
 from gpumux.device.cpu.lending import IDLE_S, LentLane, Taken
 from gpumux.device.cpu.loaded import LoadedProgram
-from gpumux.device.cpu.niceness import renice
+from gpumux.device.cpu.niceness import own, renice
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.operands import allocate, over
 from gpumux.device.cpu.randomness import move_generator
@@ -328,7 +328,7 @@ def main(settings: dict[str, Any], fds: list[int]) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", IDLE_S, 0))
     page = mmap.mmap(fds[1], mmap.PAGESIZE)
     os.close(fds[1])
-    settings["usual"] = os.nice(0)
+    settings["usual"] = own()
     os.nice(settings["nice"])
     torch.set_num_threads(settings["threads"])
     turn_off_optimisation()

@@ -44,10 +44,10 @@ class Niceness:
         executor = self._live(job)
         if executor is not None and self._low_nice:
             more = self._low_nice if priority is Priority.LOW else 0
-            self._send(executor, Renice(min(MOST, _own() + more)))
+            self._send(executor, Renice(min(MOST, own() + more)))
 
 
-def _own() -> int:
+def own() -> int:
     """The daemon's own niceness, which high jobs' processes have."""
     return os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -55,7 +55,7 @@ def _own() -> int:
 def may_be_less_nice(status: Path = Path("/proc/self/status")) -> bool:
     """Whether a process of ours may go back to the daemon's own niceness."""
     limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
-    if limit == resource.RLIM_INFINITY or limit >= _NORMAL - _own():
+    if limit == resource.RLIM_INFINITY or limit >= _NORMAL - own():
         return True
     try:
         lines = status.read_text().splitlines()

@@ -40,7 +40,7 @@ def waited() -> float:
         return 0.0
     file = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return 1e-9 * int(os.read(file, 128).split()[1])
+        return _queued(file)
     finally:
         os.close(file)
 
@@ -53,11 +53,15 @@ class Waits:
         self._file = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC) if _counted() else -1
 
     def seconds(self) -> float:
-        return 1e-9 * int(os.pread(self._file, 128, 0).split()[1]) if self._file >= 0 else 0.0
+        return _queued(self._file) if self._file >= 0 else 0.0
 
     def __del__(self) -> None:
         if self._file >= 0:
             os.close(self._file)
+
+
+def _queued(file: int) -> float:
+    return 1e-9 * int(os.pread(file, 128, 0).split()[1])
 
 
 @cache
