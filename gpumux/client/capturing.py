@@ -19,6 +19,7 @@ class Capturing:
     """The part of a Job that makes Programs of functions and sends them."""
 
     _functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]]
+    _clients_generator: bool
     _guard: StaleGuard
     _max_variants: int
     _next_step: int
@@ -37,8 +38,9 @@ class Capturing:
     ) -> StepFunction:
         args, kwargs = example_arguments(example)
         function = StepFunction(
-            fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches, compiled
-        )
+            fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches, compiled,
+            clients_generator=self._clients_generator,
+        )  # fmt: skip
         entry = (function, args, kwargs)
         self._functions.append(entry)
         try:

@@ -14,7 +14,7 @@ from gpumux.model import StepTimes
 class StepFuture:
     """Returned at once by `job.step`. Waiting pumps the connection in the calling thread."""
 
-    __slots__ = ("_done", "_error", "_times", "_value", "_wait")
+    __slots__ = ("_done", "_error", "_generator", "_times", "_value", "_wait")
 
     def __init__(self, wait: Callable[[Callable[[], bool], float | None], bool]) -> None:
         self._wait = wait
@@ -22,9 +22,10 @@ class StepFuture:
         self._value: Any = None
         self._error: GpumuxError | None = None
         self._times: StepTimes | None = None
+        self._generator: torch.Tensor | None = None  # as the step left it, where its Program draws from the client's
 
-    def _finish(self, value: Any, times: StepTimes) -> None:
-        self._value, self._times, self._done = value, times, True
+    def _finish(self, value: Any, times: StepTimes, generator: torch.Tensor | None = None) -> None:
+        self._value, self._times, self._generator, self._done = value, times, generator, True
 
     def _fail(self, error: GpumuxError) -> None:
         if not self._done:

@@ -14,17 +14,20 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
 from gpumux.client import patience
 from gpumux.client.arguments import check_compile
 from gpumux.client.capturing import Capturing
 from gpumux.client.exactness import exactness
 from gpumux.client.future import StepFuture
+from gpumux.client.generator import client_generator
 from gpumux.client.keepsake import Counts, Keepsake
 from gpumux.client.localstate import dictionaries, install, load_local
 from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.pending import Pending
 from gpumux.client.recovering import Recovery, ended_for_now, notes_of
-from gpumux.client.remote import Remote
+from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.session import Session
 from gpumux.client.slots import Slotted
 from gpumux.client.stale import StaleGuard, of_job
@@ -47,6 +50,7 @@ class Job(Capturing, Slotted):
     def __init__(
         self, session: Session, job_id: str, spec: JobSpec, table: StateTable, max_variants: int,
         replay_bytes: int = 0, reconnect_s: float = 0.0, kept: Keepsake | None = None, last_snapshot: int = 0,
+        clients_generator: bool = False,
     ) -> None:  # fmt: skip
         self.id = job_id
         self.name = spec.name
@@ -55,6 +59,7 @@ class Job(Capturing, Slotted):
         self._session = session
         self._table = table
         self._max_variants = max_variants
+        self._clients_generator = clients_generator
         self._lock = threading.RLock()
         self._structures: dict[Structure, Structure] = {}
         self._remote = Remote(session, job_id, table)
@@ -79,6 +84,7 @@ class Job(Capturing, Slotted):
         self.resumed_steps = self._counts.main
         self._notes = partial(notes_of, weakref.ref(self))
         self._recovery = Recovery(self, replay_bytes, reconnect_s, last_snapshot)
+        client_generator.jobs.add(self)
 
     def add(
         self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1, compile: bool = False,  # noqa: A002
@@ -120,19 +126,34 @@ class Job(Capturing, Slotted):
         number = choice.made.number
         if number is None:
             number = self._upload(choice)
-        snapshots, told = self._recovery.snapshots, self._recovery.told
+        snapshots = self._recovery.snapshots
         if snapshots is not None:
             snapshots.tick(self._session)
         if len(self._pending.steps) >= self._spec.max_inflight:
             self._wait(lambda: len(self._pending) < self._spec.max_inflight, None)
             self._check_open()
-        program, slot, filled = self._pick_slot(
-            number, choice.tensors
-        )  # only now: the job may have come back meanwhile
-        step, future = self._next_step, StepFuture(self._wait)
+        # Only now: the job may have come back meanwhile.
+        program, slot, filled = self._pick_slot(number, choice.tensors)
+        if program.program.generator is None:
+            return self._send_step(function, choice, program, slot, filled, None)
+        with client_generator.lock:
+            state = client_generator.state()
+            future = self._send_step(function, choice, program, slot, filled, state)
+            self._move_generator(future, program, choice.made.lowered.words)
+        return future
+
+    def _send_step(
+        self, function: StepFunction, choice: Choice, program: RemoteProgram, slot: int, filled: bool,
+        generator: torch.Tensor | None,
+    ) -> StepFuture:  # fmt: skip
+        """`filled`: the batch lies in the slot already. `generator`: its state, for a step that draws from the client's."""
+        step, future, number, told = self._next_step, StepFuture(self._wait), program.number, self._recovery.told
         entry = None
         try:
-            frames = [] if filled else program.fill(slot, choice.tensors)
+            if filled and generator is not None:
+                program.give_generator(slot, generator)
+            given = choice.tensors if generator is None else [*choice.tensors, generator]
+            frames = [] if filled else program.fill(slot, given)
             self._pending.add(step, future, number, slot, choice)
             scalars = choice.values[: choice.made.lowered.counts[0]]
             if told is not None:
@@ -149,6 +170,20 @@ class Job(Capturing, Slotted):
         self._counts = Counts(self._counts.main + main, self._counts.all + 1)
         self._advance(choice)
         return future
+
+    def _move_generator(self, future: StepFuture, program: RemoteProgram, words: int | None) -> None:
+        """Bring the client's generator to where the step leaves it."""
+        if words is not None and (self._paused or not client_generator.waits(words, program.device_s)):
+            client_generator.skip(words)
+            return
+        try:
+            self._wait(future._answered, None)
+        except BaseException:  # an interrupt; a step that fails is no exception here
+            if words is not None:
+                client_generator.skip(words)
+            raise
+        if future._generator is not None:
+            client_generator.take_back(future._generator)
 
     def _advance(self, choice: Choice) -> None:
         """The Python side of the step has happened: counters, hyperparameters it changed, flags."""
@@ -255,13 +290,14 @@ class Job(Capturing, Slotted):
 
     def stats(self) -> dict[str, Any]:
         """What the daemon knows of the job: steps, queue and device seconds, memory, outstanding
-        launches. `exactness` is "bit-equal" (README, "Equal results"), or "equivalent": `because` then says why, and
+        launches. `rng` says whose random generator its draws come from (submit()). `exactness` is "bit-equal" (README, "Equal results"), or "equivalent": `because` then says why, and
         `tolerance` how far a step's results may be from the reference run's, relative to the largest element of the
         tensor (README, "Microbatches")."""
         reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
         functions = [f for f, _, _ in self._functions]
         compiled = any(f.compiled for f in functions)
-        return {**exactness(self._table, {f.name: f.microbatches for f in functions}, compiled), **reply.body}
+        rng = {"rng": "client" if self._clients_generator else "own"}
+        return {**exactness(self._table, {f.name: f.microbatches for f in functions}, compiled), **rng, **reply.body}
 
     @property
     def bytes_copied_in(self) -> int:
@@ -281,6 +317,7 @@ class Job(Capturing, Slotted):
                 with suppress(GpumuxError):  # which the futures have
                     self._wait(lambda: len(self._pending) == 0, None)
             self._closed = True
+            client_generator.jobs.discard(self)
             self._recovery.off(self)
             drain = drain and not keep  # what its client closes when its work is done is not kept
             if (

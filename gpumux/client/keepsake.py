@@ -36,8 +36,11 @@ class Counts:
     all: int
 
 
-def write(table: StateTable, state: State, resident: Sequence[int], counts: Counts) -> bytes:
-    """The notes of a snapshot of `resident` job buffers, taken now."""
+def write(
+    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None
+) -> bytes:
+    """The notes of a snapshot of `resident` job buffers, taken now. `generator`: the state of the client's, where the job draws
+    from it."""
     index = {buffer: i for i, buffer in enumerate(resident)}
     inline: dict[str, Any] = {}
     room = MAX_INLINE
@@ -61,6 +64,8 @@ def write(table: StateTable, state: State, resident: Sequence[int], counts: Coun
         "groups": [[_hyper(group) for group in o.param_groups] for o in table.optimizers],
         "gradients": [[i, _place(place, index)] for i, place in state.structure.kept if place.buffer in index],
     }
+    if generator is not None:
+        body["generator"] = _bytes(generator)
     return bytes(msgpack.packb(body))
 
 
@@ -131,8 +136,8 @@ class Keepsake:
             raise ConfigError("the kept snapshot is shorter than its notes say", "start the job anew")
 
     def put_back(self, table: StateTable) -> None:
-        """Overwrite what `table` knows: parameters and buffers, the optimizers' state and hyperparameters, gradients.
-        Raises ConfigError when the models or optimizers are others than the job had; nothing is changed then."""
+        """Overwrite what `table` knows: parameters and buffers, the optimizers' state and hyperparameters, gradients; and
+        torch's default generator, if the job drew from that of the client that is gone. Raises ConfigError when the models or optimizers are others than the job had; nothing is changed then."""
         body = self._body
         try:
             fresh = [(name, tensor, self._of(name, tensor)) for name, tensor in table.tensors]
@@ -145,12 +150,15 @@ class Keepsake:
                 for optimizer, thens in zip(table.optimizers, body["groups"], strict=True)
                 for group, then in zip(optimizer.param_groups, thens, strict=True)
             ]
+            generator = torch.Generator().set_state(_state_of(body["generator"])) if "generator" in body else None
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise _other(f"{type(error).__name__}: {error}") from error
         with torch.no_grad():
             for _, tensor, value in fresh:
                 if value is not None:
                     tensor.copy_(value)
+        if generator is not None:
+            torch.default_generator.set_state(generator.get_state())
         for optimizer, state in zip(table.optimizers, states, strict=True):
             optimizer.state = state
         for i, parameter in enumerate(table.params):
@@ -220,6 +228,10 @@ def _type(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"no type {name!r}")
     return found
+
+
+def _state_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _other(why: str) -> ConfigError:

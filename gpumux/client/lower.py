@@ -8,7 +8,7 @@ gradient at every step for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux.client.fingerprint import Change
+from gpumux.client.generator import STATE_BYTES, words_drawn
 from gpumux.client.host import Evaluator, Expr
 from gpumux.client.ledger import RawOp, RawStorage, Record
 from gpumux.client.numerics import numerics_now
@@ -39,6 +40,9 @@ class Lowered:
     result_spec: pytree.TreeSpec
     flags: tuple[Change, ...]
     reads_dropped: frozenset[int]  # parameters whose dropped gradient this step would need
+    words: int | None = (
+        0  # of the client's generator that a step takes (generator.py), where its Program has `generator`
+    )
     returns_leaf: bool = field(init=False)  # the result is one value, no container
 
     def __post_init__(self) -> None:
@@ -121,8 +125,11 @@ def thaw_frozen(tree: Any, make: Any) -> Any:
     return make(tree)
 
 
-def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = "cpu") -> Lowered:
-    """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`."""
+def lower(
+    raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = "cpu", clients_generator: bool = False
+) -> Lowered:
+    """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`. `clients_generator`: its draws go
+    on from the generator of the client (generator.py)."""
     end = _Exit(raw, table, keep)
     record = raw.record
     dropped = {place.buffer: i for i, place in (*raw.entry.dropped, *end.structure.dropped)}
@@ -151,11 +158,25 @@ def lower(raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = 
         results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
         numerics=numerics_now(_precision_of(table, device)), device=device, layers=layers, spans=found,
     )  # fmt: skip
+    words = words_drawn(program) if clients_generator else 0
+    if words != 0:
+        program = with_generator(program)
     groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
     wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]
     return Lowered(
         program, tuple(build.binding), end.structure, Evaluator(wanted, raw.guards),
-        (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
+        (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs, words,
+    )  # fmt: skip
+
+
+def with_generator(program: Program) -> Program:
+    """The Program with the generator's state as one more input, and as one more result."""
+    storage, view = len(program.storages), len(program.views)
+    return replace(
+        program,
+        storages=(*program.storages, Storage("input", STATE_BYTES, len(program.inputs))),
+        views=(*program.views, View(storage, "uint8", (STATE_BYTES,), (1,))),
+        inputs=(*program.inputs, view), results=(*program.results, view), generator=view,
     )  # fmt: skip
 
 

@@ -95,7 +95,10 @@ class Pending:
             program = self._remote.programs[step.program]
             if type(step) is _Step:
                 tensors = program.take(step.slot, frames)
-                step.future._finish(step.value(tensors), StepTimes(message.queue_s, message.device_s, message.total_s))
+                times = StepTimes(message.queue_s, message.device_s, message.total_s)
+                drew = program.program.generator is not None
+                step.future._finish(step.value(tensors), times, tensors[-1] if drew else None)
+                program.device_s = message.device_s
             program.free.add(step.slot)
             self.newest = max(self.newest, message.step)
             del self.steps[message.step]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpumux.client import keepsake
+from gpumux.client.generator import client_generator
 from gpumux.client.persevering import CONNECT_S
 from gpumux.client.replay import BEGINNING
 from gpumux.client.session import Session
@@ -292,7 +293,9 @@ def notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
     """What goes with a snapshot taken now, and how many steps are behind it."""
     job = ref()
     assert job is not None, "a job that is gone takes no snapshots"
-    return keepsake.write(job._table, job._state, job._remote.resident(), job._counts), job._counts.all
+    generator = client_generator.state() if job._clients_generator else None
+    notes = keepsake.write(job._table, job._state, job._remote.resident(), job._counts, generator)
+    return notes, job._counts.all
 
 
 def open_message(job: str, spec: JobSpec) -> m.OpenJob:

@@ -55,6 +55,7 @@ class RemoteProgram:
         self._bytes = whole
         self.slots = [self._slot(whole, i * self.layout.nbytes) for i in range(slots)]
         self.copied_in = 0  # bytes copied from batches, ever
+        self.device_s: float | None = None  # of the newest step that was answered
 
     def _slot(self, whole: torch.Tensor, base: int) -> Slot:
         views = self.program.views
@@ -79,6 +80,10 @@ class RemoteProgram:
                 storage = self.program.storages[self.program.views[self.program.inputs[len(frames)]].storage]
                 frames.append(self._bytes[start : start + storage.nbytes].numpy().tobytes())
         return frames
+
+    def give_generator(self, slot: int, state: torch.Tensor) -> None:
+        """Lay the generator's state, the last input, into a slot that holds the batch already."""
+        self.slots[slot].inputs[-1].copy_(state)
 
     def take(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
         """The results of a slot as tensors of their own, where the local model lies."""

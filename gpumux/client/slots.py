@@ -52,7 +52,7 @@ class Slots:
         program = self.programs.get(self._newest.get(form, -1))
         if program is None or program.inline or not form or any(0 in size for _, size in form):
             return None
-        views = [program.program.views[v] for v in program.program.inputs]
+        views = [program.program.views[v] for v in program.program.inputs[: len(form)]]
         if any(view.stride != contiguous_strides(view.size) for view in views):
             return None
         lent = sum(other.program is program for other in self._lent.values())
@@ -62,7 +62,7 @@ class Slots:
         if self.programs.get(program.number) is not program:
             return None  # the job came back meanwhile
         slot = program.free.pop()
-        made = [target.detach() for target in program.slots[slot].inputs]
+        made = [target.detach() for target in program.slots[slot].inputs[: len(form)]]
         address = made[0].data_ptr()
         back = weakref.finalize(made[0], self._dropped, address)
         back.atexit = False
@@ -74,7 +74,7 @@ class Slots:
         lent = self._lent.get(tensors[0].data_ptr()) if tensors else None
         if lent is None or lent.program is not program:
             return None
-        inputs = program.slots[lent.slot].inputs
+        inputs = program.slots[lent.slot].inputs[: len(tensors)]
         if any(a.data_ptr() != b.data_ptr() or a.stride() != b.stride() for a, b in zip(tensors, inputs, strict=True)):
             return None
         lent.back.detach()

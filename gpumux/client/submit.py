@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 
 from gpumux.client.arguments import check_compile, job_spec, several, whole
 from gpumux.client.devices import devices_of
+from gpumux.client.generator import check_rng, draws_from_client
 from gpumux.client.job import Job
 from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.persevering import through
@@ -29,7 +30,7 @@ def submit(
     optimizer: Any = None, priority: str = "low", name: str | None = None, endpoint: str | None = None,
     weight: float = 1.0, max_slowdown: float = 1.10, memory_limit: int | None = None, max_inflight: int = 2,
     seed: int | None = None, max_variants: int = 4, microbatches: int = 1, compile: bool = False,  # noqa: A002
-    resume: str | None = None,
+    rng: str | None = None, resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
 ) -> Job:  # fmt: skip
     """Capture `step` on the `example` batch, open a job at the daemon and put its state there.
@@ -44,7 +45,11 @@ def submit(
     endpoint: which daemon; default GPUMUX_ENDPOINT, else the one of GPU 0 on this machine.
     weight: share among jobs of one priority. max_slowdown: promise for a high job (>= 1.0).
     memory_limit: bytes this job may hold on the device. max_inflight: unanswered steps at most.
-    seed: of the job's own random generator; default torch.initial_seed(), what torch.manual_seed set.
+    rng: where random draws (dropout) come from. "client": from torch's default generator, as in the plain loop; a step begins
+        where it stands when step() is called, and step() leaves it where the plain step would. "own": from a generator of the
+        job's, whatever else the program draws. Default: "client" where model and daemon compute on the CPU; "own" with
+        `seed`, and where a GPU is on either side, which draws other numbers anyway.
+    seed: of the job's own random generator, for rng="own"; default torch.initial_seed(), what torch.manual_seed set.
     max_variants: combinations of batch shapes and Python flags captured per function.
     microbatches: run a step's batch as so many accumulated parts, for shorter pieces and less memory;
         must divide the batch size. Equivalent, no longer bit-equal; the step must be one whose loss averages or
@@ -77,6 +82,7 @@ def submit(
     max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
     check_microbatches(microbatches)
     check_compile(compile)
+    check_rng(rng, seed)
 
     def attempt(session: Session) -> Job:
         job: Job | None = None
@@ -90,7 +96,10 @@ def submit(
             job_id, last = (kept.job, kept.newest) if kept is not None else (uuid.uuid4().hex, 0)
             open_job(session, open_message(job_id, spec), kept is not None)
             keepsake = kept.keepsake if kept is not None else None
-            job = Job(session, job_id, spec, table, max_variants, replay_bytes, reconnect_s, keepsake, last)
+            clients_generator = draws_from_client(rng, seed, session, table)
+            job = Job(
+                session, job_id, spec, table, max_variants, replay_bytes, reconnect_s, keepsake, last, clients_generator
+            )
             job._capture(step, example, 4, microbatches, compile)
             if keepsake is not None:
                 session.call(Replay(0, job_id, 0, 1), [keepsake.generator])

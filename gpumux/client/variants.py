@@ -168,11 +168,13 @@ class StepFunction:
     def __init__(
         self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, guard: StaleGuard,
         intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
-        *, twice: bool = True,
+        *, twice: bool = True, clients_generator: bool = False,
     ) -> None:  # fmt: skip
-        """`twice`: trace it once more, to see that it does the same again."""
+        """`twice`: trace it once more, to see that it does the same again. `clients_generator`: its draws go on from the
+        client's generator (generator.py)."""
         self.fn = fn
         self._twice = twice
+        self._clients_generator = clients_generator
         self.microbatches = microbatches
         # The proof of parts runs operators on the CPU, and a compiler knows a GPU's own as little.
         self._by_device = microbatches == 1 and not compiled
@@ -318,7 +320,7 @@ class StepFunction:
             ) from error
 
     def _lower(self, phase: Phase, state: State) -> Made:
-        lowered = lower(phase.raw, self._table, state.keep)
+        lowered = lower(phase.raw, self._table, state.keep, clients_generator=self._clients_generator)
         if lowered.reads_dropped:
             if lowered.reads_dropped <= state.keep:
                 names = ", ".join(self._table.param_names[i] for i in sorted(lowered.reads_dropped)[:3])

@@ -10,6 +10,7 @@ import msgpack
 from gpumux.errors import ProgramError
 from gpumux.program.encoder import (
     COMPLEX,
+    DRAWING,
     DTYPES,
     GATE_KINDS,
     HEADER,
@@ -45,6 +46,7 @@ from gpumux.program.ir import (
 from gpumux.program.limits import DEFAULT, Limits
 
 _ONLY_INT, _ONLY_LIST = {int}, {list}
+_LENGTHS = {PLAIN: 12, LAYERED: 14, DRAWING: 15}  # of the body, by version
 
 
 def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
@@ -55,9 +57,9 @@ def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
     magic, version, length = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise malformed("not an encoded Program")
-    if version not in (PLAIN, LAYERED):
+    if version not in _LENGTHS:
         raise ProgramError(
-            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} and {LAYERED}",
+            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} to {DRAWING}",
             "run the same gpumux version at both ends",
         )
     end = HEADER.size + length
@@ -112,10 +114,10 @@ class _Decoder:
 
     def program(self, body: Any, data: bytes, at: int, version: int) -> Program:
         limits = self._limits
-        body = self._list(body, 14 if version == LAYERED else 12, exact=True)
+        body = self._list(body, _LENGTHS[version], exact=True)
         kind, device, numerics, storages, names, views, ops, inputs, results, scalars, lengths, gates, *rest = body
-        layers, spans = rest or ([], [])
-        if rest and not layers:
+        layers, spans = rest[:2] or ([], [])
+        if version == LAYERED and not layers:
             raise malformed("a version for layers, and no layer")
         if kind != "aten" and kind != "compiled":
             raise malformed(f"the kind {kind!r}")
@@ -134,6 +136,7 @@ class _Decoder:
             kind=kind,
             layers=tuple([self._text(name) for name in self._list(layers, limits.layers)]),
             spans=self._spans(spans),
+            generator=self._nat(rest[2]) if version == DRAWING else None,
         )
         if self._named != len(self._names) or len(set(self._names)) != len(self._names):
             raise malformed("the table of names has unused or repeated entries")

@@ -24,7 +24,7 @@ from gpumux.program.ir import (
 )
 
 HEADER = struct.Struct(">4sHI")
-PLAIN, LAYERED = 1, 2  # versions of the encoding: without and with layers
+PLAIN, LAYERED, DRAWING = 1, 2, 3  # versions of the encoding: without layers, with them, with a generator (and layers)
 MAGIC = b"gpux"
 
 # Wire numbers. Append only: a number once given never changes its meaning.
@@ -72,7 +72,7 @@ def _parts(program: Program) -> list[bytes]:
     if program.version != IR_VERSION:
         raise malformed(f"version {program.version!r}, this gpumux writes {IR_VERSION}")
     body = _body(program)
-    version = LAYERED if program.layers or program.spans else PLAIN
+    version = DRAWING if program.generator is not None else LAYERED if program.layers or program.spans else PLAIN
     return [HEADER.pack(MAGIC, version, len(body)), body, *program.consts]
 
 
@@ -96,8 +96,10 @@ def _body(program: Program) -> bytes:
             [len(data) for data in program.consts],
             [(g.op, _GATE_CODE[g.kind], g.name) for g in program.gates],
         ]
-        if program.layers or program.spans:
+        if program.layers or program.spans or program.generator is not None:
             body += [program.layers, [(s.first, s.count, s.layer, int(s.backward)) for s in program.spans]]
+        if program.generator is not None:
+            body.append(program.generator)
         packed: bytes = msgpack.packb(body)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
         raise ProgramError(f"this Program can't be encoded: {type(e).__name__}: {e}") from e

@@ -17,6 +17,12 @@ slots are numbered otherwise. `stream` is a view on a state storage that holds a
 its own, as bytes (torch.Generator.get_state): the operator draws from that one instead of the job's,
 and leaves it where it stands then. So the models of one job draw what each would draw alone.
 
+`Program.generator` is a view on an input that holds the state of the random generator, as bytes
+(torch.Generator.get_state). Where it is given, the job's generator is set to that state before the first
+operator, and the same bytes are replaced by its state after the last one, so a result may lie on them. A
+client hands its own generator to a step in this way, and takes it back. Without it the job's generator
+goes on from step to step.
+
 Everything is frozen and hashable; equal steps give equal Programs, whoever captured them.
 """
 
@@ -146,6 +152,7 @@ class Program:
     version: int = IR_VERSION
     layers: tuple[str, ...] = ()  # the user's names, in order of first use; for profiles, nothing runs differently
     spans: tuple[Span, ...] = ()  # whose operators are whose, rising; those of none are in no span
+    generator: int | None = None  # view on the input that holds the random generator's state, replaced by the step
 
 
 ITEM_BYTES: dict[str, int] = {

@@ -58,6 +58,7 @@ def validate(program: Program, limits: Limits = DEFAULT) -> None:
     born = _Births(program).run()
     _results(program, born, limits)
     _random(program)
+    _generator(program)
     _layers(program, limits)
     for gate in program.gates:
         if not 0 <= gate.op < len(program.ops) or gate.kind not in ("wait", "signal") or not gate.name:
@@ -87,6 +88,8 @@ def written_storages(program: Program) -> frozenset[int]:
         found.update(program.views[ref.view].storage for ref in tensor_refs(tuple(args)))
         if op.stream is not None:
             found.add(program.views[op.stream].storage)
+    if program.generator is not None:
+        found.add(program.views[program.generator].storage)
     return frozenset(found)
 
 
@@ -313,10 +316,24 @@ def _random(program: Program) -> None:
 def _stream(program: Program, op: Op, where: str) -> None:
     if op.random is None:
         _fail(where, "it has a random stream and no random slot")
-    if op.stream is None or not 0 <= op.stream < len(program.views):
-        _fail(where, f"its random stream, view {op.stream}, does not exist")
-    view = program.views[op.stream]
-    if program.storages[view.storage].kind != "state" or view.dtype != "uint8" or len(view.size) != 1:
-        _fail(where, "its random stream is no line of bytes in the job's state")
+    _generator_state(program, op.stream, "state", where, "random stream")
+
+
+def _generator(program: Program) -> None:
+    if program.generator is None:
+        return
+    _generator_state(program, program.generator, "input", "generator", "state")
+    storage = program.views[program.generator].storage
+    if any(program.views[ref.view].storage == storage for op in program.ops for ref in tensor_refs(op_args(op))):
+        _fail("generator", "an operator uses the bytes of its state")
+
+
+def _generator_state(program: Program, index: int | None, kind: StorageKind, where: str, what: str) -> None:
+    """View `index` holds the state of a random generator, on a storage of this kind."""
+    if index is None or not 0 <= index < len(program.views):
+        _fail(where, f"its {what}, view {index}, does not exist")
+    view = program.views[index]
+    if program.storages[view.storage].kind != kind or view.dtype != "uint8" or len(view.size) != 1:
+        _fail(where, f"its {what} is no line of bytes in the {'job' if kind == 'state' else 'batch'}'s {kind}")
     if view.stride != (1,) or not 0 < view.size[0] <= STREAM_BYTES:
-        _fail(where, f"its random stream has gaps, or not 1 to {STREAM_BYTES} bytes")
+        _fail(where, f"its {what} has gaps, or not 1 to {STREAM_BYTES} bytes")

@@ -65,7 +65,7 @@ def values(results: list[Any]) -> list[Any]:
 
 
 def states(work: Work) -> list[Any]:
-    return [m.state_dict() for m in work.models] + [o.state_dict() for o in work.optimizers]
+    return [*(m.state_dict() for m in work.models), *(o.state_dict() for o in work.optimizers), torch.get_rng_state()]
 
 
 def assert_same(a: Any, b: Any, what: str) -> None:
@@ -89,7 +89,7 @@ def assert_same(a: Any, b: Any, what: str) -> None:
 
 
 def plain(make: Callable[[], Work]) -> tuple[list[Any], list[Any]]:
-    """(results, final states) of the reference run: seeded as the job, used by nothing else."""
+    """(results, final states) of the reference run, where the random generator stands behind it included."""
     torch.manual_seed(0)
     work = make()
     torch.manual_seed(SEED)
@@ -117,12 +117,12 @@ def through(
     (step, example), *others = work.functions
     models: Any = work.models if len(work.models) != 1 else work.models[0]
     optimizers: Any = work.optimizers if len(work.optimizers) != 1 else work.optimizers[0]
+    torch.manual_seed(SEED)
     with client.submit(
         step,
         example=example,
         model=models or None,
         optimizer=optimizers or None,
-        seed=SEED,
         endpoint=endpoint,
         **work.options,
     ) as job:

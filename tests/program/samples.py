@@ -149,8 +149,20 @@ def layered() -> Program:
     return replace(dropout(), layers=names, spans=tuple(Span(2 * i, 2, i, i > 0) for i in range(3)))
 
 
+def given_generator(size: int = 64, state_bytes: int = 5056) -> Program:
+    """`dropout` drawing from the generator whose state comes with the step as input 1, and leaves as result 3."""
+    made = dropout(size)
+    storage, view = len(made.storages), len(made.views)
+    return replace(
+        made,
+        storages=(*made.storages, Storage("input", state_bytes, 1)),
+        views=(*made.views, View(storage, "uint8", (state_bytes,), (1,))),
+        inputs=(*made.inputs, view), results=(*made.results, view), generator=view,
+    )  # fmt: skip
+
+
 ALL = {
     "empty": empty, "add_one": add_one, "counter": counter, "sgd_linear": sgd_linear,
     "crash_maxpool": crash_maxpool, "crash_div": crash_div, "dropout": dropout,
-    "layered": layered,
+    "layered": layered, "given_generator": given_generator,
 }  # fmt: skip

@@ -59,6 +59,7 @@ def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
         ),
     )
     views: list[int] = []
+    given_state = b.input("uint8", (16,)).view if draw(st.booleans()) else None
     for _ in range(draw(st.integers(0, 3))):
         views.append(b.input(draw(DTYPES), draw(SIZES)).view)
     for _ in range(draw(st.integers(0, 3))):
@@ -104,4 +105,4 @@ def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
         st.lists(st.none() | st.builds(Label, st.sampled_from(["", "a", "b.0"]), st.booleans()), max_size=ops)
     )
     layers, found = spans(labels[:ops])
-    return replace(program, layers=layers, spans=found)
+    return replace(program, layers=layers, spans=found, generator=given_state)

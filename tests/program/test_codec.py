@@ -164,8 +164,8 @@ def test_what_no_program_can_hold_is_left_out_of_the_layers():
 
 def test_a_newer_version_is_named():
     data = bytearray(encode(samples.add_one()))
-    data[5] = 3
-    with pytest.raises(ProgramError, match="version 3"):
+    data[5] = 4
+    with pytest.raises(ProgramError, match="version 4"):
         decode(bytes(data))
     with pytest.raises(ProgramError, match="version"):
         encode(replace(samples.add_one(), version=2))

@@ -63,7 +63,28 @@ def with_spans(*spans: Span, layers: tuple[str, ...] = ("a",)) -> Program:
     return replace(ADD, layers=layers, spans=spans)
 
 
+def with_generator(**changes: object) -> Program:
+    """A Program that is given a generator's state, with changes to the view of that state."""
+    made = samples.given_generator()
+    views = list(made.views)
+    views[-1] = replace(views[-1], **changes)
+    return replace(made, views=tuple(views))
+
+
+DRAWING = samples.given_generator()
+
 BROKEN = {
+    "a generator's view missing": replace(DRAWING, generator=len(DRAWING.views)),
+    "a generator's view -1": replace(DRAWING, generator=-1),
+    "a generator's state that is not bytes": with_generator(dtype="int8"),
+    "a generator's state of two dimensions": with_generator(size=(2, 8), stride=(8, 1)),
+    "a generator's state with gaps": with_generator(size=(8,), stride=(2,)),
+    "a generator's state of nothing": with_generator(size=(0,)),
+    "a generator's state that is too long": samples.given_generator(state_bytes=8193),
+    "a generator's state in a temporary": replace(DRAWING, generator=1),
+    "an operator that reads a generator's state": replace(
+        DRAWING, ops=(*DRAWING.ops, Op("aten.add.Scalar", (TensorRef(len(DRAWING.views) - 1), 1), (), (None,)))
+    ),
     "a span past the last operator": with_spans(Span(0, 2, 0)),
     "a span of nothing": with_spans(Span(0, 0, 0)),
     "a span before the first operator": with_spans(Span(-1, 1, 0)),

@@ -30,7 +30,7 @@ from gpumux.device.cpu.interp import Interpreter
 from gpumux.device.cpu.machine import cpu_name
 from gpumux.device.cpu.operands import Operands
 from gpumux.device.cpu.pieces import Piece, PieceBuilder, sources
-from gpumux.device.cpu.randomness import Replays, Streams, repeated_slots
+from gpumux.device.cpu.randomness import Replays, Streams, begin_from, repeated_slots
 from gpumux.device.cpu.stopwatch import Stopwatch
 from gpumux.device.units import cut_units
 from gpumux.errors import ProgramError
@@ -196,9 +196,13 @@ class LoadedProgram:
         self._streams.begin()
         self._progress(-1)
         self.operands.begin(operands)
+        if self.program.generator is not None:
+            begin_from(self._context.tensor(self._frame, self.program.generator))
         return self._frame
 
     def _finish(self, frame: Frame) -> None:
+        if self.program.generator is not None:
+            self._context.tensor(frame, self.program.generator).copy_(torch.default_generator.get_state())
         self.operands.finish(frame.slot, sources(self._context, frame))
         self._streams.finish()
         self._frame = None

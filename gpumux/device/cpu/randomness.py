@@ -95,6 +95,17 @@ def standing_in(generator: torch.Generator) -> Iterator[None]:
         usual.set_state(before)
 
 
+def begin_from(state: torch.Tensor) -> None:
+    """Set the job's generator to a state that came with a step. Raises JobFailed for what is none."""
+    try:
+        torch.default_generator.set_state(state.clone())  # the client could change the shared bytes meanwhile
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise JobFailed(
+            "the bytes that came with the step are no state of this torch build's generator",
+            "run the client and the daemon with the same torch build",
+        ) from error
+
+
 def move_generator(generator: torch.Generator, memory: mmap.mmap, at: int, nbytes: int, into_device: bool) -> None:
     """Copy the state of a job's generator to or from a transfer's segment. Raises JobFailed for what is none."""
     if at + GENERATOR_BYTES > nbytes:

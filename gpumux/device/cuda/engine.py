@@ -103,6 +103,11 @@ class Engine:
                     f"the program was traced for {program.device!r}, and this daemon takes programs traced on the CPU",
                     "submit from gpumux's own client",
                 )
+            if program.generator is not None:
+                raise ProgramError(
+                    "the program draws from a generator of the CPU, which this device does not have",
+                    'submit it with rng="own"',
+                )
             with self._compute.on(job.capture_stream):
                 job.buffers += [self._compute.allocate(nbytes) for nbytes in load.new_buffers]
                 bound = [_buffer(job, index) for index in load.binding]

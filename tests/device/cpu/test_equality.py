@@ -275,6 +275,32 @@ def test_random_streams_are_drawn_from_as_if_each_were_alone() -> None:
             assert [b.numpy().tobytes() for b in bench.buffers] == [g.get_state().numpy().tobytes() for g in alone]
 
 
+@pytest.mark.parametrize("bounds", [(0, 6), (0, 1, 2, 3, 4, 5, 6)])
+def test_a_generator_that_comes_with_the_step_is_drawn_from_and_leaves_as_it_stands_then(
+    bounds: tuple[int, ...],
+) -> None:
+    program, x = samples.given_generator(), torch.rand(64)
+    given = torch.Generator().manual_seed(12345)
+    before = given.get_state().numpy().tobytes()
+    bench = Bench(program, [], [x.numpy().tobytes(), before])
+    with pytest.MonkeyPatch.context() as monkey:
+        bench.cut(bounds, monkey)
+        torch.default_generator.manual_seed(SEED)  # where something else left it
+        bench.step(())
+        first, third = (x * torch.bernoulli(x, 0.5, generator=given) for _ in range(2))
+        *masks, state = bench.layout.results
+        got = [bench.memory[at : at + 256] for at in masks]
+        assert got == [t.numpy().tobytes() for t in (first, first, third)]
+        after = given.get_state().numpy().tobytes()
+        assert bench.memory[state : state + len(after)] == after != before
+
+
+def test_bytes_that_are_no_generator_for_a_step_fail_it() -> None:
+    bench = Bench(samples.given_generator(), [], [bytes(256), b"\xff" * 5056])
+    with pytest.raises(JobFailed, match="no state of this torch build's generator"):
+        bench.step(())
+
+
 def test_bytes_that_are_no_generator_fail_the_step() -> None:
     builder = ProgramBuilder()
     batch, stream = builder.input("float32", (4,)), builder.state("uint8", (5056,)).view

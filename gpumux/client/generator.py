@@ -1,0 +1,242 @@
+"""The client's random generator: a job's draws go on from it, and after each step it stands where the plain loop would have left it.
+
+A step takes the state of torch's default generator along, as one more tensor of its batch, and draws from there in the daemon
+(`Program.generator`). What the step draws the client must skip. How many 32-bit words of the generator an operator takes depends
+on the operator, the number of elements and the processor (`exponential_`, for one, draws otherwise with MKL), so it is measured
+when the step is captured: the operator runs here, on as many elements, and what it took is counted. Skipping as many words
+after each step costs about 2 ns a word and waits for nothing.
+
+Where the number of words depends on data (`poisson`), or skipping would take longer than what it saves, `step()` waits for the
+answer instead, which brings the generator's state as the step left it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from math import prod
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from gpumux.client.session import Session
+from gpumux.client.state import StateTable
+from gpumux.errors import ConfigError
+from gpumux.program.ir import (
+    ITEM_BYTES,
+    STREAM_BYTES,
+    Arg,
+    Complex,
+    Op,
+    Program,
+    ScalarRef,
+    Tag,
+    TensorRef,
+    View,
+    extent,
+)
+from gpumux.program.validate import leaves, op_args, out_views
+
+# Operators that take the same number of words whatever the values they are given.
+_BY_SIZE_ALONE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "bernoulli.default", "bernoulli.p", "bernoulli.Tensor", "bernoulli_.Tensor", "bernoulli_.float", "cauchy.default",
+        "cauchy_.default", "exponential.default", "exponential_.default", "geometric.default", "geometric_.default",
+        "log_normal.default", "log_normal_.default", "multinomial.default", "native_dropout.default",
+        "normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", "normal.float_float", "normal_.default",
+        "normal_functional.default", "rand.default", "rand_like.default", "randint.default", "randint.low",
+        "randint_like.default", "randint_like.low_dtype", "randn.default", "randn_like.default", "random.default",
+        "random.from", "random.to", "random_.default", "random_.from", "random_.to", "randperm.default", "uniform.default",
+        "uniform_.default",
+    )
+)  # fmt: skip
+_NEVER_ON_THE_CPU = "aten._scaled_dot_product_flash_attention_for_cpu.default"  # its kernel there has no dropout
+_MEASURED_ELEMENTS = (
+    1 << 22
+)  # an operator on more of them is not run to be measured: its steps are long enough to wait for
+_MOST_BLOCKS = 2000  # that are looked through for a number of words that is neither one nor two an element
+_BLOCK = 624  # words that the Mersenne Twister makes at once
+_AT = slice(24, 24 + 8 * _BLOCK)  # its state within the bytes of torch.Generator.get_state()
+_NEXT = slice(16, 24)  # and the next word's place in it
+_SCRATCH = 1 << 14  # elements of 64 bits, drawn to skip twice as many words
+
+WAIT_S = 100e-6  # what waiting for an answer costs a loop that would have gone on, about
+SHARE = 0.02  # of a step's time that skipping may take
+
+_measured: dict[tuple[Any, ...], int | None] = {}
+
+
+def check_rng(rng: Any, seed: Any) -> None:
+    """Raises ConfigError unless `rng` is what submit() takes."""
+    if rng not in (None, "client", "own"):
+        raise ConfigError(f"rng is {rng!r:.60}", 'use "client" or "own"')
+    if rng == "client" and seed is not None:
+        raise ConfigError(
+            "seed= is for a generator of the job's own, and rng=\"client\" draws from torch's default one",
+            'call torch.manual_seed(...) yourself, or say rng="own"',
+        )
+
+
+def draws_from_client(rng: str | None, seed: Any, session: Session, table: StateTable) -> bool:
+    """Whether a job's draws go on from the client's generator. Raises ConfigError where that is asked for and can't be."""
+    on_the_cpu = session.welcome.device["kind"] == "cpu" and not table.gpu
+    if rng == "client" and not on_the_cpu:
+        where = (
+            f"the model lies on {table.home}"
+            if table.gpu
+            else f"the daemon's device is {session.welcome.device['kind']}"
+        )
+        raise ConfigError(f'rng="client" needs model and daemon on the CPU, and {where}', 'drop rng=, or use rng="own"')
+    return on_the_cpu and rng != "own" and seed is None
+
+
+def words_drawn(program: Program) -> int | None:
+    """How many words of the generator one step takes; None where that depends on more than the Program. Operators that share a
+    random slot (recomputation) draw the same numbers, once."""
+    total = 0
+    seen: set[int] = set()
+    for op in program.ops:
+        if op.random is None or op.random in seen:
+            continue
+        seen.add(op.random)
+        words = _words_of(program, op)
+        if words is None:
+            return None
+        total += words
+    return total
+
+
+def _words_of(program: Program, op: Op) -> int | None:
+    if op.target == _NEVER_ON_THE_CPU:
+        return 0
+    given = list(leaves(op_args(op)))
+    if op.target not in _BY_SIZE_ALONE or any(isinstance(arg, ScalarRef) for arg in given):
+        return None  # the next step's number may be another one
+    read = [program.views[arg.view] for arg in given if isinstance(arg, TensorRef)]
+    made = [program.views[view] for view in out_views(op.outs)]
+    elements = max((prod(view.size) for view in (*read, *made)), default=0)
+    if elements > _MEASURED_ELEMENTS:
+        return None
+    numbers = tuple(repr(arg) for arg in given if not isinstance(arg, TensorRef))
+    key = (op.target, numbers, tuple((view.dtype, view.size, view.stride) for view in read))
+    if key not in _measured:
+        _measured[key] = _measure(program, op, elements)
+    return _measured[key]
+
+
+def _measure(program: Program, op: Op, elements: int) -> int | None:
+    """Run the operator from two states of the generator; None where the two don't take as many words, or torch refuses."""
+    _, name, overload = op.target.split(".")
+    call = getattr(getattr(torch.ops.aten, name), overload)
+    usual = torch.default_generator
+    before = usual.get_state()
+    taken: set[int | None] = set()
+    try:
+        for seed in (1, 2):
+            args = [_value(program, arg) for arg in op.args]
+            kwargs = {key: _value(program, arg) for key, arg in op.kwargs}
+            start = usual.manual_seed(seed).get_state()
+            with torch.no_grad():
+                call(*args, **kwargs)
+            taken.add(_words_between(start, usual.get_state(), elements))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+    finally:
+        usual.set_state(before)
+    return taken.pop() if len(taken) == 1 else None
+
+
+def _value(program: Program, arg: Arg) -> Any:
+    """An argument of a call, with invented tensors: halves and ones do as probabilities and as counts."""
+    if isinstance(arg, TensorRef):
+        view = program.views[arg.view]
+        dtype: torch.dtype = getattr(torch, view.dtype)
+        count = extent(View(0, view.dtype, view.size, view.stride)) // ITEM_BYTES[view.dtype]
+        flat = torch.full((count,), 0.5 if dtype.is_floating_point else 1, dtype=dtype, device="cpu")
+        return flat.as_strided(view.size, view.stride)
+    if isinstance(arg, tuple):
+        return [_value(program, item) for item in arg]
+    if isinstance(arg, Complex):
+        return complex(arg.re, arg.im)
+    if isinstance(arg, Tag):
+        return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
+    return arg
+
+
+def _words_between(start: torch.Tensor, end: torch.Tensor, elements: int) -> int | None:
+    """How many words were taken from state `start` to `end`; None where skipping so many leads elsewhere (a normal number that
+    was drawn and is kept for the next call), or where they are too far apart. One or two an element is looked for first."""
+    for words in (2 * elements, elements):
+        if torch.equal(_after(start, words), end):
+            return words
+    skipper = torch.Generator().set_state(start)
+    blocks, at = 0, start
+    while not torch.equal(at[_AT], end[_AT]):
+        if blocks == _MOST_BLOCKS:
+            return None
+        blocks += 1
+        skip(_BLOCK, skipper)
+        at = skipper.get_state()
+    words = blocks * _BLOCK + _place(end) - _place(at)
+    return words if words >= 0 and torch.equal(_after(start, words), end) else None
+
+
+def _after(start: torch.Tensor, words: int) -> torch.Tensor:
+    generator = torch.Generator().set_state(start)
+    skip(words, generator)
+    return generator.get_state()
+
+
+def _place(state: torch.Tensor) -> int:
+    return int.from_bytes(bytes(state[_NEXT].tolist()), "little")
+
+
+def skip(words: int, generator: torch.Generator | None = None) -> None:
+    """Move the generator on (torch's default one) as if it had drawn so many words."""
+    pairs, odd = divmod(words, 2)
+    scratch = torch.empty(min(pairs, _SCRATCH), dtype=torch.int64, device="cpu")
+    while pairs:
+        part = scratch[:pairs]
+        part.random_(generator=generator)
+        pairs -= part.numel()
+    if odd:
+        torch.empty(1, dtype=torch.int32, device="cpu").random_(generator=generator)
+
+
+class ClientGenerator:
+    """Torch's default generator as the jobs of this process share it. `lock` is held from reading the state for a step until
+    the generator stands behind the step, so that no two steps draw the same numbers."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.jobs: weakref.WeakSet[object] = weakref.WeakSet()  # all open jobs of this process
+        self._s_per_word = 4e-9
+
+    def state(self) -> torch.Tensor:
+        """Its state, uint8 of STATE_BYTES."""
+        return torch.default_generator.get_state()
+
+    def take_back(self, state: torch.Tensor) -> None:
+        """It goes on from the state that a step left."""
+        torch.default_generator.set_state(state)
+
+    def waits(self, words: int | None, step_s: float | None) -> bool:
+        """Whether waiting for the answer is the better way past a step of so many words (None: unknown) that took `step_s`
+        seconds when it last ran. Where there is a choice it is not while the process has other jobs, whose steps the thread
+        could not send meanwhile."""
+        if words is None:
+            return True
+        return len(self.jobs) <= 1 and words * self._s_per_word > max(WAIT_S, SHARE * (step_s or 0.0))
+
+    def skip(self, words: int) -> None:
+        began = perf_counter()
+        skip(words)
+        if words > 16 * _BLOCK:
+            self._s_per_word = (perf_counter() - began) / words
+
+
+STATE_BYTES = int(torch.Generator().get_state().numel())
+assert STATE_BYTES <= STREAM_BYTES
+client_generator = ClientGenerator()

@@ -1,0 +1,390 @@
+"""Rows R1 to R9 of docs/architecture.md, "Between two steps": random draws of a job are those of the plain script, and the script
+finds torch's generator where the plain script would.
+
+Each script runs twice: with the step itself, and with `job.step`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from gpumux import client
+from gpumux.client import generator
+from gpumux.client.generator import client_generator, skip, words_drawn
+from gpumux.errors import CaptureError, ConfigError
+from gpumux.program.builder import ProgramBuilder
+from gpumux.program.ir import Program
+from tests.client.parity import assert_same
+from tests.threads import one_thread
+
+Step = Callable[..., Any]
+Run = Callable[..., Any]  # (step, example, model, optimizer) -> a context manager that gives what the loop calls
+
+
+def network(dropout: float = 0.3) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(dropout),
+        torch.nn.Linear(32, 4),
+        torch.nn.Dropout(0.1),
+    )
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+X, Y = torch.randn(48, 16, generator=torch.Generator().manual_seed(3)), torch.arange(48) % 4
+
+
+def same_in_both(script: Callable[[Run], list[Any]], endpoint: str, **options: Any) -> None:
+    """Runs `script` plainly and through the daemon, and compares what it returns, and the generator behind it."""
+
+    @contextmanager
+    def plainly(step: Step, example: Any, model: Any = None, optimizer: Any = None) -> Iterator[Step]:
+        yield lambda *batch: step(*batch).detach()
+
+    @contextmanager
+    def as_job(step: Step, example: Any, model: Any = None, optimizer: Any = None) -> Iterator[Step]:
+        with client.submit(
+            step, example=example, model=model, optimizer=optimizer, endpoint=endpoint, **options
+        ) as job:
+            assert job.stats()["rng"] == "client"
+            yield job.step
+            job.sync()
+
+    with one_thread():
+        want = [*_values(script(plainly)), torch.get_rng_state()]
+    got = [*_values(script(as_job)), torch.get_rng_state()]
+    assert_same(want, got, "script")
+
+
+def _values(results: list[Any]) -> list[Any]:
+    return [r.result().detach() if isinstance(r, client.StepFuture) else r for r in results]
+
+
+@pytest.fixture(params=["skipped", "waited for"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator is brought behind a step by skipping, and by waiting for the answer: whichever is quicker is chosen."""
+    waits = request.param == "waited for"
+    monkeypatch.setattr(client_generator, "waits", lambda words, step_s: waits or words is None)
+
+
+def seeded_script(run: Run) -> list[Any]:
+    """R1, R3: seeds, builds, then three epochs with dropout over a shuffling DataLoader, with noise and draws of its own."""
+    torch.manual_seed(7)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True)
+    seen: list[Any] = []
+    with run(train_step(model, optimizer), (X[:16], Y[:16]), model, optimizer) as step:
+        for _ in range(3):
+            for x, y in loader:
+                seen += [x, step(x + 0.01 * torch.randn_like(x), y)]
+            seen += [torch.randperm(5), torch.rand(3), torch.normal(0.0, 1.0, (3,))]
+    return [*seen, model.state_dict(), optimizer.state_dict()]
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_script_that_seeds_builds_and_shuffles_gets_the_plain_bits(endpoint: str) -> None:
+    same_in_both(seeded_script, endpoint)
+
+
+def test_batches_stacked_where_the_device_reads_them_draw_alike(endpoint: str) -> None:
+    """R3, with `job.collate`, whose batches lie in a slot before the generator's state is known."""
+
+    def script(loader_of: Callable[[Any], DataLoader[Any]], step: Any) -> list[Any]:
+        seen: list[Any] = []
+        for _ in range(3):
+            for x, y in loader_of(step):
+                seen.append(step.step(x, y).result() if isinstance(step, client.Job) else step(x, y).detach())
+        return [*seen, torch.get_rng_state()]
+
+    def loader(collate: Any) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True, collate_fn=collate)
+
+    def made() -> tuple[torch.nn.Module, Step, torch.optim.Optimizer]:
+        torch.manual_seed(7)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, train_step(model, optimizer), optimizer
+
+    with one_thread():
+        want = script(lambda _: loader(None), made()[1])
+    model, step, optimizer = made()
+    with client.submit(step, example=(X[:16], Y[:16]), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        got = script(lambda _: loader(job.collate), job)
+        job.sync()
+    assert_same(want, got, "script")
+
+
+@pytest.mark.usefixtures("either_way")
+def test_seeding_and_states_between_steps_are_obeyed(endpoint: str) -> None:
+    """R2, R4."""
+
+    def script(run: Run) -> list[Any]:
+        torch.manual_seed(5)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen: list[Any] = []
+        with run(train_step(model, optimizer), (X[:16], Y[:16]), model, optimizer) as step:
+            for epoch in range(2):
+                torch.manual_seed(100 + epoch)
+                seen += [step(X[:16], Y[:16]), torch.get_rng_state()]
+                checkpoint = torch.get_rng_state()
+                seen += [step(X[16:32], Y[16:32]), torch.get_rng_state()]
+                torch.set_rng_state(checkpoint)
+                seen.append(step(X[16:32], Y[16:32]))
+                with torch.random.fork_rng():
+                    torch.manual_seed(1)
+                    seen.append(step(X[:16], Y[:16]))
+                seen += [torch.rand(2), step(X[:16], Y[:16]), torch.initial_seed()]
+        return [*seen, model.state_dict()]
+
+    same_in_both(script, endpoint)
+
+
+def test_a_step_with_a_generator_of_its_own_is_refused(endpoint: str) -> None:
+    """R5."""
+    own = torch.Generator().manual_seed(1)
+    with pytest.raises(CaptureError, match="generator of its own"):
+        client.submit(lambda x: x + torch.rand(4, generator=own), example=(torch.ones(4),), endpoint=endpoint)
+
+
+def test_python_and_numpy_draw_between_steps_and_are_refused_inside(endpoint: str) -> None:
+    """R6."""
+
+    def script(run: Run) -> list[Any]:
+        torch.manual_seed(5)
+        random.seed(1)
+        np.random.seed(2)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen: list[Any] = []
+        with run(train_step(model, optimizer), (X[:16], Y[:16]), model, optimizer) as step:
+            for _ in range(3):
+                at = random.randrange(32)
+                seen += [step(X[at : at + 16].clone(), Y[at : at + 16].clone()), float(np.random.rand())]
+        return [*seen, model.state_dict()]
+
+    same_in_both(script, endpoint)
+    for draw in (random.random, np.random.rand):
+        with pytest.raises(CaptureError):
+            client.submit(lambda x, draw=draw: x * draw(), example=(torch.ones(4),), endpoint=endpoint)
+
+
+def test_two_jobs_in_turn_and_a_local_model_share_the_generator(endpoint: str) -> None:
+    """R7."""
+
+    def script(run: Run) -> list[Any]:
+        torch.manual_seed(11)
+        first, second, local = network(), network(0.5), network(0.2)
+        one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second))
+        seen: list[Any] = []
+        example = (X[:16], Y[:16])
+        with (
+            run(train_step(first, one), example, first, one) as step_one,
+            run(train_step(second, two), example, second, two) as step_two,
+        ):
+            for i in range(4):
+                x, y = X[i : i + 16].clone(), Y[i : i + 16].clone()
+                seen += [step_one(x, y), step_two(x, y), local(x).detach(), torch.rand(1)]
+        return [*seen, first.state_dict(), second.state_dict()]
+
+    same_in_both(script, endpoint)
+
+
+def noisy_draws(x: torch.Tensor) -> torch.Tensor:
+    """R8: numbers of words that depend on the data, a normal number that is kept for the next call, and recomputation."""
+    noise = torch.randn(3)  # fewer than 16 are drawn in pairs, and one is left over
+    counts = torch.poisson(x.abs() * 3)
+    again = torch.utils.checkpoint.checkpoint(lambda t: F.dropout(t, 0.5), x, use_reentrant=False)
+    return counts.sum() + noise.sum() + again.sum() + F.rrelu(x, training=True).sum()
+
+
+def test_draws_of_unknown_length_are_waited_for(endpoint: str) -> None:
+    def script(run: Run) -> list[Any]:
+        torch.manual_seed(13)
+        seen: list[Any] = []
+        with run(noisy_draws, (X[:16],)) as step:
+            for i in range(4):
+                seen += [step(X[i : i + 16].clone()), torch.randn(1), torch.get_rng_state()]
+        return seen
+
+    same_in_both(script, endpoint)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_recomputed_dropout_draws_once(endpoint: str) -> None:
+    """R1, under checkpointing: what is recomputed takes no further words."""
+
+    def script(run: Run) -> list[Any]:
+        torch.manual_seed(17)
+        model = network(0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        seen: list[Any] = []
+        with run(step, (X[:16], Y[:16]), model, optimizer) as call:
+            for _ in range(4):
+                seen += [call(X[:16], Y[:16]), torch.rand(1)]
+        return [*seen, model.state_dict()]
+
+    same_in_both(script, endpoint)
+
+
+def test_steps_in_several_threads_draw_each_number_once(endpoint: str) -> None:
+    """R9: in which order they draw is undefined, as in the plain run; that two draw the same is not."""
+    torch.manual_seed(23)
+    start = torch.get_rng_state()
+    drawn: list[torch.Tensor] = []
+    count, per_step = 6, 128
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(per_step) + x
+
+    def steps(job: client.Job) -> None:
+        futures = [job.step(torch.zeros(per_step)) for _ in range(count)]
+        drawn.extend(f.result() for f in futures)
+
+    with (
+        client.submit(draw, example=(torch.zeros(per_step),), endpoint=endpoint) as one,
+        client.submit(draw, example=(torch.zeros(per_step),), endpoint=endpoint) as two,
+    ):
+        threads = [threading.Thread(target=steps, args=(job,)) for job in (one, two)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    left = torch.get_rng_state()
+    torch.set_rng_state(start)
+    plain = sorted(torch.rand(per_step).tolist() for _ in range(2 * count))
+    assert sorted(t.tolist() for t in drawn) == plain
+    assert torch.equal(left, torch.get_rng_state())
+
+
+def test_a_generator_of_the_jobs_own_leaves_the_clients_alone(endpoint: str) -> None:
+    torch.manual_seed(29)
+    want = torch.rand(8)
+    for options in ({"rng": "own"}, {"seed": 29}):
+        torch.manual_seed(29)
+        before = torch.get_rng_state()
+        with client.submit(lambda: torch.rand(8), example=(), endpoint=endpoint, **options) as job:
+            assert torch.equal(job.step().result(), want), "it begins at the seed, wherever torch's generator stands"
+            assert job.stats()["rng"] == "own"
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.rand(5)
+
+
+@pytest.mark.parametrize("options", [{"rng": "mine"}, {"rng": 1}, {"rng": "client", "seed": 3}])
+def test_what_rng_may_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"rng|seed"):
+        client.submit(lambda x: x, example=(torch.ones(1),), endpoint="ipc:///nowhere", **options)
+
+
+def test_a_job_that_draws_nothing_takes_no_generator_along(endpoint: str) -> None:
+    before = torch.get_rng_state()
+    dropout = torch.nn.Dropout(0.5).eval()
+    with client.submit(lambda x: dropout(x) * 2, example=(torch.ones(4),), model=dropout, endpoint=endpoint) as job:
+        assert job._functions[0][0]._cases[0].phases[0].made  # captured
+        (made,) = job._functions[0][0]._cases[0].phases[0].made.values()
+        assert made.lowered.program.generator is None
+        job.step(torch.ones(4)).result()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- words
+
+
+def drawing(target: str, size: tuple[int, ...], dtype: str, *args: Any, reads: bool = True) -> Program:
+    builder = ProgramBuilder()
+    given = (builder.input(dtype, size), *args) if reads else args
+    builder.result(builder.call(target, *given, size=size, dtype=dtype, random=0))
+    return builder.build()
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "reads", "run"),
+    [
+        ("aten.bernoulli.p", (0.3,), True, lambda t: torch.bernoulli(t, 0.3)),
+        ("aten.uniform.default", (), True, lambda t: t.uniform_()),
+        ("aten.exponential.default", (), True, lambda t: t.exponential_()),
+        ("aten.normal_functional.default", (), True, lambda t: t.normal_()),
+        ("aten.rand_like.default", (), True, torch.rand_like),
+        ("aten.cauchy.default", (), True, lambda t: t.cauchy_()),
+        ("aten.geometric.default", (0.25,), True, lambda t: t.geometric_(0.25)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("size", [(16,), (64, 33), (1000,), (3, 1001)])
+def test_skipping_the_words_an_operator_takes_is_as_good_as_running_it(
+    target: str,
+    args: tuple[Any, ...],
+    reads: bool,
+    run: Callable[[torch.Tensor], Any],
+    dtype: str,
+    size: tuple[int, ...],
+) -> None:
+    torch.manual_seed(31)
+    before = torch.get_rng_state()
+    words = words_drawn(drawing(target, size, dtype, *args, reads=reads))
+    assert torch.equal(torch.get_rng_state(), before), "measuring left the generator elsewhere"
+    assert words, "not counted"
+    run(torch.full(size, 0.5, dtype=getattr(torch, dtype)))
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    skip(words)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_words_are_not_counted_where_they_could_be_others_next_time() -> None:
+    assert words_drawn(drawing("aten.poisson.default", (64,), "float32")) is None
+    assert words_drawn(drawing("aten.normal_functional.default", (7,), "float32")) is None, "one number is kept"
+    builder = ProgramBuilder()
+    x, p = builder.input("float32", (64,)), builder.scalar("float")
+    builder.result(builder.call("aten.bernoulli.p", x, p, size=(64,), random=0))
+    assert words_drawn(builder.build()) is None, "the probability may be 0 or 1 at another step"
+    large = drawing("aten.bernoulli.p", (generator._MEASURED_ELEMENTS + 1,), "float32", 0.5)
+    assert words_drawn(large) is None
+
+
+def test_waiting_is_for_steps_that_take_longer_to_skip_than_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = generator.ClientGenerator()
+    fresh._s_per_word = 1e-8
+    assert fresh.waits(None, 1.0)
+    assert not fresh.waits(1000, 1e-3), "10 us are less than a round trip"
+    assert fresh.waits(1_000_000, 0.1), "10 ms of a step of 100"
+    assert not fresh.waits(1_000_000, 1.0), "10 ms of a step of 1,000"
+    assert fresh.waits(1_000_000, None)
+
+    class Open:
+        pass
+
+    others = [Open(), Open()]
+    for job in others:
+        fresh.jobs.add(job)
+    assert not fresh.waits(1_000_000, 0.1), "the thread could not send the other job's steps meanwhile"
