@@ -240,12 +240,13 @@ def _join(threads: Sequence[threading.Thread]) -> None:
             thread.join()
 
 
-def submit(trial: Trial, endpoint: str, resume: str | None = None, priority: str = "low") -> Run:
+def submit(trial: Trial, endpoint: str, resume: str | None = None, priority: str = "low", rng: str = "own") -> Run:
+    """`rng`: "own", so that trials which run side by side draw as each does alone, or "client"."""
     first, *others = trial.functions
     example = {name: batch for i in range(8) for name, batch in trial.turn(i)}
     job = client.submit(
         trial.functions[first], example=example[first], model=trial.models, optimizer=trial.optimizers, name=trial.name,
-        seed=trial.seed, endpoint=endpoint, resume=resume, priority=priority,
+        seed=trial.seed if rng == "own" else None, rng=rng, endpoint=endpoint, resume=resume, priority=priority,
     )  # fmt: skip
     calls: dict[str, Callable[..., client.StepFuture]] = {first: job.step}
     for name in others:

@@ -18,7 +18,7 @@ def main(directory: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=50, max_position_embeddings=16, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        intermediate_size=64,
     )  # fmt: skip
     model = BertForSequenceClassification(config)
     args = TrainingArguments(

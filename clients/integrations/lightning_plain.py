@@ -16,7 +16,7 @@ from clients.data import digits
 class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -38,7 +38,7 @@ class Net(pl.LightningModule):
 def main(directory: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     data, net = digits(), Net()
-    train = DataLoader(TensorDataset(data.x_train, data.y_train), batch_size=128, drop_last=True)
+    train = DataLoader(TensorDataset(data.x_train, data.y_train), batch_size=128, shuffle=True, drop_last=True)
     test = DataLoader(TensorDataset(data.x_test, data.y_test), batch_size=128)
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", gradient_clip_val=1.0, log_every_n_steps=1, default_root_dir=directory,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpumux import client
 from gpumux.client.recovering import Recovery
@@ -303,6 +304,70 @@ def test_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix):
     alone = conv_sgd(SEED)
     expected = plain(alone, done + 5)
     assert differences(again.results, expected[len(expected) - len(again.results) :]) == 0
+    assert differences(again.trial.state(), alone.state()) == 0
+
+
+def test_draws_from_the_clients_generator_come_back_as_they_were(victim: Phoenix):
+    """Steps that run again draw what they drew, whatever the script drew meanwhile."""
+    seen = []
+    torch.manual_seed(SEED)
+    run = submit(dropout_adam(SEED), victim.endpoint, rng="client")
+    torch.manual_seed(SEED)
+    with run.job:
+        for count in (3, 2, 4):
+            for _ in range(count):
+                run.turn()
+                seen.append(torch.rand(3))
+            _until_saved(run, seen)
+            victim.kill()
+        run.turn()
+        run.finish()
+    alone = dropout_adam(SEED)
+    torch.manual_seed(SEED)
+    results, drawn = [], []
+    for i in range(run.turns):
+        results += [alone.functions[name](*batch).detach().clone() for name, batch in alone.turn(i)]
+        if len(drawn) < len(seen):
+            drawn.append(torch.rand(3))
+    assert differences(run.results, results) == 0
+    assert differences(run.trial.state(), alone.state()) == 0
+    assert differences(seen, drawn) == 0
+
+
+def _until_saved(run: Run, seen: list[torch.Tensor]) -> None:
+    """Turns until one more snapshot is confirmed, with a draw of the script's after each."""
+    log = run.job._recovery.told.log
+    before = max(log._points, default=0)
+    while not any(point.saved and n > before for n, point in log._points.items()):
+        run.turn()
+        seen.append(torch.rand(3))
+        threading.Event().wait(0.01)
+
+
+def test_a_program_that_goes_on_draws_from_where_the_snapshot_was_taken(daemon: Phoenix):
+    torch.manual_seed(SEED)
+    run = submit(dropout_adam(SEED), daemon.endpoint, rng="client")
+    torch.manual_seed(SEED)
+    turns(run, 3)
+    torch.rand(3)
+    left = torch.get_rng_state()
+    run.finish()
+    run.job.close(keep=True)
+    torch.manual_seed(99)  # the program that goes on has drawn its own initial values
+    again = submit(dropout_adam(SEED), daemon.endpoint, resume="dropout, Adam", rng="client")
+    with again.job:
+        assert torch.equal(torch.get_rng_state(), left)
+        again.turns = 3
+        turns(again, 3)
+        again.finish()
+    alone = dropout_adam(SEED)
+    torch.manual_seed(SEED)
+    expected = []
+    for i in range(6):
+        if i == 3:
+            torch.rand(3)
+        expected += [alone.functions[name](*batch).detach().clone() for name, batch in alone.turn(i)]
+    assert differences(again.results, expected[3:]) == 0
     assert differences(again.trial.state(), alone.state()) == 0
 
 
