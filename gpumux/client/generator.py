@@ -4,7 +4,7 @@ A step takes the state of torch's default generator along, as one more tensor of
 (`Program.generator`). What the step draws the client must skip. How many 32-bit words of the generator an operator takes depends
 on the operator, the number of elements and the processor (`exponential_`, for one, draws otherwise with MKL), so it is measured
 when the step is captured: the operator runs here, on as many elements, and what it took is counted. Skipping as many words
-after each step costs about 2 ns a word and waits for nothing.
+after each step costs a few nanoseconds a word and waits for nothing.
 
 Where the number of words depends on data (`poisson`), or skipping would take longer than what it saves, `step()` waits for the
 answer instead, which brings the generator's state as the step left it.
@@ -62,7 +62,7 @@ _AT = slice(24, 24 + 8 * _BLOCK)  # its state within the bytes of torch.Generato
 _NEXT = slice(16, 24)  # and the next word's place in it
 _SCRATCH = 1 << 14  # elements of 64 bits, drawn to skip twice as many words
 
-WAIT_S = 100e-6  # what waiting for an answer costs a loop that would have gone on, about
+WAIT_S = 500e-6  # what waiting for an answer costs a loop that would have gone on, about (microbench/draws.py)
 SHARE = 0.02  # of a step's time that skipping may take
 
 _measured: dict[tuple[Any, ...], int | None] = {}

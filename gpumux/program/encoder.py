@@ -82,7 +82,7 @@ def _body(program: Program) -> bytes:
     try:
         # Operators first: they fill the table of names.
         ops = [_encode_op(op, names) for op in program.ops]
-        body = [
+        body: list[object] = [
             program.kind,
             program.device,
             [n.matmul_precision, n.deterministic, n.flush_denormal, n.mkldnn, n.default_dtype],

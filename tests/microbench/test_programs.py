@@ -31,6 +31,7 @@ QUICK = {
     ],
     "rtt": ["--repeats", "2", "--trips", "20"],
     "copies": ["--repeats", "3"],
+    "draws": ["--models", "perceptron", "--repeats", "2", "--seconds", "0.05"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
     "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "8", "--parts", "1", "4"],
     "snapshots": ["--turns", "2", "--seconds", "0.6", "--interval", "0.1", "--batch", "8", "--widths", "32"],
@@ -109,6 +110,18 @@ def copies(report: Report) -> None:
     assert report["from_samples"] == {"collate": 1.0, "torch": 2.0}
 
 
+def draws(report: Report) -> None:
+    is_figure(report["seconds_a_word"]["skipped"], 2)
+    (model,) = report["models"].values()
+    assert model["words"] > 0
+    assert model["chosen"] in ("skip", "wait")
+    assert model["over_plain"].keys() == {"own", "skipped", "waited for", "as chosen"}
+    for figure in (*model["over_plain"].values(), model["over_own"]):
+        is_figure(figure, 2)
+    (target,) = report["targets"].values()
+    assert target["value"] == model["over_own"]["median"]
+
+
 def core_rate(report: Report) -> None:
     figures = [value for value in leaves(report) if isinstance(value, dict) and "repeats" in value]
     assert figures
@@ -144,7 +157,7 @@ def leaves(value: object) -> list[object]:
 
 
 CHECKS: dict[str, Callable[[Report], None]] = {
-    "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "core_rate": core_rate,
+    "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
     "microbatches": microbatches, "snapshots": snapshots,
 }  # fmt: skip
 

@@ -217,7 +217,8 @@ def noisy_draws(x: torch.Tensor) -> torch.Tensor:
     noise = torch.randn(3)  # fewer than 16 are drawn in pairs, and one is left over
     counts = torch.poisson(x.abs() * 3)
     again = torch.utils.checkpoint.checkpoint(lambda t: F.dropout(t, 0.5), x, use_reentrant=False)
-    return counts.sum() + noise.sum() + again.sum() + F.rrelu(x, training=True).sum()
+    total: torch.Tensor = counts.sum() + noise.sum() + again.sum() + F.rrelu(x, training=True).sum()
+    return total
 
 
 def test_draws_of_unknown_length_are_waited_for(endpoint: str) -> None:
