@@ -127,24 +127,27 @@ def _words_of(program: Program, op: Op) -> int | None:
 
 
 def _measure(program: Program, op: Op, elements: int) -> int | None:
-    """Run the operator from two states of the generator; None where the two don't take as many words, or torch refuses."""
+    """Run the operator from two states of a generator; None where the two don't take as many words, or torch refuses."""
     _, name, overload = op.target.split(".")
     call = getattr(getattr(torch.ops.aten, name), overload)
-    usual = torch.default_generator
-    before = usual.get_state()
+    takes_generator = any(argument.name == "generator" for argument in call._schema.arguments)
+    # Torch's default generator is moved only for the few operators that know no other.
+    generator = torch.Generator() if takes_generator else torch.default_generator
+    more = {"generator": generator} if takes_generator else {}
+    before = generator.get_state()
     taken: set[int | None] = set()
     try:
         for seed in (1, 2):
             args = [_value(program, arg) for arg in op.args]
             kwargs = {key: _value(program, arg) for key, arg in op.kwargs}
-            start = usual.manual_seed(seed).get_state()
+            start = generator.manual_seed(seed).get_state()
             with torch.no_grad():
-                call(*args, **kwargs)
-            taken.add(_words_between(start, usual.get_state(), elements))
+                call(*args, **kwargs, **more)
+            taken.add(_words_between(start, generator.get_state(), elements))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None
     finally:
-        usual.set_state(before)
+        generator.set_state(before)
     return taken.pop() if len(taken) == 1 else None
 
 
