@@ -178,7 +178,9 @@ class Job(Capturing, Slotted):
             return
         try:
             self._wait(future._answered, None)
-        except BaseException:  # an interrupt; a step that fails is no exception here
+        except GpumuxError:
+            return  # the job is lost, as the future says; raised here, the step would be submitted again
+        except BaseException:  # an interrupt
             if words is not None:
                 client_generator.skip(words)
             raise

@@ -60,8 +60,9 @@ def submit(
         CPU, Triton for a GPU); ProgramError says what is missing.
     resume: name of a job of yours whose client is gone, or closed it with keep=True, and whose state the daemon kept.
         The models and optimizers are overwritten with it and the job goes on from there; `job.resumed_steps` says how
-        many step() calls are behind it. Learning rates come back with the optimizers: a scheduler that is put forward by
-        as many steps must not change them. Raises UnknownJob where nothing of that name was kept.
+        many step() calls are behind it. Where the job draws from torch's generator, that stands where it stood then.
+        Learning rates come back with the optimizers: a scheduler that is put forward by as many steps must not change
+        them. Raises UnknownJob where nothing of that name was kept.
     replay_bytes: memory this process may use, beside a copy of its state, to bring the job back when the daemon is
         killed and started again (README, "Nothing is lost"); 0: it does not come back.
     reconnect_s: how long a daemon that is gone is waited for before DaemonGone is raised, be it amid this call (one
