@@ -14,10 +14,11 @@ from gpumux.model import StepTimes
 class StepFuture:
     """Returned at once by `job.step`. Waiting pumps the connection in the calling thread."""
 
-    __slots__ = ("_done", "_error", "_times", "_value", "_wait")
+    __slots__ = ("_done", "_error", "_step", "_times", "_value", "_wait")
 
-    def __init__(self, wait: Callable[[Callable[[], bool], float | None], bool]) -> None:
+    def __init__(self, wait: Callable[[Callable[[], bool], float | None, int], bool], step: int) -> None:
         self._wait = wait
+        self._step = step
         self._done = False
         self._value: Any = None
         self._error: GpumuxError | None = None
@@ -36,13 +37,13 @@ class StepFuture:
     def done(self) -> bool:
         """Whether the step was answered. Never waits."""
         if not self._done:
-            self._wait(self._answered, 0.0)
+            self._wait(self._answered, 0.0, self._step)
         return self._done
 
     def result(self, timeout: float | None = None) -> Any:
         """What the step returned, as CPU tensors. Waits at most `timeout` seconds, then raises
         TimeoutError. Raises JobFailed, JobClosed or DaemonGone when the step could not be answered."""
-        if not self._done and not self._wait(self._answered, timeout):
+        if not self._done and not self._wait(self._answered, timeout, self._step):
             raise TimeoutError(f"the step was not answered within {timeout} s")
         if self._error is not None:
             raise self._error

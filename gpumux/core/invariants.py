@@ -75,7 +75,9 @@ def _check_awaited(core: CoreState) -> None:
         assert core.jobs.get(low.id) is low, f"job {low.id} is awaited, and gone"
         tracks = low.awaited_by or []
         assert tracks, f"job {low.id} is awaited by none"
-        assert all(t.after is low and guard.tracks.get(t.job.id) is t for t in tracks), f"job {low.id} is awaited by others"
+        assert all(t.after is low and guard.tracks.get(t.job.id) is t for t in tracks), (
+            f"job {low.id} is awaited by others"
+        )
 
 
 def _check_class(core: CoreState, priority: Priority) -> None:

@@ -108,7 +108,9 @@ class Track:
         self.awaited = (
             inf  # those held for its sake need not be asked again in this step while it can't lose so much more
         )
-        self.after: Job | None = None  # the low job, and its step, for which the client waits before it steps this one (awaited.py)
+        self.after: Job | None = (
+            None  # the low job, and its step, for which the client waits before it steps this one (awaited.py)
+        )
         self.after_step = StepId(-1)
         self.left = 0.0  # when the job had become idle before its newest step came
         self.arrived = 0.0  # when a step came that found the job idle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gpumux.core import commands as cmd
 from gpumux.core import events as ev
 from tests.core.world import SMALL, World
 
