@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OTHERS = {".git", ".venv", "build", "dist", "shared", "results", "node_modules", "__pycache__", "__compiled__"}
 INSTALLS = re.compile(r"\binstall\b([^\n`#;&|]*)")
 OTHER_PROJECT = re.compile(r"gpumux(\[.*)?([<>=!~@].*)?", re.S)
-EXTRA_OF_IT = re.compile(r"(?<![\w/-])gpumux\[")
+EXTRA_OF_IT = re.compile(r"(?<![\w/-])gpumux\\?\[")  # in a regular expression as well
 LOOKS_IT_UP = re.compile(r"""(?:version|metadata|distribution|requires|files)\(\s*["']gpumux["']""")
 
 
