@@ -1,4 +1,4 @@
-"""Pictures of results. matplotlib is an extra (`pip install gpumux[plot]`), imported when something is drawn."""
+"""Pictures of results. matplotlib is an extra (`pip install matplotlib`), imported when something is drawn."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import gpumux
 from gpumux.core import RUNS
 
-PACKAGES = ("gpumux", "torch", "pyzmq", "msgpack", "numpy")
+PACKAGES = ("torch", "pyzmq", "msgpack", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions, read from package metadata."""
-    found = {"python": platform.python_version()}
+    """Our own version, and those of installed packages, read from their metadata."""
+    found = {"python": platform.python_version(), "gpumux": gpumux.__version__}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -259,7 +259,7 @@ def test_type_information_ships(tmp_path: Path):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
     subprocess.run([*build, "--wheel-dir", str(tmp_path), str(source)], check=True, timeout=120)
-    (wheel,) = tmp_path.glob("gpumux-*.whl")
+    (wheel,) = tmp_path.glob("gpumux_torch-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()

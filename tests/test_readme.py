@@ -107,7 +107,7 @@ def test_every_dependency_has_its_reason():
     """docs/dependencies.md names exactly what pyproject.toml asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
-    names = {re.split(r"[\[<>=! ]", requirement)[0] for requirement in asked} - {"gpumux"}
+    names = {re.split(r"[\[<>=! ]", requirement)[0] for requirement in asked} - {project["name"]}
     rows = re.findall(r"^\| ([a-z-]+)[ (|]", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE)
     assert names <= set(rows), "give each dependency a reason in docs/dependencies.md"
     assert set(rows) - names - {"package", "setuptools"} == set(), "a reason for what is not used"

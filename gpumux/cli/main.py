@@ -43,7 +43,7 @@ GPUMUX_METRICS_PORT=off and --metrics-port off mean the same.
 
 examples:
   gpumux serve                                     the CPU: a GPU has to be asked for as yet (it says which)
-  gpumux serve --device cuda --gpu 0               GPU 0; needs gpumux[cuda], and has not run on a GPU yet
+  gpumux serve --device cuda --gpu 0               GPU 0; needs cuda-bindings, and has not run on a GPU yet
   gpumux serve --device cpu --threads 1
   gpumux serve --config gpumux.toml --policy fifo
   gpumux serve --device sim --gpu-model h200       a simulated GPU: keeps time, computes nothing, warns its clients
@@ -229,7 +229,7 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
     add("--seed", metavar="N", type=int, default=0, help="of clients that submit at random moments")
     add("--max-slowdown", metavar="X", type=_slowdown, default=1.10, help="what high jobs are promised (default 1.10)")
     add("--explain", action="store_true", help="also print why each job is slow or held, as the scheduler says it")
-    add("--plot", metavar="FILE.png", help="draw slowdowns and a timeline (pip install gpumux[plot])")
+    add("--plot", metavar="FILE.png", help="draw slowdowns and a timeline (pip install matplotlib)")
     add("--profiles", action="store_true", help="list the profiles that come with gpumux")
     add("--show-device", action="store_true", help="list the simulated device's constants with their sources")
 

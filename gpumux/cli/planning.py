@@ -48,7 +48,7 @@ examples:
 _BATCH = """\
 For each mini-batch, chooses every convolution's algorithm (implicit GEMM, FFT, Winograd) such that all are quickest together
 within the memory that is left, and suggests the mini-batch with least time a sample. Times are modelled. Needs scipy
-(pip install gpumux[plan]).
+(pip install scipy).
 
 examples:
   gpumux plan batch alexnet --memory 12GB
@@ -248,7 +248,7 @@ def _burst(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         help="for --curve and --figures: the batch from which a larger one saves few iterations (default 1024)",
     )
-    flag("--plot", metavar="FILE.png", help="draw the plan's timeline (pip install gpumux[plot])")
+    flag("--plot", metavar="FILE.png", help="draw the plan's timeline (pip install matplotlib)")
     flag("--figures", metavar="DIR", help="draw what sizes, networks, layers and limits make of it")
     flag(
         "--curve",

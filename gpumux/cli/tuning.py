@@ -68,7 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     flag("--scheduler", choices=("serial", "concurrent", "fused"), default="fused", help="default fused")
     flag("--seed", metavar="N", type=int, default=0, help="of configurations, weights and random draws (default 0)")
-    flag("--storage", metavar="URL", help="an Optuna storage: sqlite:///FILE (pip install gpumux[tune])")
+    flag("--storage", metavar="URL", help="an Optuna storage: sqlite:///FILE (pip install optuna)")
     flag("--study", metavar="NAME", help="the sweep's name in the storage (default: MODULE:FACTORY)")
     flag("--checkpoints", metavar="DIR", help="where trials' states are kept between rungs (default beside --storage)")
     flag("--max-array", metavar="N", type=whole, help="fused: models of an array at most")
@@ -80,6 +80,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="which daemon (concurrent: default GPUMUX_ENDPOINT, GPU 0; fused: default none)",
     )
     flag("--threads", metavar="N", type=whole, help="serial and fused: torch's threads on the CPU")
-    flag("--plot", metavar="FILE.png", help="draw scores over steps and time (pip install gpumux[plot])")
+    flag("--plot", metavar="FILE.png", help="draw scores over steps and time (pip install matplotlib)")
     flag("--save", metavar="FILE.pt", help="write the best trial's state (torch.save)")
     flag("--json", action="store_true", help="print JSON, for scripts")

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+import numpy
 import torch
 
 from gpumux.errors import GpumuxError
 from gpumux.model import StepTimes
 
+_NUMBERS: Final = (int, float, complex, torch.Tensor, numpy.ndarray, numpy.generic)
+
 
 class StepFuture:
-    """Returned at once by `job.step`. Waiting pumps the connection in the calling thread."""
+    """Returned at once by `job.step`. Waiting pumps the connection in the calling thread.
 
-    __slots__ = ("_done", "_error", "_generator", "_times", "_value", "_wait")
+    Of a step that returns one number, `float(future)`, `if future:`, `future == x`, `future < x` and the like wait for the value
+    and mean it; of any other step they raise TypeError. `in` and `remove` of a list compare values, too; sets and dicts know a
+    future by its identity."""
 
-    def __init__(self, wait: Callable[[Callable[[], bool], float | None], bool]) -> None:
+    __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_value", "_wait")
+
+    def __init__(self, wait: Callable[[Callable[[], bool], float | None, int], bool], step: int) -> None:
         self._wait = wait
+        self._step = step
         self._done = False
         self._value: Any = None
         self._error: GpumuxError | None = None
@@ -37,29 +47,83 @@ class StepFuture:
     def done(self) -> bool:
         """Whether the step was answered. Never waits."""
         if not self._done:
-            self._wait(self._answered, 0.0)
+            self._wait(self._answered, 0.0, self._step)
         return self._done
 
     def result(self, timeout: float | None = None) -> Any:
         """What the step returned, as CPU tensors. Waits at most `timeout` seconds, then raises
         TimeoutError. Raises JobFailed, JobClosed or DaemonGone when the step could not be answered."""
-        if not self._done and not self._wait(self._answered, timeout):
+        if not self._done and not self._wait(self._answered, timeout, self._step):
             raise TimeoutError(f"the step was not answered within {timeout} s")
         if self._error is not None:
             raise self._error
         return self._value
 
+    # ---- the value of a step that returns one number
+
     def item(self) -> float | int | bool:
         """The value of a step that returns one number."""
+        value = self._number()
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    def _number(self) -> torch.Tensor | float | int | bool:
+        """The same as the step returned it: a tensor of one element compares at its own precision."""
         value = self.result()
-        if isinstance(value, torch.Tensor):
-            return value.item()
         if isinstance(value, (int, float, bool)):
             return value
-        raise TypeError(f"the step returns a {type(value).__name__}, not one number; use .result()")
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"the step returns a {type(value).__name__}, not one number; use .result()")
+        if value.numel() != 1:
+            raise TypeError(f"the step returns a tensor of {value.numel()} elements, not one number; use .result()")
+        return value
+
+    def _compare(self, by: Callable[[Any, Any], Any], other: Any) -> Any:
+        """As the step's value compares. What no number is compared with (None, a string) leaves it unasked."""
+        if isinstance(other, StepFuture):
+            other = other._number()
+        elif not isinstance(other, _NUMBERS):
+            return NotImplemented
+        found = by(self._number(), other)
+        several = isinstance(found, (torch.Tensor, numpy.ndarray)) and math.prod(found.shape) != 1
+        return found if several else bool(found)
+
+    def __bool__(self) -> bool:
+        return bool(self._number())
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(operator.eq, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compare(operator.ne, other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(operator.lt, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(operator.le, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(operator.gt, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(operator.ge, other)
+
+    __array_ufunc__ = None  # a number of numpy's on the left leaves the comparison to the future
+
+    # As of a tensor: a future is the key of what is kept for it, whatever its value turns out to be.
+    __hash__ = object.__hash__
 
     def __float__(self) -> float:
         return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __index__(self) -> int:
+        return operator.index(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else str(self)
 
     @property
     def times(self) -> StepTimes:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from gpumux.client import patience
 from gpumux.client.arguments import check_compile
 from gpumux.client.capturing import Capturing
 from gpumux.client.exactness import exactness
@@ -25,6 +24,7 @@ from gpumux.client.generator import client_generator
 from gpumux.client.keepsake import Counts, Keepsake
 from gpumux.client.localstate import dictionaries, install, load_local
 from gpumux.client.microbatch.split import check_microbatches
+from gpumux.client.patience import Waits
 from gpumux.client.pending import Pending
 from gpumux.client.recovering import Recovery, ended_for_now, notes_of
 from gpumux.client.remote import Remote, RemoteProgram
@@ -36,7 +36,7 @@ from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
 from gpumux.client.variants import Choice, KeepMore, State, StepFunction
 from gpumux.errors import DaemonGone, ExecutorCrashed, GpumuxError, JobClosed, SnapshotFailed, UnknownJob
-from gpumux.model import JobSpec
+from gpumux.model import JobSpec, Priority
 from gpumux.program import allowlist
 from gpumux.wire import messages as m
 
@@ -62,7 +62,7 @@ class Job(Capturing, Slotted):
         self._clients_generator = clients_generator
         self._lock = threading.RLock()
         self._structures: dict[Structure, Structure] = {}
-        self._remote = Remote(session, job_id, table)
+        self._remote = Remote(session, job_id, table, Waits(job_id, spec.priority is Priority.HIGH))
         self._pending = Pending(self._remote)
         self._next_step = 0
         self._unsynced = 0
@@ -130,7 +130,8 @@ class Job(Capturing, Slotted):
         if snapshots is not None:
             snapshots.tick(self._session)
         if len(self._pending.steps) >= self._spec.max_inflight:
-            self._wait(lambda: len(self._pending) < self._spec.max_inflight, None)
+            oldest = min(tuple(self._pending.steps), default=None)
+            self._wait(lambda: len(self._pending) < self._spec.max_inflight, None, oldest)
             self._check_open()
         # Only now: the job may have come back meanwhile.
         program, slot, filled = self._pick_slot(number, choice.tensors)
@@ -147,7 +148,8 @@ class Job(Capturing, Slotted):
         generator: torch.Tensor | None,
     ) -> StepFuture:  # fmt: skip
         """`filled`: the batch lies in the slot already. `generator`: its state, for a step that draws from the client's."""
-        step, future, number, told = self._next_step, StepFuture(self._wait), program.number, self._recovery.told
+        step, number, told = self._next_step, program.number, self._recovery.told
+        future = StepFuture(self._wait, step)
         entry = None
         try:
             if filled and generator is not None:
@@ -166,6 +168,7 @@ class Job(Capturing, Slotted):
                 told.log.take_back(entry)
             raise
         self._next_step = step + 1
+        self._remote.waits.turns.stepped(step)
         main = function is self._functions[0][0]
         self._counts = Counts(self._counts.main + main, self._counts.all + 1)
         self._advance(choice)
@@ -177,7 +180,7 @@ class Job(Capturing, Slotted):
             client_generator.skip(words)
             return
         try:
-            self._wait(future._answered, None)
+            self._wait(future._answered, None, future._step)
         except GpumuxError:
             return  # the job is lost, as the future says; raised here, the step would be submitted again
         except BaseException:  # an interrupt
@@ -194,8 +197,9 @@ class Job(Capturing, Slotted):
         self._guard.stale = True
         self._unsynced += 1
 
-    def _wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
-        """The predicate is about this job's steps: a job that ends answers them all."""
+    def _wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:
+        """The predicate is about this job's steps, and holds once `step` is answered (default: the newest): a job that ends
+        answers them all."""
         until = None if timeout is None else time.monotonic() + timeout
         remote = self._remote
         while True:
@@ -204,7 +208,7 @@ class Job(Capturing, Slotted):
             try:
                 if self._away is not None:
                     raise self._away
-                if not patience.wait(session, self.id, lambda: predicate() or remote.ended is not None, left):
+                if not remote.waits.wait(session, lambda: predicate() or remote.ended is not None, left, step):
                     return False
                 if predicate():
                     return True
@@ -342,6 +346,7 @@ class Job(Capturing, Slotted):
                 self._pending.fail(JobClosed(f"job {self.name!r} is closed", "submit it again"))
                 self._guard.remove()
                 self._session.unregister(self.id)
+                self._remote.waits.turns.forget()
                 self._remote.release()
                 self._session.close()
 

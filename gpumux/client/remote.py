@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from gpumux.client import patience
 from gpumux.client.lower import Lowered
+from gpumux.client.patience import Loading, Waits
 from gpumux.client.session import Session
 from gpumux.client.state import StateTable
 from gpumux.errors import GpumuxError, from_code
@@ -134,8 +134,9 @@ class Witness(Protocol):
 class Remote:
     """Everything a job asks of its daemon."""
 
-    def __init__(self, session: Session, job: str, table: StateTable) -> None:
+    def __init__(self, session: Session, job: str, table: StateTable, waits: Waits) -> None:
         self.session = session
+        self.waits = waits
         self.job = job
         self.witness: Witness | None = None
         self._table = table
@@ -183,7 +184,7 @@ class Remote:
         """Have the daemon load a Program, as it is noted here."""
         lowered, sizes, binding = self._loads[number]
         program = lowered.program
-        loading = patience.Loading(len(program.ops), program.kind == "compiled")
+        loading = Loading(len(program.ops), program.kind == "compiled")
         reply, _ = self.call(m.LoadProgram, number, sizes, binding, frames=[codec.encode(program)], meanwhile=loading)
         memory = self.session.segment(reply.segment, reply.slots * reply.slot_bytes) if reply.segment else None
         self.programs[number] = RemoteProgram(number, lowered, reply.slots, memory, self._table.home)
@@ -215,7 +216,7 @@ class Remote:
         return self._transfers, reply.segment, memory
 
     def _wait_transfer(self, number: int) -> Sequence[Any]:
-        patience.wait(self.session, self.job, lambda: number in self._ended or self.ended is not None, None)
+        self.waits.wait(self.session, lambda: number in self._ended or self.ended is not None, None)
         if number not in self._ended:
             raise self.end_error()
         done, frames = self._ended.pop(number)

@@ -56,6 +56,7 @@ class Session:
         self.copies = CopyMeter()
         self._connection = connection
         self._inbox = inbox
+        self.holds_low_work = bool(welcome.device.get("holds_low_work"))  # for high work: it wants to know of waits
         self.forked = False
         self._owner = os.getpid()
         self._mailbox = Mailbox()

@@ -92,6 +92,17 @@ class StepSubmitted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ClientWaits:
+    """A thread of the client waits for this step, and steps the jobs `before` as well: they get no step before it is answered.
+    `over`: it waits no longer, though it was not answered."""
+
+    job: JobId
+    step: StepId
+    before: tuple[JobId, ...]
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TransferRequested:
     """Move state in or out, in order with the job's steps: after all submitted before it."""
 
@@ -195,6 +206,6 @@ class Tick:
 
 Event = (
     SessionOpened | SessionClosed | JobRequested | ProgramOffered | ProgramReady | ProgramDropped | StepSubmitted
-    | TransferRequested | PieceDone | PieceFailed | TransferEnded | JobDied | JobReleased | PauseRequested
+    | ClientWaits | TransferRequested | PieceDone | PieceFailed | TransferEnded | JobDied | JobReleased | PauseRequested
     | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | Reconfigured | DeviceOpened | Tick
 )  # fmt: skip

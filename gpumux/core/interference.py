@@ -56,6 +56,7 @@ class Guard(Waiting):
         if held is not None and now < held.soonest:  # nor does it end before that step by now
             self._hold(job, held)
             return 0.0
+        self.asking = job
         scene = self.scene
         if self.seen != now or self._seen_version != self.version:
             scene.look(board, now)
@@ -105,6 +106,8 @@ class Guard(Waiting):
         """Whether what runs until `end` has to wait for the next step of a job that is idle."""
         latest: Hold | None = None
         for track in scene.idle:
+            if track.after is not None and self._comes_after(track):
+                continue
             soonest = foreseen(track, key)
             if end < soonest:
                 answer.trusting = True
@@ -120,6 +123,11 @@ class Guard(Waiting):
                 latest = held
                 answer.held(held, track)
                 answer.soonest = 0.0 if track.gaps.erratic else soonest
+
+    def _comes_after(self, track: Track) -> bool:
+        """Whether the idle job's next step comes only after the low step that is asked about."""
+        job = self.asking
+        return job is not None and track.after is job and job.head_step().id <= track.after_step
 
     def _plan(self, high: Running, piece: Piece) -> Plan:
         if high.asked is piece:

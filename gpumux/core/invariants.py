@@ -19,6 +19,7 @@ def check(core: CoreState) -> None:
         _check_job(job)
     for priority in Priority:
         _check_class(core, priority)
+    _check_awaited(core)
     if core.policy is not None:
         choice = core.policy.choose(core.board, core.now)
         assert choice is None, f"room was left unused: job {choice.job.id} could launch"
@@ -58,6 +59,25 @@ def _check_job(job: Job) -> None:
     out = sum(step.launched - step.done for step in steps)
     assert out == job.outstanding, f"{where}: {job.outstanding} outstanding, its steps say {out}"
     assert job.state is JobState.OPEN or job.busy(), f"{where}: drained but not closed"
+
+
+def _check_awaited(core: CoreState) -> None:
+    guard = core.guard
+    if guard is None:
+        return
+    for track in guard.tracks.values():
+        low = track.after
+        if low is not None:
+            listed = low in guard.awaited.jobs and track in (low.awaited_by or ())
+            assert listed, f"job {track.job.id} waits for job {low.id}, which does not know it"
+            assert low.priority is Priority.LOW, f"job {track.job.id} waits for job {low.id}, which is no low one"
+    for low in guard.awaited.jobs:
+        assert core.jobs.get(low.id) is low, f"job {low.id} is awaited, and gone"
+        tracks = low.awaited_by or []
+        assert tracks, f"job {low.id} is awaited by none"
+        assert all(t.after is low and guard.tracks.get(t.job.id) is t for t in tracks), (
+            f"job {low.id} is awaited by others"
+        )
 
 
 def _check_class(core: CoreState, priority: Priority) -> None:

@@ -39,6 +39,7 @@ _HANDLERS: dict[type[Any], Callable[[CoreState, Any], None]] = {
     ev.ProgramReady: work.program_ready,
     ev.ProgramDropped: work.program_dropped,
     ev.StepSubmitted: work.step_submitted,
+    ev.ClientWaits: work.client_waits,
     ev.PieceDone: work.piece_done,
     ev.PieceFailed: work.piece_failed,
     ev.TransferRequested: work.transfer_requested,

@@ -159,6 +159,12 @@ class Guarded(Paced):
         share = guard.admit(first, board, now)
         if share:
             return Choice(first, _LOW_STREAM, share)
+        if guard.awaited.jobs:  # no high job loses by these, which the others wait behind
+            for job in guard.awaited.jobs:
+                if job.entry and job is not first and (none_out or board.fits(job, self.limit(board, _LOW))):
+                    share = guard.admit(job, board, now)
+                    if share:
+                        return Choice(job, _LOW_STREAM, share)
         if others_matter and not guard.holds_all(first):
             others = ready.following()
             if ready.size > BY_TURN:

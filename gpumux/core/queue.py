@@ -168,6 +168,9 @@ class Job:
     held: Answer | None = None  # why the guard holds its next piece, as of when it was last asked about it
     hold: Hold | None = None  # since when and why it is held, for people
     track: Track | None = None  # what the guard knows of it, as a high one
+    awaited_by: list[Track] | None = (
+        None  # high jobs that get no step before one of this low job's is answered (awaited.py)
+    )
     inflight: int = 0  # steps in queue and running
     outstanding: int = 0
     served: float = 0.0

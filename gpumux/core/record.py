@@ -12,6 +12,7 @@ from typing import Final
 
 from gpumux.core import blame
 from gpumux.core.answers import Answer, Rest
+from gpumux.core.awaited import Awaited
 from gpumux.core.bans import Bans
 from gpumux.core.board import Board, Launch
 from gpumux.core.config import CoreConfig
@@ -41,7 +42,7 @@ class Record:
     # A dict of more than 30 attributes has no fast way to them.
     __slots__ = (
         "_calm", "_last_end", "_last_high", "_low_heard", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched", "admitted",
-        "answers", "asked", "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
+        "answers", "asked", "asking", "awaited", "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
         "narrow", "partial", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version", "wide", "width",
     )  # fmt: skip
 
@@ -56,6 +57,8 @@ class Record:
         self.bans = Bans()
         self.holds = Holds()
         self.recent = blame.Recent()
+        self.awaited = Awaited()
+        self.asking: Job | None = None  # the job the newest question was about
         self.answers: list[Answer] = []  # of this event: who is held, and why
         self.admitted: Answer | None = None  # of the launch that is being made, where there was a question
         self.harvested = 0.0  # device seconds of low work beside high jobs or in their gaps
@@ -333,6 +336,11 @@ class Record:
             track.changed()
             if track.idle_since < inf:
                 self.scene.came(track)
+            self.awaited.remove(track)
+        if job.awaited_by is not None:
+            self.awaited.forget(job)
+        if self.asking is job:
+            self.asking = None
         self.unheld(job)
         if self._last_high is job:
             self._last_high = None

@@ -21,6 +21,7 @@ TEMPLATES: dict[str, str] = {
     "opened": "job opened: priority {0}, weight {1}",
     "refused": "refused: {0}",
     "queued": "queued behind {0} unanswered steps, program {1}",
+    "awaited": "its client waits for it, and gives a step to {0} only then: it is not held for that step's sake",
     "waits:paused": "waits: the job is paused",
     "waits:changing": "waits: the job is about to change its priority",
     "waits:program": "waits: program {0} is not ready",

@@ -14,6 +14,7 @@ from gpumux.core.lookahead import Gaps
 from gpumux.core.places import ALWAYS, CAREFUL, IF_STUCK
 from gpumux.core.queue import Job, Step
 from gpumux.core.surprise import Surprise
+from gpumux.model import StepId
 
 FIRST_CLEAN: Final = 3  # steps without low work a program begins with
 CLEAN_EVERY: Final = 64  # steps after which another one is wanted
@@ -44,6 +45,8 @@ class Turn:
 class Track:
     __slots__ = (
         "account",
+        "after",
+        "after_step",
         "arrived",
         "awaited",
         "began",
@@ -105,6 +108,10 @@ class Track:
         self.awaited = (
             inf  # those held for its sake need not be asked again in this step while it can't lose so much more
         )
+        self.after: Job | None = (
+            None  # the low job, and its step, for which the client waits before it steps this one (awaited.py)
+        )
+        self.after_step = StepId(-1)
         self.left = 0.0  # when the job had become idle before its newest step came
         self.arrived = 0.0  # when a step came that found the job idle
         # Of the step that runs:

@@ -40,6 +40,14 @@ class Waiting(Record):
             self.unheld(job)
             self.rest = None
 
+    def waits(self, job: Job) -> None:
+        """A client waits for a step of the job. Where it is held for the sake of an idle high job that comes only after it, that
+        is no longer so; any other answer stands."""
+        track = job.held.track if job.held is not None else None
+        if track is not None and track.after is job and track.idle_since < inf:
+            self.unheld(job)
+        self.rest = None  # it may not have been asked at all
+
     def holds_all(self, job: Job) -> bool:
         """Whether what holds this job, just asked about, holds every low job."""
         answer = job.held

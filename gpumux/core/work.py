@@ -101,6 +101,25 @@ def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
     return core.refuse(FailStep(job.id, event.step, fault), fault)
 
 
+def client_waits(core: CoreState, event: ev.ClientWaits) -> None:
+    job, guard = core.live(event.job), core.guard
+    if job is None or guard is None or job.priority is not Priority.LOW:
+        return None
+    if all(step.id != event.step for step in job.steps()):
+        return core.ignore()
+    tracks = [track for each in event.before if (track := guard.tracks.get(each)) is not None]
+    for track in tracks:
+        if not event.over:
+            guard.awaited.add(job, event.step, track)
+        elif track.after is job:
+            guard.awaited.remove(track)
+    if tracks and not event.over:
+        names = ", ".join(repr(track.job.spec.name or track.job.id) for track in tracks)
+        core.log.add((core.now, job.id, event.step, "awaited", (names,), event))
+        guard.waits(job)
+    return None
+
+
 def piece_done(core: CoreState, event: ev.PieceDone) -> None:
     suspended = event.suspended
     seconds = event.ended - event.started - suspended
@@ -131,6 +150,8 @@ def piece_done(core: CoreState, event: ev.PieceDone) -> None:
 
 def _finish(core: CoreState, job: Job, step: Step, event: ev.PieceDone) -> None:
     del job.running[step.id]
+    if job.awaited_by is not None and core.guard is not None:
+        core.guard.awaited.answered(job, step.id)
     job.inflight -= 1
     job.steps_done += 1
     until = event.ended if event.answered else core.now  # what the client was, or will be, told

@@ -116,11 +116,12 @@ def _promise_status(job: dict[str, Any], books: Books, snapshot: dict[str, Any])
     if job["priority"] == "low":
         held = known["held"]
         if held is None:
-            return {"held": "", "held_by": "", "held_for_s": 0.0, "too_long": known["too_long"], "bans": bans}
+            held = {"reason": "", "high": "", "since": snapshot["now"]}
         return {
             "held": held["reason"],
             "held_by": _short(held["high"], books),
             "held_for_s": max(0.0, snapshot["now"] - held["since"]),
+            "held_s": known["held_seconds"],
             "too_long": known["too_long"],
             "bans": bans,
         }
@@ -161,10 +162,16 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[st
 
 
 def job_stats(body: dict[str, Any], short: str) -> dict[str, Any]:
-    """One job's part of a status body. Raises UnknownJob when it has just ended."""
+    """One job's part of a status body, with name and id of the job it is held for as far as the body has them. Raises
+    UnknownJob when it has just ended."""
     for entry in body["jobs"]:
         if entry["short"] == short:
-            return dict(entry)
+            promise = entry["promise"]
+            if promise is not None and promise.get("held_by"):
+                by = next((other for other in body["jobs"] if other["short"] == promise["held_by"]), None)
+                if by is not None:
+                    promise = {**promise, "held_by_name": by["name"], "held_by_job": by["job"]}
+            return {**entry, "promise": promise}
     raise UnknownJob(f"job {short} has ended", "")
 
 

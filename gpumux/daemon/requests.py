@@ -43,6 +43,7 @@ class Requests:
         self._governed = desk.sight.governed
         self._handlers: dict[type, Handler] = {
             msg.Step: self._step,
+            msg.StepAwaited: self._step_awaited,
             msg.OpenJob: self._open_job,
             msg.LoadProgram: self._load_program,
             msg.OpenTransfer: self._open_transfer,
@@ -201,6 +202,21 @@ class Requests:
         program.busy[m.slot] = step
         program.steps += 1
         return self._desk.feed(ev.StepSubmitted(job.id, step, program.id, self._desk.waited))
+
+    def _step_awaited(self, session: SessionRecord, m: msg.StepAwaited, frames: Sequence[bytes]) -> None:
+        job = self._own(session, m.job)
+        if StepId(m.step) not in job.steps:
+            return  # its answer is under way
+        peer = session.peer
+        before = [
+            other.id
+            for each in m.before
+            if (other := self._books.jobs.get(JobId(each))) is not None
+            and other.spec.priority is Priority.HIGH
+            and (other.session.peer.uid, other.session.peer.pid) == (peer.uid, peer.pid)
+        ]
+        if before:
+            self._desk.feed(ev.ClientWaits(job.id, StepId(m.step), tuple(before), m.over))
 
     def _fill_slot(self, program: ProgramRecord, slot: int, frames: Sequence[bytes]) -> None:
         outline = program.outline

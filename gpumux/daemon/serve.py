@@ -138,6 +138,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     router.device = {**asdict(device.info), "shares": list(device.info.shares)}  # a message holds lists
     if link is not None:
         router.device["snapshot_s"] = config.snapshot_s
+    router.device["holds_low_work"] = config.policy == "guarded"  # where clients say what they wait for
     port = server.port if server is not None else 0
     identity = Identity(config, router.addresses, device.info, started, port)
     loop = Loop(identity, router, device.device, metrics, shared_limit(config), link=link)

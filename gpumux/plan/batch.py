@@ -1,6 +1,6 @@
 """Mini-batch size and convolution algorithms ("Distributed training guidelines", section 3.1.3): for each mini-batch an integer
 program (equation 6) chooses every layer's algorithm within the memory that is left, and the mini-batch with the least time
-a sample is suggested. scipy is an extra (`pip install gpumux[plan]`), imported when a program is solved."""
+a sample is suggested. scipy is an extra (`pip install scipy`), imported when a program is solved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose(layers: Mapping[str, Sequence[Option]], bound: float) -> dict[str, Op
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
     except ImportError:
-        raise ConfigError("integer programs need scipy", "pip install gpumux[plan]") from None
+        raise ConfigError("integer programs need scipy", "pip install scipy") from None
     pairs = [(name, option) for name, options in layers.items() for option in options]
     if bound < 0 or not pairs:
         return None if bound < 0 else {}

@@ -26,7 +26,7 @@ def figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("pictures need matplotlib", "pip install gpumux[plot]") from None
+        raise ConfigError("pictures need matplotlib", "pip install matplotlib") from None
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 

@@ -14,6 +14,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     FillTransfer                        TransferDone (pushes: segment filled, copy it in)
     PauseJob / ResumeJob / CloseJob     Done | Refusal; JobEnded when it is over
     ChangeJob                           Done | Refusal
+    StepAwaited                         (nothing) | Refusal
     JobStats / GetStatus                Report | Refusal
     ProfileJob                          JobProfile (+1 frame: a profile) | Refusal
     RecordTrace                         TracePart (+1 frame: records) ... | Refusal
@@ -305,6 +306,18 @@ class TracePart:
 
 
 @dataclass(frozen=True, slots=True)
+class StepAwaited:
+    """A thread of the client waits for this step, and steps the jobs `before` as well, which therefore get no step before it is
+    answered. `over`: it waits no longer, though there was no answer. Nothing answers it but a Refusal."""
+
+    ref: int
+    job: str
+    step: int
+    before: list[str]
+    over: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Application heartbeat: each end sends one when it has been silent for heartbeat_s."""
 
@@ -327,7 +340,7 @@ Message = (
     Hello | Welcome | Refusal | OpenJob | JobOpened | LoadProgram | ProgramLoaded | Step | StepDone | StepFailed
     | OpenTransfer | TransferSegment | FillTransfer | TransferDone | PauseJob | ResumeJob | CloseJob | JobEnded | Done
     | JobStats | GetStatus | Report | Heartbeat | Goodbye | Leaving | ProfileJob | JobProfile | ExplainJob
-    | RecordTrace | TracePart | ChangeJob | keeping.KeepingMessage
+    | RecordTrace | TracePart | ChangeJob | StepAwaited | keeping.KeepingMessage
 )  # fmt: skip
 
 # Tag -> class. Never reuse a tag.
@@ -336,11 +349,12 @@ REGISTRY: dict[int, type[Any]] = {
     9: StepDone, 10: StepFailed, 11: OpenTransfer, 12: TransferSegment, 13: FillTransfer, 14: TransferDone,
     15: PauseJob, 16: ResumeJob, 17: CloseJob, 18: JobEnded, 19: Done, 20: JobStats, 21: GetStatus, 22: Report,
     23: Heartbeat, 24: Goodbye, 25: Leaving, 26: ProfileJob, 27: JobProfile, 28: ExplainJob, 29: RecordTrace, 30: TracePart,
-    31: ChangeJob, **keeping.REGISTRY,
+    31: ChangeJob, 32: StepAwaited, **keeping.REGISTRY,
 }  # fmt: skip
 
 # What a client may say; everything else from one is a protocol error.
 FROM_CLIENT: frozenset[type[Any]] = frozenset(
     {Hello, OpenJob, LoadProgram, Step, OpenTransfer, FillTransfer, PauseJob, ResumeJob, CloseJob, JobStats, GetStatus,
-     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, *keeping.FROM_CLIENT}
+     Heartbeat, Goodbye, ProfileJob, ExplainJob, RecordTrace, ChangeJob, StepAwaited,
+     *keeping.FROM_CLIENT}
 )  # fmt: skip

@@ -150,6 +150,15 @@ class Life(RuleBasedStateMachine):
         if mine:
             assert not steps_answered(self.world.give(ev.StepSubmitted(job, mine[n % len(mine)], 0)))
 
+    @rule(n=PICK, other=PICK, over=st.booleans())
+    @precondition(any_job)
+    def client_waits(self, n: int, other: int, over: bool) -> None:
+        """For a step of a job that may be a low one, before it steps two others, one of which may be a high one."""
+        job = self.pick(n)
+        steps = [item.id for item in self.world.jobs[job].items if item.program is not None] or [0]
+        before = (self.pick(other), self.pick(other + 1))
+        self.world.give(ev.ClientWaits(job, steps[other % len(steps)], before, over))
+
     @rule(n=PICK, into=st.booleans())
     @precondition(any_job)
     def ask_transfer(self, n: int, into: bool) -> None:

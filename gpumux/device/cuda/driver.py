@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from gpumux.device.cuda.faults import fault
 from gpumux.errors import ConfigError
 
-NEEDED = "pip install 'gpumux[cuda]', or use --device cpu"
+NEEDED = "pip install cuda-bindings, or use --device cpu"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTALLOC_PORTABLE | DEVICEMAP; the REGISTER flags have the same values

@@ -191,7 +191,7 @@ def _import() -> ModuleType:
     try:
         import optuna
     except ImportError:
-        raise ConfigError("a stored sweep needs optuna", "pip install gpumux[tune]") from None
+        raise ConfigError("a stored sweep needs optuna", "pip install optuna") from None
     return optuna
 
 

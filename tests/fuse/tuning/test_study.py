@@ -169,7 +169,7 @@ def test_a_storage_that_can_not_be_opened(url: str):
 
 def test_without_optuna_the_command_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"pip install gpumux\[tune\]"):
+    with pytest.raises(ConfigError, match="pip install optuna"):
         StudyLedger("sqlite:///x.db", "s", SPACE, {}, maximize=True, sampler="random", seed=0)
 
 
