@@ -195,6 +195,7 @@ class Executor:
     def _recut(self, program: int, loaded: LoadedProgram) -> None:
         pieces = loaded.recut()
         if pieces is not None:
+            gc.collect()  # what is garbage now would be kept for ever
             gc.freeze()
             self._channel.send(RECUT, [program, loaded.newest, pieces, loaded.bounds, loaded.through_python])
 
