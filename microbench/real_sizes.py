@@ -128,9 +128,13 @@ def job_part(name: str, size: str, endpoint: str) -> None:
     say("phase", name="sync")
     began = time.perf_counter()
     job.sync()
-    said = {"sync_s": time.perf_counter() - began, "saved": saved, "charged": job.stats()["memory_bytes"]}
+    synced = time.perf_counter() - began
     state = sum(t.nbytes for t in made.model.state_dict().values())
     state += sum(t.nbytes for s in made.optimizer.state.values() for t in s.values() if hasattr(t, "nbytes"))
+    time.sleep(1)  # so that the next step is looked at
+    job.step(*made.batch(0)).result()
+    stats = job.stats()
+    said = {"sync_s": synced, "saved": saved, "charged": stats["memory_bytes"], "measured": stats["measured_bytes"]}
     say("result", **said, state_bytes=state, parameters=sum(p.numel() for p in made.model.parameters()))
     job.close()
 
@@ -264,14 +268,13 @@ def measure(model: str, size: str, parts: Sequence[str]) -> dict[str, Any]:
         with own_daemon() as daemon:
             said, sampler = run_part("job", model, size, daemon)
         settled = said.pop("settled", {})
-        base = settled.get("fork server", 0)
         mark = MARKS["memory"] * plain_peak + said["state_bytes"] + INTERPRETERS
         said["submit"]["check"] = min(sampler.checking_s, said["submit"]["load"])
         said["submit"]["load"] -= said["submit"]["check"]
         result |= {
             "job": said, "memory": peaks(sampler), "settled": settled, "memory_mark": mark,
             "memory_over_mark": sampler.peak().total / mark,
-            "executor_over_charged": (settled.get("executor", 0) - base) / said["charged"] if said["charged"] else 0.0,
+            "measured_over_charged": said["measured"] / said["charged"] if said["charged"] else 0.0,
         }  # fmt: skip
     if "rates" in parts:
         with own_daemon() as daemon:
@@ -319,8 +322,8 @@ def show(model: str, r: dict[str, Any]) -> None:
             )
         print(
             f"  peak {megabytes(memory['peak'])} MB, plain {megabytes(r['plain_memory'])}, mark {megabytes(r['memory_mark'])} "
-            f"({r['memory_over_mark']:.2f} of it); charged {megabytes(said['charged'])}, executor "
-            f"{r['executor_over_charged']:.2f} of that"
+            f"({r['memory_over_mark']:.2f} of it); charged {megabytes(said['charged'])}, measured "
+            f"{megabytes(said['measured'])} ({r['measured_over_charged']:.2f} of that)"
         )  # fmt: skip
     if "first" in r:
         rate = r["rate_over_plain"]
@@ -347,8 +350,8 @@ def targets(models: dict[str, Any]) -> dict[str, Any]:
     for model, r in models.items():
         if "job" in r:
             add(f"{model}: peak memory over its mark", r["memory_over_mark"], 1.0, r["memory_over_mark"] <= 1.0)
-            ratio = r["executor_over_charged"]
-            add(f"{model}: executor over charged", ratio, 1.0, abs(ratio - 1) <= MARKS["charged"])
+            ratio = r["measured_over_charged"]
+            add(f"{model}: measured memory over charged", ratio, 1.0, abs(ratio - 1) <= MARKS["charged"])
         if "first" in r:
             add(
                 f"{model}: first three steps over plain",

@@ -22,7 +22,6 @@ from gpumux.program import codec
 from gpumux.program.ir import SlotLayout, aligned, slot_layout
 from gpumux.wire import messages as m
 
-
 PORTION_BYTES = 32 << 20  # of state that is on its way at once; two portions are while it is fetched
 
 

@@ -9,7 +9,7 @@ memory    bytes: {total_bytes, free_bytes, shared_bytes}
 sessions  how many clients are connected
 windows   by priority, as core/snapshot.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
-          memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
+          memory_bytes (charged), measured_bytes (what it really held at most in a recent step; 0: not known), device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
           max_slowdown, models (that a step trains), promise, mine (whether the asker may change it; where not, job and name are "" and pid is
           0: daemon/sight.py)}]; promise is None where nothing is known, and otherwise
           {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,10 @@ def state_of(job: dict[str, Any]) -> str:
     return "paused" if job["paused"] and job["state"] == "open" else str(job["state"])
 
 
-def status(identity: Identity, core: Core, books: Books, shared_bytes: int) -> dict[str, Any]:
-    """The body of GetStatus."""
+def status(
+    identity: Identity, core: Core, books: Books, shared_bytes: int, measured: Mapping[JobId, int]
+) -> dict[str, Any]:
+    """The body of GetStatus. `measured`: bytes that jobs really hold, as far as the device can say."""
     snapshot = core.snapshot()
     config, device = identity.config, identity.device
     memory = snapshot["memory"]
@@ -91,7 +93,7 @@ def status(identity: Identity, core: Core, books: Books, shared_bytes: int) -> d
         },
         "sessions": snapshot["sessions"],
         "windows": snapshot["windows"],
-        "jobs": [_job(job, books, snapshot) for job in snapshot["jobs"]],
+        "jobs": [_job(job, books, snapshot, measured) for job in snapshot["jobs"]],
         "guard": _guard_status(snapshot["guard"]),
     }
 
@@ -133,7 +135,7 @@ def _short(job: JobId, books: Books) -> str:
     return record.short if record is not None else ""
 
 
-def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[str, Any]:
+def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any], measured: Mapping[JobId, int]) -> dict[str, Any]:
     return {
         "job": job["job"],
         "short": _short(job["job"], books),
@@ -148,6 +150,7 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[st
         "running": job["running"],
         "outstanding": job["outstanding"],
         "memory_bytes": job["memory"]["total"],
+        "measured_bytes": measured.get(job["job"], 0),
         "device_busy_s": job["device_seconds"],
         "steps_done": job["steps_done"],
         "steps_failed": job["steps_failed"],
@@ -174,12 +177,15 @@ def figures(
     """The snapshot the metric gauges are made of. `saved`: Unix time and bytes of a job's newest state snapshot."""
     snapshot = core.snapshot()
     memory, books = snapshot["memory"], desk.books
+    measured = desk.device.memory().measured
     named = desk.config.metrics_names == "shown"
     return Figures(
         when=time.time(),
         device=identity.device,
         jobs=tuple(
-            _figures(job, books, named, saved(job["job"])) for job in snapshot["jobs"] if job["job"] in books.jobs
+            _figures(job, books, named, saved(job["job"]), measured.get(job["job"], 0))
+            for job in snapshot["jobs"]
+            if job["job"] in books.jobs
         ),
         sessions=snapshot["sessions"],
         shared_bytes=shared_bytes,
@@ -242,7 +248,7 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
     )
 
 
-def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int]) -> JobFigures:
+def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int], measured: int) -> JobFigures:
     return JobFigures(
         short=books.jobs[job["job"]].short,
         name=job["name"] if named else "",
@@ -252,6 +258,7 @@ def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float,
         queued=job["queued"],
         outstanding=job["outstanding"],
         memory_bytes=job["memory"]["total"],
+        measured_bytes=measured,
         device_busy_s=job["device_seconds"],
         steps_done=job["steps_done"],
         promise=_promise(job),

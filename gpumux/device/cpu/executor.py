@@ -51,6 +51,7 @@ from gpumux.device.cpu.loaded import LoadedProgram
 from gpumux.device.cpu.niceness import own, renice
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.operands import allocate, over
+from gpumux.device.cpu.peak import PeakMemory
 from gpumux.device.cpu.randomness import move_generator
 from gpumux.device.cpu.stopwatch import Waits
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
@@ -66,6 +67,7 @@ class Executor:
         self._channel = channel
         self._page = page
         self._answers = Answers(page)
+        self._peak = PeakMemory(page)
         self._lent: LentLane | None = None
         self._token = -1
         self._target_s: float = settings["target_s"]
@@ -118,6 +120,8 @@ class Executor:
         waits = self._waits
         before = waits.seconds() if waits is not None else 0.0
         started = monotonic()
+        if piece == 0:
+            self._peak.begin(started)
         try:
             loaded = self._programs.get(program)
             if loaded is None:
@@ -128,6 +132,8 @@ class Executor:
             self._channel.send(FAILED, [launch, error.code, error.message, error.remedy])
             return False
         ended = monotonic()
+        if ended_step:
+            self._peak.end()
         suspended = waits.seconds() - before if waits is not None else 0.0
         answered = self._answers.ran(launch, step, piece, submitted, started, ended, suspended)
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
@@ -173,6 +179,7 @@ class Executor:
     def _run_taken(self, lent: LentLane, taken: Taken) -> bool:
         step, program, cut, slot, scalars, submitted = taken
         started = monotonic()
+        self._peak.begin(started)
         try:
             loaded = self._programs[program]
             self._numerics.apply(loaded.program.numerics)
@@ -181,6 +188,7 @@ class Executor:
             self._channel.send(FAILED, [0, error.code, error.message, error.remedy])
             return False
         ended = monotonic()
+        self._peak.end()
         answered = self._answers.answer(step, started - submitted, ended - started, ended - submitted)
         if lent.ended(started, ended, answered):
             self._channel.send(RAN, [])

@@ -35,6 +35,7 @@ from gpumux.device.cpu.channel import (
 )
 from gpumux.device.cpu.descriptors import Descriptors
 from gpumux.device.cpu.loans import Lend, Loan, Recall
+from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.hostmemory import memory_file
 from gpumux.model import Fault, JobId, LaunchId, ProgramId, TransferId
@@ -142,6 +143,11 @@ class Executor(Charges):
     told: LaunchId | None = None  # the launch whose end was told before it said so
     loan: Loan | None = None  # while it reads its client's lane
     at: Launch | None = None  # what it died of, if that was a step it had taken there
+
+    @property
+    def measured(self) -> int:
+        """Bytes the process held for the job at most in the newest step it looked at; 0 before the first."""
+        return int(PAGE_MEMORY.unpack_from(self.page, PAGE_MEMORY_AT)[0])
 
     def answered(self, launch: Launch) -> LaunchDone | None:
         """What became of a launch whose step the process has answered, though it has not said so yet."""

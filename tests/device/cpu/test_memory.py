@@ -136,6 +136,25 @@ def test_batches_of_many_shapes_leave_nothing_of_each_other_behind() -> None:
         device.close()
 
 
+def test_the_device_says_what_a_step_took() -> None:
+    device = CASE.wide()
+    device.open()
+    driver = Driver(CASE, device)
+    try:
+        job = driver.open()
+        assert device.memory().measured[job.job] == 0
+        rows = 256
+        program = job.load(wide(rows))
+        job.step(program)
+        measured = device.memory().measured[job.job]
+        # Two of the temporaries are alive at once; they are gone by now.
+        assert measured == pytest.approx(2 * (rows << 18), rel=0.1)
+        assert device.memory().by_job[job.job] == pytest.approx(measured, rel=0.1)
+    finally:
+        driver.finish()
+        device.close()
+
+
 def resident(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), 0)
