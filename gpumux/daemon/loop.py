@@ -339,8 +339,8 @@ class Loop:
 
     def status(self) -> dict[str, Any]:
         """The body of GetStatus."""
-        measured = self._device.memory().measured
-        return report.status(self._identity, self.core, self.desk.books, self.segments.used_bytes, measured)
+        held = self._device.memory()
+        return report.status(self._identity, self.core, self.desk.books, self.segments.used_bytes, held)
 
     def figures(self) -> Figures:
         """What the gauges show."""

@@ -1,4 +1,4 @@
-"""Jobs that take more memory than they are charged: named once each, since what admission counts on is not so.
+"""Jobs that take more memory than their Programs declare, and were admitted with: named once each.
 
 Devices say what a job really holds where they can (`MemoryFigures.measured`). A job's process has things of its own beside
 what its Programs declare (graphs, a library's scratch memory, gaps in the heap), hence the slack.
@@ -36,17 +36,20 @@ class Outgrown:
             return
         self._due = now + EVERY_S
         figures = self._desk.device.memory()
+        if not any(figures.measured.values()):
+            return
         jobs = self._desk.books.jobs
         self._named &= jobs.keys()
+        declared = {job["job"]: int(job["memory"]["total"]) for job in self._desk.core.snapshot()["jobs"]}
         for job, measured in figures.measured.items():
-            charged = figures.by_job.get(job, 0)
+            charged = declared.get(job, 0)
             if job in self._named or job not in jobs or measured <= charged * SLACK + SLACK_BYTES:
                 continue
             self._named.add(job)
             self._desk.metrics.outgrown.inc()
             log.warning(
-                "job %s (%r): its process holds %d bytes in a step, and %d are charged: leave room for it on this machine, and "
-                "report the step",
+                "job %s (%r): its process holds %d bytes in a step, and its Programs declare %d: it is charged what it holds from "
+                "now on; leave room for that on this machine",
                 jobs[job].short,
                 jobs[job].spec.name,
                 measured,

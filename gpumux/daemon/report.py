@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from gpumux.core import RUNS
 from gpumux.core.machine import Core
 from gpumux.daemon.books import Books
 from gpumux.daemon.desk import Desk
+from gpumux.device.contract import MemoryFigures
 from gpumux.errors import UnknownJob
 from gpumux.metrics.collector import Figures, JobFigures
 from gpumux.metrics.promises import BanFigures, GuardFigures, PromiseFigures
@@ -58,10 +59,8 @@ def state_of(job: dict[str, Any]) -> str:
     return "paused" if job["paused"] and job["state"] == "open" else str(job["state"])
 
 
-def status(
-    identity: Identity, core: Core, books: Books, shared_bytes: int, measured: Mapping[JobId, int]
-) -> dict[str, Any]:
-    """The body of GetStatus. `measured`: bytes that jobs really hold, as far as the device can say."""
+def status(identity: Identity, core: Core, books: Books, shared_bytes: int, held: MemoryFigures) -> dict[str, Any]:
+    """The body of GetStatus. `held`: what the device says of its memory."""
     snapshot = core.snapshot()
     config, device = identity.config, identity.device
     memory = snapshot["memory"]
@@ -93,7 +92,7 @@ def status(
         },
         "sessions": snapshot["sessions"],
         "windows": snapshot["windows"],
-        "jobs": [_job(job, books, snapshot, measured) for job in snapshot["jobs"]],
+        "jobs": [_job(job, books, snapshot, held) for job in snapshot["jobs"]],
         "guard": _guard_status(snapshot["guard"]),
     }
 
@@ -135,7 +134,7 @@ def _short(job: JobId, books: Books) -> str:
     return record.short if record is not None else ""
 
 
-def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any], measured: Mapping[JobId, int]) -> dict[str, Any]:
+def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any], held: MemoryFigures) -> dict[str, Any]:
     return {
         "job": job["job"],
         "short": _short(job["job"], books),
@@ -149,8 +148,8 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any], measured: 
         "queued": job["queued"],
         "running": job["running"],
         "outstanding": job["outstanding"],
-        "memory_bytes": job["memory"]["total"],
-        "measured_bytes": measured.get(job["job"], 0),
+        "memory_bytes": _charged(job, held),
+        "measured_bytes": held.measured.get(job["job"], 0),
         "device_busy_s": job["device_seconds"],
         "steps_done": job["steps_done"],
         "steps_failed": job["steps_failed"],
@@ -161,6 +160,11 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any], measured: 
         "models": job["models"],
         "promise": _promise_status(job, books, snapshot),
     }
+
+
+def _charged(job: dict[str, Any], held: MemoryFigures) -> int:
+    """What admission counts: what the job's Programs declare, or what the device has measured, if that is more."""
+    return max(int(job["memory"]["total"]), held.by_job.get(job["job"], 0))
 
 
 def job_stats(body: dict[str, Any], short: str) -> dict[str, Any]:
@@ -177,15 +181,13 @@ def figures(
     """The snapshot the metric gauges are made of. `saved`: Unix time and bytes of a job's newest state snapshot."""
     snapshot = core.snapshot()
     memory, books = snapshot["memory"], desk.books
-    measured = desk.device.memory().measured
+    held = desk.device.memory()
     named = desk.config.metrics_names == "shown"
     return Figures(
         when=time.time(),
         device=identity.device,
         jobs=tuple(
-            _figures(job, books, named, saved(job["job"]), measured.get(job["job"], 0))
-            for job in snapshot["jobs"]
-            if job["job"] in books.jobs
+            _figures(job, books, named, saved(job["job"]), held) for job in snapshot["jobs"] if job["job"] in books.jobs
         ),
         sessions=snapshot["sessions"],
         shared_bytes=shared_bytes,
@@ -248,7 +250,7 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
     )
 
 
-def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int], measured: int) -> JobFigures:
+def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int], held: MemoryFigures) -> JobFigures:
     return JobFigures(
         short=books.jobs[job["job"]].short,
         name=job["name"] if named else "",
@@ -257,8 +259,8 @@ def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float,
         state=state_of(job),
         queued=job["queued"],
         outstanding=job["outstanding"],
-        memory_bytes=job["memory"]["total"],
-        measured_bytes=measured,
+        memory_bytes=_charged(job, held),
+        measured_bytes=held.measured.get(job["job"], 0),
         device_busy_s=job["device_seconds"],
         steps_done=job["steps_done"],
         promise=_promise(job),

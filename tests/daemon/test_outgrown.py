@@ -13,7 +13,7 @@ from gpumux.model import JobId
 from .fakes import Daemon
 
 JOB, OTHER = "a" * 32, "b" * 32
-CHARGED = 1 << 30
+CHARGED = 0  # these have no Program
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def daemon():
 
 def look(daemon, measured, monkeypatch):
     """The daemon looks, some seconds later, while the first job was measured to hold so much."""
-    figures = MemoryFigures(1 << 34, 1 << 33, {JobId(JOB): CHARGED}, {JobId(JOB): measured})
+    figures = MemoryFigures(1 << 34, 1 << 33, {}, {JobId(JOB): measured})
     monkeypatch.setattr(daemon.device, "memory", lambda: figures)
     daemon.now += EVERY_S
     daemon.turn()
 
 
 def named(caplog):
-    return [record.getMessage() for record in caplog.records if "are charged" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "its Programs declare" in record.getMessage()]
 
 
 def test_a_job_that_outgrows_its_charge_is_named_once(daemon, monkeypatch, caplog):
@@ -47,7 +47,7 @@ def test_a_job_that_outgrows_its_charge_is_named_once(daemon, monkeypatch, caplo
     look(daemon, allowed + 8192, monkeypatch)
     assert len(named(caplog)) == 1
     assert f"{allowed + 4096} bytes" in named(caplog)[0]
-    assert f"{CHARGED} are charged" in named(caplog)[0]
+    assert f"declare {CHARGED}:" in named(caplog)[0]
     assert daemon.metrics.outgrown._value.get() == 1
 
 

@@ -40,6 +40,7 @@ from gpumux.device.cpu.warm import WarmProcess
 from gpumux.hostmemory import memory_file
 from gpumux.model import Fault, JobId, LaunchId, ProgramId, TransferId
 
+OWN_BYTES = 48 << 20  # of a process beside its tensors: its graphs, scratch memory of kernels
 UNKNOWN_STATUS = "ended, and nobody could say how"
 _NO_SCALARS = pack(())
 
@@ -148,6 +149,12 @@ class Executor(Charges):
     def measured(self) -> int:
         """Bytes the process held for the job at most in the newest step it looked at; 0 before the first."""
         return int(PAGE_MEMORY.unpack_from(self.page, PAGE_MEMORY_AT)[0])
+
+    @property
+    def memory(self) -> int:
+        """What its programs declare, or what it was measured to hold, if that is more: gaps in its heap count, too. A few
+        megabytes that every process has beside its tensors are not charged."""
+        return max(self.charged + max(self.transients.values(), default=0), self.measured - OWN_BYTES)
 
     def answered(self, launch: Launch) -> LaunchDone | None:
         """What became of a launch whose step the process has answered, though it has not said so yet."""

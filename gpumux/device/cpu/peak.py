@@ -8,12 +8,15 @@ since the process began stands in for it. A look takes about a tenth of a millis
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
 
 PAGE_MEMORY, PAGE_MEMORY_AT = struct.Struct("<Q"), 40
 EVERY_S = 0.5
+SLACK, SLACK_BYTES = 1.05, 48 << 20  # over what is planned, before the heap gives anything back
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 _BEGIN_ANEW = b"5"
 
 
@@ -43,13 +46,40 @@ class PeakMemory:
         finally:
             os.close(file)
 
-    def end(self) -> None:
-        """It has ended."""
+    def end(self) -> int:
+        """It has ended: what it held at most; 0 if it was not looked at."""
         if not self._looking:
-            return
+            return 0
         self._looking = False
         _, _, files, highest = _read()
-        PAGE_MEMORY.pack_into(self._page, PAGE_MEMORY_AT, max(0, highest - files - self._base))
+        held = max(0, highest - files - self._base)
+        PAGE_MEMORY.pack_into(self._page, PAGE_MEMORY_AT, held)
+        return held
+
+
+class Heap:
+    """Gives the kernel back what the heap holds free where a job takes more than was planned for it: glibc keeps blocks of tens of
+    megabytes that it could use again, and those of one batch shape do not fit another's. Taking pages again costs the next
+    step time, so it is done the more rarely the less it helps."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        self._planned = 0
+        self._largest = 0
+        self._next, self._pause = 0.0, FIRST_PAUSE_S
+
+    def loaded(self, kept: int, transient: int) -> None:
+        """The job has another Program: what it keeps for good is added, and Programs never run at once."""
+        self._planned += kept
+        self._largest = max(self._largest, transient)
+        self._next, self._pause = 0.0, FIRST_PAUSE_S
+
+    def look(self, held: int, now: float) -> None:
+        """A step held so much."""
+        if self._trim is None or now < self._next or held <= (self._planned + self._largest) * SLACK + SLACK_BYTES:
+            return
+        self._trim(0)
+        self._next, self._pause = now + self._pause, min(LONGEST_PAUSE_S, 2 * self._pause)
 
 
 def _read() -> tuple[int, int, int, int]:

@@ -130,7 +130,7 @@ def test_batches_of_many_shapes_leave_nothing_of_each_other_behind() -> None:
         assert len(executors) == 1
         before = resident(zygote(device))
         # Two temporaries of the largest are alive at once; all that was made is 30 times as much.
-        assert resident(executors[0]) - before < 14 * largest
+        assert resident(executors[0]) - before < 3 * largest + (96 << 20)
     finally:
         driver.finish()
         device.close()
