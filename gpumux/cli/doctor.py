@@ -6,12 +6,13 @@ import argparse
 import os
 import platform
 from dataclasses import asdict
+from typing import Any
 
 from gpumux import __version__
 from gpumux.cli import checks, place
 from gpumux.cli.checks import FAIL, OK, WARN, Finding
 from gpumux.cli.control import Control
-from gpumux.cli.text import emit, emit_json
+from gpumux.cli.text import emit, emit_json, size
 from gpumux.config import ENV_CONFIG
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError
 from gpumux.wire import endpoint as endpoints
@@ -69,9 +70,21 @@ def daemon(address: str, timeout: float) -> Finding:
         return Finding(
             "daemon", WARN, detail, f"this command is {__version__}: restart the daemon or install {version}"
         )
+    memory = charged_and_measured(body.get("jobs", []))
+    detail = f"{detail}; {memory}" if memory else detail
     if body["device"]["kind"] == "sim":
         return Finding("daemon", WARN, detail, "it computes nothing: jobs there get zeros; start one with --device cpu")
     return Finding("daemon", OK, detail)
+
+
+def charged_and_measured(jobs: list[dict[str, Any]]) -> str:
+    """What each job is charged and what it was measured to hold, "" where nothing was measured."""
+    shown = [
+        f"{job['short']} is charged {size(job['memory_bytes'])} and holds {size(job['measured_bytes'])}"
+        for job in jobs
+        if job.get("measured_bytes")
+    ]
+    return "memory: " + ", ".join(shown) if shown else ""
 
 
 def describe(findings: list[Finding]) -> str:

@@ -7,6 +7,7 @@ gradient at every step for nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -145,12 +146,13 @@ def lower(
     entry_dropped = {place.buffer: i for i, place in raw.entry.dropped}
     needs = frozenset(i for b, i in entry_dropped.items() if record.state_storage.get(b) in touched)
     build = _Build(record, table, frozenset().union(*(op.writes for op in ops)))
+    ops, copies = _born_in_place(record, ops, end.copies, build)
     inputs = tuple(build.view(v) for v in record.inputs)
     out_ops = [build.op(op) for op in ops]
     places = [build.view(v) for v in tensors]
     if end.copies:  # what the step returns is read before what it leaves behind is put in place
         places = build.spare(places, out_ops)
-    out_ops += build.copies(end.copies)
+    out_ops += build.copies(copies)
     results, host_results = _results(raw)
     layers, found = spans((op.label for op in ops), len(build.prelude))
     program = Program(
@@ -213,6 +215,44 @@ def _live(ops: list[RawOp], roots: set[int]) -> list[RawOp]:
     return kept
 
 
+_ZEROS = frozenset(("aten.zeros_like.default", "aten.zeros.default", "aten.new_zeros.default"))
+
+
+def _born_in_place(
+    record: Record, ops: list[RawOp], copies: list[tuple[Place, int]], build: _Build
+) -> tuple[list[RawOp], list[tuple[Place, int]]]:
+    """Let what an optimizer's first step makes (zeros, or a clone) be made where it is kept: the operators, and the copies that are
+    left. Momenta would else be there twice, in the very step that takes the most memory."""
+    made: dict[int, int] = {}  # by storage, the first operator that has it as its only output
+    for at, op in enumerate(ops):
+        if len(op.outs) == 1 and isinstance(op.outs[0], int):
+            made.setdefault(record.views[op.outs[0]].storage, at)
+    wanted = Counter(record.views[view].storage for _, view in copies)
+    targets = Counter(place.buffer for place, _ in copies)
+    changed, left = list(ops), []
+    for place, view in copies:
+        v = record.views[view]
+        storage, at = record.storages[v.storage], made.get(v.storage, -1)
+        born = ops[at] if at >= 0 and ops[at].outs[0] == view else None
+        fits = (
+            storage.kind == "temp"
+            and wanted[v.storage] == targets[place.buffer] == 1
+            and place.buffer not in record.state_storage  # nothing in this step looks at what was there before
+            and (place.size, place.stride, place.offset, v.offset) == (v.size, v.stride, 0, 0)
+            and place.dtype == getattr(torch, v.dtype)
+            and build.takes(v.storage, place.buffer)
+        )
+        if born is None or not fits or v.storage in born.reads or born.target not in (*_ZEROS, "aten.clone.default"):
+            left.append((place, view))
+            continue
+        build.keep_in(v.storage, place.buffer)
+        if born.target in _ZEROS:
+            changed[at] = replace(born, target="aten.zero_.default", args=(TensorRef(view),), kwargs=())
+        else:
+            changed[at] = replace(born, target="aten.copy_.default", args=(TensorRef(view), born.args[0]), kwargs=())
+    return changed, left
+
+
 class _Build:
     """Renumbers storages, views and scalars in order of first use."""
 
@@ -244,6 +284,14 @@ class _Build:
                     Storage("input" if s.kind == "input" else "temp", s.nbytes, s.key if s.kind == "input" else -1)
                 )
         return self._storage[raw]
+
+    def takes(self, raw: int, buffer: int) -> bool:
+        """Whether a temporary is as large as a job buffer."""
+        return self._record.storages[raw].nbytes == self._table.buffers[buffer].nbytes
+
+    def keep_in(self, raw: int, buffer: int) -> None:
+        """Let a temporary lie on a job buffer."""
+        self._storage[raw] = self._state(buffer)
 
     def _const(self, s: RawStorage, written: bool) -> int:
         const = self._put(Storage("const", len(s.key), len(self.consts)))

@@ -256,23 +256,9 @@ class Recorder(TorchDispatchMode):
 
     def _device_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         originals: dict[int, torch.Tensor] = {}
-
-        def concrete(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                fake = self.to_fake(value)
-                if fake is not value:
-                    originals[id(fake)] = value
-                    keep.append(fake)
-                return fake
-            if is_symbol(value):
-                return self.scope.lift(value).value
-            if isinstance(value, (list, tuple)):
-                return type(value)(concrete(v) for v in value) if type(value) in (list, tuple) else value
-            return value
-
         keep: list[torch.Tensor] = []
-        fake_args = tuple(concrete(a) for a in args)
-        fake_kwargs = {k: concrete(v) for k, v in kwargs.items()}
+        fake_args = tuple(self._concrete(a, originals, keep) for a in args)
+        fake_kwargs = {k: self._concrete(v, originals, keep) for k, v in kwargs.items()}
         out = self._run_fake(func, fake_args, fake_kwargs)
         schema = schema_of(func)
         self.ledger.write(func, schema, args, kwargs, fake_args, fake_kwargs, out)
@@ -287,6 +273,25 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, (list, tuple)):
             return type(out)(originals.get(id(o), o) for o in out)
         return originals.get(id(out), out)
+
+    def _concrete(self, value: Any, originals: dict[int, torch.Tensor], keep: list[torch.Tensor]) -> Any:
+        """An argument with a fake tensor for each real one: those are noted in `originals`, by the fake's id, and the fakes
+        in `keep`. A method, since a closure that calls itself would hold the real ones until the cyclic collector runs."""
+        if isinstance(value, torch.Tensor):
+            fake = self.to_fake(value)
+            if fake is not value:
+                originals[id(fake)] = value
+                keep.append(fake)
+            return fake
+        if is_symbol(value):
+            return self.scope.lift(value).value
+        if isinstance(value, (list, tuple)):
+            return (
+                type(value)(self._concrete(v, originals, keep) for v in value)
+                if type(value) in (list, tuple)
+                else value
+            )
+        return value
 
     def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

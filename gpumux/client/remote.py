@@ -6,8 +6,9 @@ TCP the same tensors travel as frames.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from gpumux.errors import GpumuxError, from_code
 from gpumux.program import codec
 from gpumux.program.ir import SlotLayout, aligned, slot_layout
 from gpumux.wire import messages as m
+
+PORTION_BYTES = 32 << 20  # of state that is on its way at once; two portions are while it is fetched
 
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -234,20 +237,26 @@ class Remote:
 
     def push(self, buffers: Sequence[int]) -> None:
         """Copy local state to the daemon, in order with the steps submitted so far."""
-        if not buffers:
-            return
-        data = torch.zeros(sum(aligned(self._table.buffers[b].nbytes) for b in buffers), dtype=torch.uint8)
-        at = 0
-        for b in buffers:
-            for storage, start in self._table.buffers[b].home:
-                data[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
-            at += aligned(self._table.buffers[b].nbytes)
-        if self.witness is not None:  # before it is said: what fails on the way is said again
-            self.witness.pushed(buffers, data)
-        self.put(buffers, data)
+        for some in self._portions(buffers):
+            data = torch.zeros(sum(aligned(self._table.buffers[b].nbytes) for b in some), dtype=torch.uint8)
+            at = 0
+            for b in some:
+                for storage, start in self._table.buffers[b].home:
+                    data[at + start : at + start + storage.nbytes()].copy_(byte_view(storage))
+                at += aligned(self._table.buffers[b].nbytes)
+            if self.witness is not None:  # before it is said: what fails on the way is said again
+                self.witness.pushed(some, data)
+            self._put(some, data)
 
     def put(self, buffers: Sequence[int], data: torch.Tensor) -> None:
         """Copy bytes (one tensor, each buffer on 64 of them) to the daemon's buffers."""
+        at = 0
+        for some in self._portions(buffers):
+            nbytes = sum(aligned(self._table.buffers[b].nbytes) for b in some)
+            self._put(some, data[at : at + nbytes])
+            at += nbytes
+
+    def _put(self, buffers: Sequence[int], data: torch.Tensor) -> None:
         number, segment, memory = self._transfer(buffers, True)
         if memory is not None:
             torch.frombuffer(memory, dtype=torch.uint8)[: data.numel()].copy_(data)
@@ -258,11 +267,20 @@ class Remote:
         self.session.release_segment(segment)
 
     def pull(self, write: Callable[[int, torch.Tensor], None]) -> None:
-        """Fetch all state, after the steps submitted so far: `write(job buffer, its bytes)`."""
-        buffers = self.resident()
-        if not buffers:
-            return
-        number, segment, memory = self._transfer(buffers, False)
+        """Fetch all state, after the steps submitted so far: `write(job buffer, its bytes)`. No step of the job may be submitted
+        meanwhile: what is fetched in portions would belong to different steps. A portion is on its way while another is
+        written."""
+        portions = list(self._portions(self.resident()))
+        opened = self._transfer(portions[0], False) if portions else None
+        for some, coming in zip_longest(portions, portions[1:]):
+            assert opened is not None
+            following = self._transfer(coming, False) if coming is not None else None
+            self._take(some, *opened, write)
+            opened = following
+
+    def _take(
+        self, buffers: Sequence[int], number: int, segment: int, memory: Any, write: Callable[[int, torch.Tensor], None]
+    ) -> None:
         frames = self._wait_transfer(number)
         if memory is None:
             staging = (
@@ -279,6 +297,21 @@ class Remote:
             at += aligned(nbytes)
         del staging, memory
         self.session.release_segment(segment)
+
+    def _portions(self, buffers: Sequence[int]) -> Iterator[list[int]]:
+        """The buffers in order, as many together as PORTION_BYTES hold, but at least one: state is copied by way of shared
+        memory of that size, not of its own."""
+        some: list[int] = []
+        held = 0
+        for b in buffers:
+            nbytes = aligned(self._table.buffers[b].nbytes)
+            if held and held + nbytes > PORTION_BYTES:  # empty ones go with others
+                yield some
+                some, held = [], 0
+            some.append(b)
+            held += nbytes
+        if some:
+            yield some
 
     def on_transfer(self, done: m.TransferDone, frames: Sequence[Any]) -> None:
         self._ended[done.transfer] = (done, frames)

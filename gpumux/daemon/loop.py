@@ -32,6 +32,7 @@ from gpumux.daemon.execute import Executor
 from gpumux.daemon.keeping import Keeping
 from gpumux.daemon.loans import Loans
 from gpumux.daemon.offload import Offload
+from gpumux.daemon.outgrown import Outgrown
 from gpumux.daemon.reload import Reloading
 from gpumux.daemon.requests import Requests
 from gpumux.daemon.segments import Segments
@@ -81,6 +82,7 @@ class Loop:
         self._handle: Handle = self.core.handle  # or what looks on while somebody records
         self._tracing = Tracing(self.desk, clock, self._observe)
         self._keeping = Keeping(self.desk, link, clock)
+        self._outgrown = Outgrown(self.desk, clock)
         self._requests = Requests(self.desk, self.status, self._tracing, self._keeping)
         self._completions = Completions(self.desk)
         self._executor = Executor(self.desk, self._keeping.forgotten)
@@ -193,6 +195,7 @@ class Loop:
         if now >= self._tracing.due:
             self._tracing.finish()
         self._keeping.seldom(now)
+        self._outgrown.look(now)
         if self._stop_reason is not None and self._leave_by == inf and self._keeping.may_leave(now):
             self._leave(self._stop_reason, now)
         if self.snapshots.wanted():
@@ -209,8 +212,9 @@ class Loop:
             self._waiter.follow("device", fds)
         now, wake_at = self._turned, self._executor.wake_at
         self._alarm = alarm = min(
-            self._leave_by, self._next_call, self._tracing.due, self._keeping.due, inf if wake_at is None else wake_at
-        )
+            self._leave_by, self._next_call, self._tracing.due, self._keeping.due, self._outgrown.due,
+            inf if wake_at is None else wake_at,
+        )  # fmt: skip
         due = self._device.due()
         until = min(alarm, due, self._router_due, self._next_gc, now + MAX_WAIT_S)
         unread = self._sockets.unread() or bool(self.desk.turns)
@@ -335,7 +339,8 @@ class Loop:
 
     def status(self) -> dict[str, Any]:
         """The body of GetStatus."""
-        return report.status(self._identity, self.core, self.desk.books, self.segments.used_bytes)
+        held = self._device.memory()
+        return report.status(self._identity, self.core, self.desk.books, self.segments.used_bytes, held)
 
     def figures(self) -> Figures:
         """What the gauges show."""

@@ -9,7 +9,7 @@ memory    bytes: {total_bytes, free_bytes, shared_bytes}
 sessions  how many clients are connected
 windows   by priority, as core/snapshot.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
-          memory_bytes, device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
+          memory_bytes (charged), measured_bytes (what it really held at most in a recent step; 0: not known), device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
           max_slowdown, models (that a step trains), promise, mine (whether the asker may change it; where not, job and name are "" and pid is
           0: daemon/sight.py)}]; promise is None where nothing is known, and otherwise
           {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
@@ -33,6 +33,7 @@ from gpumux.core import RUNS
 from gpumux.core.machine import Core
 from gpumux.daemon.books import Books
 from gpumux.daemon.desk import Desk
+from gpumux.device.contract import MemoryFigures
 from gpumux.errors import UnknownJob
 from gpumux.metrics.collector import Figures, JobFigures
 from gpumux.metrics.promises import BanFigures, GuardFigures, PromiseFigures
@@ -58,8 +59,8 @@ def state_of(job: dict[str, Any]) -> str:
     return "paused" if job["paused"] and job["state"] == "open" else str(job["state"])
 
 
-def status(identity: Identity, core: Core, books: Books, shared_bytes: int) -> dict[str, Any]:
-    """The body of GetStatus."""
+def status(identity: Identity, core: Core, books: Books, shared_bytes: int, held: MemoryFigures) -> dict[str, Any]:
+    """The body of GetStatus. `held`: what the device says of its memory."""
     snapshot = core.snapshot()
     config, device = identity.config, identity.device
     memory = snapshot["memory"]
@@ -91,7 +92,7 @@ def status(identity: Identity, core: Core, books: Books, shared_bytes: int) -> d
         },
         "sessions": snapshot["sessions"],
         "windows": snapshot["windows"],
-        "jobs": [_job(job, books, snapshot) for job in snapshot["jobs"]],
+        "jobs": [_job(job, books, snapshot, held) for job in snapshot["jobs"]],
         "guard": _guard_status(snapshot["guard"]),
     }
 
@@ -134,7 +135,7 @@ def _short(job: JobId, books: Books) -> str:
     return record.short if record is not None else ""
 
 
-def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[str, Any]:
+def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any], held: MemoryFigures) -> dict[str, Any]:
     return {
         "job": job["job"],
         "short": _short(job["job"], books),
@@ -148,7 +149,8 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[st
         "queued": job["queued"],
         "running": job["running"],
         "outstanding": job["outstanding"],
-        "memory_bytes": job["memory"]["total"],
+        "memory_bytes": _charged(job, held),
+        "measured_bytes": held.measured.get(job["job"], 0),
         "device_busy_s": job["device_seconds"],
         "steps_done": job["steps_done"],
         "steps_failed": job["steps_failed"],
@@ -159,6 +161,11 @@ def _job(job: dict[str, Any], books: Books, snapshot: dict[str, Any]) -> dict[st
         "models": job["models"],
         "promise": _promise_status(job, books, snapshot),
     }
+
+
+def _charged(job: dict[str, Any], held: MemoryFigures) -> int:
+    """What admission counts: what the job's Programs declare, or what the device has measured, if that is more."""
+    return max(int(job["memory"]["total"]), held.by_job.get(job["job"], 0))
 
 
 def job_stats(body: dict[str, Any], short: str) -> dict[str, Any]:
@@ -181,12 +188,13 @@ def figures(
     """The snapshot the metric gauges are made of. `saved`: Unix time and bytes of a job's newest state snapshot."""
     snapshot = core.snapshot()
     memory, books = snapshot["memory"], desk.books
+    held = desk.device.memory()
     named = desk.config.metrics_names == "shown"
     return Figures(
         when=time.time(),
         device=identity.device,
         jobs=tuple(
-            _figures(job, books, named, saved(job["job"])) for job in snapshot["jobs"] if job["job"] in books.jobs
+            _figures(job, books, named, saved(job["job"]), held) for job in snapshot["jobs"] if job["job"] in books.jobs
         ),
         sessions=snapshot["sessions"],
         shared_bytes=shared_bytes,
@@ -249,7 +257,7 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
     )
 
 
-def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int]) -> JobFigures:
+def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int], held: MemoryFigures) -> JobFigures:
     return JobFigures(
         short=books.jobs[job["job"]].short,
         name=job["name"] if named else "",
@@ -258,7 +266,8 @@ def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float,
         state=state_of(job),
         queued=job["queued"],
         outstanding=job["outstanding"],
-        memory_bytes=job["memory"]["total"],
+        memory_bytes=_charged(job, held),
+        measured_bytes=held.measured.get(job["job"], 0),
         device_busy_s=job["device_seconds"],
         steps_done=job["steps_done"],
         promise=_promise(job),

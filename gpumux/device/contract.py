@@ -15,7 +15,7 @@ devices, so that processes agree; the virtual clock for sim).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from gpumux.model import DeviceInfo, Fault, Footprint, JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, TransferId
@@ -66,9 +66,13 @@ class StepRan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
+    """`by_job`: bytes charged to each job. `measured`: what jobs really held at most in a recent step, where the device can
+    say."""
+
     total_bytes: int
     free_bytes: int
     by_job: dict[JobId, int]
+    measured: dict[JobId, int] = field(default_factory=dict)
 
 
 class Launch(NamedTuple):

@@ -43,6 +43,7 @@ class JobFigures:
     saved: float = 0.0  # Unix time of its newest state snapshot, 0 if there is none
     saved_bytes: int = 0
     models: int = 1
+    measured_bytes: int = 0  # what it really held at most in a recent step, 0 if nobody can say
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,9 @@ def _families() -> dict[str, Any]:
         ),
         "info": InfoMetricFamily("gpumux_job", "Who a job label stands for.", labels=per_job),
         "memory": gauge("gpumux_job_memory_bytes", "Device memory charged to a job.", labels=per_job),
+        "measured": gauge(
+            "gpumux_job_memory_measured_bytes", "Memory a job held at most in a recent step.", labels=per_job
+        ),
         "busy": CounterMetricFamily("gpumux_job_device_busy_seconds", "Device time of a job's pieces.", labels=per_job),
         "steps": CounterMetricFamily("gpumux_job_steps", "Steps of a job answered with results.", labels=per_job),
         "models": gauge("gpumux_job_models", "Models that a step of the job trains.", labels=per_job),
@@ -180,6 +184,8 @@ def _fill(families: dict[str, Any], figures: Figures) -> None:
         who = {"name": label_text(job.name), "uid": str(job.uid), "priority": job.priority}
         families["info"].add_metric([job.short], who)
         families["memory"].add_metric([job.short], job.memory_bytes)
+        if job.measured_bytes:
+            families["measured"].add_metric([job.short], job.measured_bytes)
         families["busy"].add_metric([job.short], job.device_busy_s)
         families["steps"].add_metric([job.short], job.steps_done)
         families["models"].add_metric([job.short], job.models)

@@ -49,6 +49,7 @@ class Metrics:
         self.sessions_lost = counter("gpumux_sessions_lost", "Sessions that ended without a goodbye.")
         self.jobs_opened = counter("gpumux_jobs_opened", "Jobs that were admitted.", ["priority"])
         self.job_failures = counter("gpumux_job_failures", "Jobs that ended with an error.", ["reason"])
+        self.outgrown = counter("gpumux_jobs_outgrown", "Jobs that took more memory than they were charged.")
         self.programs_loaded = counter("gpumux_programs_loaded", "Programs made ready to run.")
         self.transfers = counter("gpumux_transfers", "State transfers that ended well.", ["direction"])
         self.transfer_bytes = counter("gpumux_transfer_bytes", "Bytes of state moved.", ["direction"])

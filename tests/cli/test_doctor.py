@@ -149,6 +149,15 @@ def test_a_daemon_of_another_version_is_a_warning(monkeypatch):
     assert (found.level, "0.0.1" in found.remedy) == (WARN, True)
 
 
+def test_what_jobs_are_charged_and_hold_is_said():
+    jobs = [
+        {"short": "j1", "memory_bytes": 2 << 30, "measured_bytes": 1 << 30},
+        {"short": "j2", "memory_bytes": 1 << 30, "measured_bytes": 0},
+    ]
+    assert doctor.charged_and_measured(jobs) == "memory: j1 is charged 2.0 GiB and holds 1.0 GiB"
+    assert doctor.charged_and_measured(jobs[1:]) == ""
+
+
 def test_the_state_directory(tmp_path):
     """Free room is the machine's, so only what is wrong by itself is looked at."""
     assert checks.state_dir("").level == OK

@@ -34,6 +34,7 @@ QUICK = {
     "draws": ["--models", "perceptron", "--repeats", "2", "--seconds", "0.05"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
     "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "8", "--parts", "1", "4"],
+    "real_sizes": ["--size", "tiny", "--models", "bert-base", "--lengths"],
     "snapshots": ["--turns", "2", "--seconds", "0.6", "--interval", "0.1", "--batch", "8", "--widths", "32"],
 }
 
@@ -151,6 +152,24 @@ def snapshots(report: Report) -> None:
     assert target["value"] == size["snapshot_costs_s"]["median"] / 30.0
 
 
+def real_sizes(report: Report) -> None:
+    model = report["models"]["bert-base"]
+    phases = model["memory"]["phases"]
+    assert {"submit", "steps", "sync"} <= phases.keys()
+    assert model["memory"]["peak"] == max(phase["total"] for phase in phases.values())
+    assert {"client", "daemon", "executor", "fork server"} <= model["memory"]["by_role"].keys()
+    assert all(sum(phase["then"].values()) == phase["total"] for phase in phases.values())
+    mark = 1.3 * model["plain_memory"] + model["job"]["state_bytes"] + (600 << 20)
+    assert model["memory_over_mark"] == pytest.approx(model["memory"]["peak"] / mark)
+    assert model["job"]["charged"] > 0
+    spent = model["job"]["submit"]
+    assert spent["whole"] == pytest.approx(sum(spent[part] for part in ("capture", "check", "load", "state")))
+    assert model["first_over_plain"] == pytest.approx(model["first"]["job"] / model["first"]["plain"])
+    assert (model["equal"], model["unequal"]) == (True, 0)
+    assert model["tensors"] > 30
+    is_figure(model["rate_over_plain"], 5)
+
+
 def leaves(value: object) -> list[object]:
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     return [value, *(leaf for item in inner for leaf in leaves(item))]
@@ -158,7 +177,7 @@ def leaves(value: object) -> list[object]:
 
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
-    "microbatches": microbatches, "snapshots": snapshots,
+    "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
 }  # fmt: skip
 
 

@@ -237,7 +237,8 @@ class CpuDevice(Lender, Niceness, Aims):
 
     def memory(self) -> dev.MemoryFigures:
         by_job = {job: executor.memory for job, executor in self._jobs.items()}
-        return dev.MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job)
+        measured = {job: executor.measured for job, executor in self._jobs.items()}
+        return dev.MemoryFigures(self._total, max(0, self._total - sum(by_job.values())), by_job, measured)
 
     def close(self) -> None:
         if self._total == 0:

@@ -51,11 +51,13 @@ from gpumux.device.cpu.loaded import LoadedProgram
 from gpumux.device.cpu.niceness import own, renice
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.operands import allocate, over
+from gpumux.device.cpu.peak import Heap, PeakMemory
 from gpumux.device.cpu.randomness import move_generator
 from gpumux.device.cpu.stopwatch import Waits
 from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
 from gpumux.program.ir import ALIGN, aligned
+from gpumux.program.plan import plan
 from gpumux.program.profile import dumps
 
 _HEAD = LAUNCH_HEAD.size - 1
@@ -66,6 +68,8 @@ class Executor:
         self._channel = channel
         self._page = page
         self._answers = Answers(page)
+        self._peak = PeakMemory(page)
+        self._heap = Heap()
         self._lent: LentLane | None = None
         self._token = -1
         self._target_s: float = settings["target_s"]
@@ -118,6 +122,8 @@ class Executor:
         waits = self._waits
         before = waits.seconds() if waits is not None else 0.0
         started = monotonic()
+        if piece == 0:
+            self._peak.begin(started)
         try:
             loaded = self._programs.get(program)
             if loaded is None:
@@ -128,11 +134,14 @@ class Executor:
             self._channel.send(FAILED, [launch, error.code, error.message, error.remedy])
             return False
         ended = monotonic()
+        held = self._peak.end() if ended_step else 0
         suspended = waits.seconds() - before if waits is not None else 0.0
         answered = self._answers.ran(launch, step, piece, submitted, started, ended, suspended)
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
         if ended_step:
             self._recut(program, loaded)
+            if held:
+                self._heap.look(held, ended)
         return True
 
     def _renice(self, nice: int) -> None:
@@ -173,6 +182,7 @@ class Executor:
     def _run_taken(self, lent: LentLane, taken: Taken) -> bool:
         step, program, cut, slot, scalars, submitted = taken
         started = monotonic()
+        self._peak.begin(started)
         try:
             loaded = self._programs[program]
             self._numerics.apply(loaded.program.numerics)
@@ -181,10 +191,13 @@ class Executor:
             self._channel.send(FAILED, [0, error.code, error.message, error.remedy])
             return False
         ended = monotonic()
+        held = self._peak.end()
         answered = self._answers.answer(step, started - submitted, ended - started, ended - submitted)
         if lent.ended(started, ended, answered):
             self._channel.send(RAN, [])
         self._recut(program, loaded)
+        if held:
+            self._heap.look(held, ended)
         return True
 
     def _aim(self, program: int, target_s: float | None) -> None:
@@ -195,6 +208,7 @@ class Executor:
     def _recut(self, program: int, loaded: LoadedProgram) -> None:
         pieces = loaded.recut()
         if pieces is not None:
+            gc.collect()  # what is garbage now would be kept for ever
             gc.freeze()
             self._channel.send(RECUT, [program, loaded.newest, pieces, loaded.bounds, loaded.through_python])
 
@@ -220,6 +234,8 @@ class Executor:
             os.close(description)
             os.close(data_fd)
         self._programs[program] = loaded
+        constants = sum(map(len, decoded.consts))
+        self._heap.loaded(sum(load["new_buffers"]) + load["data_bytes"] + constants, plan(decoded).peak_bytes)
         gc.collect()
         gc.freeze()
         targets = [op.target for op in decoded.ops]

@@ -77,6 +77,8 @@ class Interpreter:
             except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
                 raise failed(error, f"operator {index} ({op.target})") from error
             self._keep(frame, op, index, returned, verify)
+            # Before the next operator makes its own: what dies here must be free by then.
+            del args, kwargs, returned
             for storage in self._dies[index]:
                 self._drop(frame, storage, verify)
         return seconds
@@ -118,19 +120,23 @@ class Interpreter:
 
 
 def outputs(op: Op, returned: Any) -> list[tuple[int, torch.Tensor]]:
+    """What the operator returned, by the view that each tensor is declared to be.
+
+    Not by a nested function that calls itself: its closure would be a cycle, and hold the tensors until the cyclic
+    collector runs, which it does not do between steps."""
     values: Sequence[Any] = returned if isinstance(returned, tuple) else (returned,)
     pairs: list[tuple[int, torch.Tensor]] = []
-
-    def collect(out: Out, value: Any) -> None:
-        if isinstance(out, tuple):
-            for inner, item in zip(out, value, strict=True):
-                collect(inner, item)
-        elif out is not None:
-            pairs.append((out, value))
-
     for out, value in zip(op.outs, values, strict=False):
-        collect(out, value)
+        _collect(out, value, pairs)
     return pairs
+
+
+def _collect(out: Out, value: Any, pairs: list[tuple[int, torch.Tensor]]) -> None:
+    if isinstance(out, tuple):
+        for inner, item in zip(out, value, strict=True):
+            _collect(inner, item, pairs)
+    elif out is not None:
+        pairs.append((out, value))
 
 
 def _canonical_stride(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -35,10 +35,12 @@ from gpumux.device.cpu.channel import (
 )
 from gpumux.device.cpu.descriptors import Descriptors
 from gpumux.device.cpu.loans import Lend, Loan, Recall
+from gpumux.device.cpu.peak import PAGE_MEMORY, PAGE_MEMORY_AT
 from gpumux.device.cpu.warm import WarmProcess
 from gpumux.hostmemory import memory_file
 from gpumux.model import Fault, JobId, LaunchId, ProgramId, TransferId
 
+OWN_BYTES = 48 << 20  # of a process beside its tensors: its graphs, scratch memory of kernels
 UNKNOWN_STATUS = "ended, and nobody could say how"
 _NO_SCALARS = pack(())
 
@@ -142,6 +144,17 @@ class Executor(Charges):
     told: LaunchId | None = None  # the launch whose end was told before it said so
     loan: Loan | None = None  # while it reads its client's lane
     at: Launch | None = None  # what it died of, if that was a step it had taken there
+
+    @property
+    def measured(self) -> int:
+        """Bytes the process held for the job at most in the newest step it looked at; 0 before the first."""
+        return int(PAGE_MEMORY.unpack_from(self.page, PAGE_MEMORY_AT)[0])
+
+    @property
+    def memory(self) -> int:
+        """What its programs declare, or what it was measured to hold, if that is more: gaps in its heap count, too. A few
+        megabytes that every process has beside its tensors are not charged."""
+        return max(self.charged + max(self.transients.values(), default=0), self.measured - OWN_BYTES)
 
     def answered(self, launch: Launch) -> LaunchDone | None:
         """What became of a launch whose step the process has answered, though it has not said so yet."""

@@ -16,6 +16,7 @@ from gpumux.device.cpu import channel as wire
 from gpumux.device.cpu.channel import EXITED, FORK, KILL, READY, WARMED, Channel, packets, unpack
 
 _CLOSE_S = 10.0
+TUNABLES = "GLIBC_TUNABLES"
 
 
 class WarmProcess:
@@ -36,7 +37,7 @@ class WarmProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 process_group=0,  # no session of its own: see process.settle
-                env={**_environment(), VARIABLE: self._code.folder},
+                env={**_environment(), VARIABLE: self._code.folder, TUNABLES: _heap()},
             )
         ours.setblocking(False)
         self.channel = Channel(ours)
@@ -120,6 +121,20 @@ class WarmProcess:
     def _post(self, tag: int, body: object, fds: Sequence[int] = ()) -> None:
         self._outbox.extend(packets(tag, body, fds))
         self.flush()
+
+
+def _heap() -> str:
+    """How glibc is to manage the memory of this process and of those it forks (mallopt(3)); other libraries look at nothing of it.
+
+    Tensors are allocated on 64 bytes, which leaves a small gap before and after each. A gap that lies in a cache of free blocks
+    (tcache, fast bins), or is given to something small that stays, keeps the place of the tensor from being joined again and
+    from being used for an equal one in the next step: the heap grew to twice what a step holds. And large blocks come from
+    the heap, as they would otherwise be mapped anew in each step, page by page (a fifth of a step of GPT-2).
+    peak.py gives back what is free where the heap has grown beyond what was planned. What the environment says counts more."""
+    usual = ("tcache_count=0", "mxfast=0", "mmap_max=0", f"trim_threshold={1 << 30}")
+    own = ":".join(f"glibc.malloc.{setting}" for setting in usual)
+    said = os.environ.get(TUNABLES)
+    return f"{own}:{said}" if said else own
 
 
 def _environment() -> dict[str, str]:

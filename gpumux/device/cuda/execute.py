@@ -67,6 +67,7 @@ class Runner:
             except _FAILURES as error:
                 raise failed(error, f"operator {index} ({op.target})") from error
             self._keep(frame, index, op, returned, [*arguments, *keywords.values()])
+            del arguments, keywords, returned  # before the next operator makes its own
             for storage in self._dies[index]:
                 frame.temps[storage] = None
         if stop == len(self.program.ops):
