@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpumux.client import keepsake
+from gpumux.client.fetching import plainly
 from gpumux.client.persevering import CONNECT_S
 from gpumux.client.replay import BEGINNING
 from gpumux.client.session import Session
@@ -292,7 +293,8 @@ def notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
     """What goes with a snapshot taken now, and how many steps are behind it."""
     job = ref()
     assert job is not None, "a job that is gone takes no snapshots"
-    return keepsake.write(job._table, job._state, job._remote.resident(), job._counts), job._counts.all
+    with plainly():
+        return keepsake.write(job._table, job._state, job._remote.resident(), job._counts), job._counts.all
 
 
 def open_message(job: str, spec: JobSpec) -> m.OpenJob:

@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux.client.executed import Executed
+from gpumux.client.fetching import plainly
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Number
 from gpumux.client.hyper import HyperReader
@@ -26,6 +27,7 @@ from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
 from gpumux.client.trace import RawTrace, Settled, Tracer
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
+from gpumux.program.validate import written_storages
 
 MAX_PHASES = 8
 _PLAIN = frozenset({torch.Tensor})
@@ -88,6 +90,11 @@ class Made:
 
     lowered: Lowered
     number: int | None = None
+    writes: bool = field(init=False)  # whether it changes state
+
+    def __post_init__(self) -> None:
+        program = self.lowered.program
+        self.writes = any(program.storages[s].kind == "state" for s in written_storages(program))
 
 
 @dataclass(slots=True)
@@ -111,7 +118,8 @@ class Case:
     def matches(self, key: Any) -> bool:
         if self.key != key:
             return False
-        return self.prints.holds()
+        with plainly():
+            return self.prints.holds()
 
     def difference(self, key: Any) -> str:
         """What sets a call apart from this case, in words."""
