@@ -111,9 +111,10 @@ class Cached:
         try:
             parts &= guard.stale
             if parts:
-                self._say_read(parts)
                 try:
-                    self._bring(parts)
+                    with _on_its_own():
+                        self._say_read(parts)
+                        self._bring(parts)
                 except GpumuxError as error:
                     guard.refuse(f"the local model was read, and could not be fetched ({error.message}),", error)
         finally:

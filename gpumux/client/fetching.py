@@ -135,7 +135,7 @@ def is_lost(tensor: torch.Tensor | None) -> bool:
 def _refuse() -> Any:
     raise StaleGradient(
         "this gradient lived only inside the step that made it, and was not kept",
-        "return it from the step, or its norm: return loss, model.weight.grad",
+        "return it from the step, or its norm (return loss, model.weight.grad); where it is not wanted, optimizer.zero_grad() first",
     )
 
 
@@ -182,12 +182,15 @@ _DESCRIBES = frozenset(
         torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
         torch.Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
         torch.is_complex, torch.is_floating_point, torch.numel, torch.is_inference, torch.is_signed,
+        torch._has_compatible_shallow_copy_type,
     )
 )  # fmt: skip
 _GRAD = torch.Tensor.grad
 _GET_GRAD, _SET_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__  # type: ignore[attr-defined]
 _ZERO = frozenset((torch.Tensor.zero_, torch.zero_))
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# What torch's compilers ask of a gradient to make a fake one like it.
+_OUTSIDE = frozenset((*_methods("_is_view", "untyped_storage"), _GET_GRAD, torch._C._functorch.is_functorch_wrapped_tensor))
 _MOVES = frozenset(_methods("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"))
 
 
@@ -206,7 +209,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
-    if func in _DESCRIBES:
+    if func in _DESCRIBES or func in _OUTSIDE:
         with plainly():
             return func(*args, **kwargs)
     if func in _ZERO or func is torch._foreach_zero_:

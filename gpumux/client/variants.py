@@ -223,7 +223,7 @@ class StepFunction:
             env[f"s{i}"] = value
         for phase in case.phases:
             if phase.entry is state.structure:
-                made = phase.made.get(state.keep) or self._lower(phase, state)
+                made = phase.made.get(state.keep) or self._made(phase, state)
                 values = made.lowered.evaluator.run(env)
                 if values is not None:
                     return Choice(made, values, tensors)
@@ -283,7 +283,7 @@ class StepFunction:
                 self._cases.remove(case)  # nothing of a refused call counts as a variant
             raise
         case.prints.settle()  # with what the trace found, and with our hooks where they are now
-        made = self._lower(phase, state)
+        made = self._made(phase, state)
         phases.append(phase)
         return made
 
@@ -324,6 +324,10 @@ class StepFunction:
                 f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it: {error.message}",
                 "let its sizes follow the batch's (x.shape[0]), or submit it without microbatches",
             ) from error
+
+    def _made(self, phase: Phase, state: State) -> Made:
+        with plainly():  # local tensors are asked where they lie
+            return self._lower(phase, state)
 
     def _lower(self, phase: Phase, state: State) -> Made:
         lowered = lower(phase.raw, self._table, state.keep)
