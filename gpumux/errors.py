@@ -10,7 +10,8 @@
     |   +-- TooManyVariants     more shapes, flags or phases than the limit
     |   +-- NotSplittable       the step can't be split into microbatches
     |   +-- NotFusible          steps are not of one kind, or hold what can't run for several models at once
-    +-- StaleState              the local model was used while the daemon holds newer state
+    +-- StaleState              the daemon holds newer state than the local model, and it can't be fetched
+    |   +-- StaleGradient       a gradient was read that existed only inside the step
     +-- LocalWrite              the local model was written while the daemon holds its state
     +-- ProgramError            a Program is malformed or fails its checks
     +-- ProtocolError           bytes that are not a valid message
@@ -95,6 +96,10 @@ class NotFusible(CaptureError):
 
 class StaleState(GpumuxError):
     code = "stale_state"
+
+
+class StaleGradient(StaleState):
+    code = "stale_gradient"
 
 
 class LocalWrite(GpumuxError):

@@ -120,7 +120,8 @@ class StepFuture:
         return int(self.item())
 
     def __index__(self) -> int:
-        return operator.index(self.item())
+        value: Any = self.item()  # a float has no index: TypeError, as of the number itself
+        return operator.index(value)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else str(self)

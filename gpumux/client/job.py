@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 import threading
@@ -17,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 
 from gpumux.client.arguments import check_compile
+from gpumux.client.cached import LEAVE_S, Cached, JobSource
 from gpumux.client.capturing import Capturing
 from gpumux.client.exactness import exactness
 from gpumux.client.future import StepFuture
 from gpumux.client.generator import client_generator
 from gpumux.client.keepsake import Counts, Keepsake
-from gpumux.client.localstate import dictionaries, install, load_local
 from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.patience import Waits
 from gpumux.client.pending import Pending
@@ -44,7 +45,7 @@ T = TypeVar("T")
 log = logging.getLogger("gpumux.client")
 
 
-class Job(Capturing, Slotted):
+class Job(Capturing, Cached, Slotted):
     """Made by `gpumux.client.submit`. Verbs may be called from any thread; steps run in call order."""
 
     def __init__(
@@ -65,15 +66,12 @@ class Job(Capturing, Slotted):
         self._remote = Remote(session, job_id, table, Waits(job_id, spec.priority is Priority.HIGH))
         self._pending = Pending(self._remote)
         self._next_step = 0
-        self._unsynced = 0
         self._tracer = Tracer(table, allowlist.is_allowed)
         structure, host = from_local(table)
         self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self._warm_state = self._state
-        job = weakref.ref(self)  # the model's hooks hold the guard, which must not hold a job that is dropped
-        self._guard = StaleGuard(
-            of_job(spec.name), table, lambda: found._state.keep if (found := job()) else frozenset()
-        )
+        self._start_caching()
+        self._guard = StaleGuard(of_job(spec.name), table, JobSource(self))
         self._functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]] = []
         session.register(job_id, self._pending.on_message)
         self._closed = False
@@ -85,6 +83,7 @@ class Job(Capturing, Slotted):
         self._notes = partial(notes_of, weakref.ref(self))
         self._recovery = Recovery(self, replay_bytes, reconnect_s, last_snapshot)
         client_generator.jobs.add(self)
+        _open.add(self)
 
     def add(
         self, fn: Callable[..., Any], *, example: Any, microbatches: int = 1, compile: bool = False,  # noqa: A002
@@ -117,11 +116,12 @@ class Job(Capturing, Slotted):
             return self._persist(lambda: self._submit_step(function, batch, named))
 
     def _submit_step(self, function: StepFunction, batch: tuple[Any, ...], named: dict[str, Any]) -> StepFuture:
-        self._guard.check_writes()
+        self._guard.check_writes(bytes_too=True)
+        self._take_gradients()
         try:
             choice = function.choose(batch, named, self._state)
         except KeepMore as more:
-            self._state.keep = more.keep
+            self._keep_gradients(more.keep)
             choice = function.choose(batch, named, self._state)  # explains what is missing
         number = choice.made.number
         if number is None:
@@ -192,10 +192,11 @@ class Job(Capturing, Slotted):
 
     def _advance(self, choice: Choice) -> None:
         """The Python side of the step has happened: counters, hyperparameters it changed, flags."""
-        self._state = choice.after(self._state.keep)
+        before, self._state = self._state, choice.after(self._state.keep)
         choice.settle(self._table)
-        self._guard.stale = True
-        self._unsynced += 1
+        self._unread += 1
+        if choice.made.writes or self._state.structure is not before.structure or self._state.host != before.host:
+            self._newer()
 
     def _wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:
         """The predicate is about this job's steps, and holds once `step` is answered (default: the newest): a job that ends
@@ -247,40 +248,6 @@ class Job(Capturing, Slotted):
         if self._session.dead is not None:
             raise self._session.dead
 
-    # ---- state -----------------------------------------------------------------------------------
-
-    def sync(self) -> None:
-        """Bring the trained state back into the local models and optimizers. Waits for the steps
-        submitted so far. Gradients come back only where a step of the job reads them."""
-        with self._lock:
-            self._persist(lambda: install(self._table, self._state, self._remote.pull))
-            self._guard.stale = False
-            self._unsynced = 0
-            self._guard.settle()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The trained state as {"model": ..., "optimizer": ...} of CPU tensors (lists of them when
-        several were submitted), leaving the local ones alone. Waits for the steps submitted so far."""
-        with self._lock, self._guard.quiet():
-            return self._persist(lambda: dictionaries(self._table, self._state, self._remote.pull))
-
-    def load_state(self, state: dict[str, Any] | None = None) -> None:
-        """Push the local models' and optimizers' state to the daemon; with `state` (as state_dict()
-        gives it) load that into them first."""
-        with self._lock:
-            self._persist(_nothing)
-            with self._guard.quiet(writes=True):
-                if state is not None:
-                    load_local(self._table, state)
-                self._table.refresh()
-                structure, host = from_local(self._table)
-            keep = self._state.keep | frozenset(i for i, _ in structure.kept)
-            self._state = State(self._intern(structure), host, keep)
-            resident = set(self._remote.resident())
-            self._persist(lambda: self._remote.push([b for b in resident if self._table.buffers[b].home]))
-            self._guard.stale = False
-            self._unsynced = 0
-
     # ---- control ---------------------------------------------------------------------------------
 
     def pause(self) -> None:
@@ -310,60 +277,69 @@ class Job(Capturing, Slotted):
         """Bytes copied from batches into shared memory so far (each batch byte once)."""
         return sum(p.copied_in for p in self._remote.programs.values())
 
-    def close(self, drain: bool = True, *, keep: bool = False) -> None:
-        """End the job; its state in the daemon is gone afterwards. `drain`: let submitted steps finish
-        first. `keep`: save the state behind them, for `submit(..., resume=name)`; raises SnapshotFailed when that
-        can't be done, and the job is open still. Idempotent."""
+    def close(self, drain: bool = True, *, sync: bool = True, keep: bool = False) -> None:
+        """End the job; its state in the daemon is gone afterwards, and what was trained is in the local models and
+        optimizers. Idempotent.
+
+        sync: False throws away what was trained since the local models were last up to date. drain: False waits for no
+        step that is under way; nothing is brought back then. keep: save the state behind the steps, for
+        `submit(..., resume=name)`; raises SnapshotFailed when that can't be done, and the job is open still."""
+        self._close(drain, sync, keep, None)
+
+    def _close(self, drain: bool, sync: bool, keep: bool, limit: float | None) -> None:
         with self._lock:
             if self._closed:
                 return
             if keep:
                 self._keep()
-            elif drain and len(self._pending) and self._recovery.told is not None:
-                with suppress(GpumuxError):  # which the futures have
-                    self._wait(lambda: len(self._pending) == 0, None)
-            self._closed = True
-            client_generator.jobs.discard(self)
-            self._recovery.off(self)
-            drain = drain and not keep  # what its client closes when its work is done is not kept
-            if (
-                not keep
-                and self._unsynced
-                and self._table.optimizers
-                and self._remote.ended is None
-                and self._session.dead is None
-            ):
-                log.warning(
-                    "job %r closed with %d steps not synced: call job.sync() before close()", self.name, self._unsynced
-                )
             try:
-                if self._remote.ended is None and self._session.dead is None:
-                    self._remote.call(m.CloseJob, drain)
-                    self._wait(lambda: len(self._pending) == 0, None)
-            except (DaemonGone, GpumuxError) as error:
-                log.info("job %r ended while closing: %s", self.name, error)
+                if sync and drain:
+                    self._come_home(limit)
+                elif drain and len(self._pending) and self._recovery.told is not None:
+                    with suppress(GpumuxError):  # which the futures have
+                        self._wait(lambda: len(self._pending) == 0, limit)
             finally:
-                self._pending.fail(JobClosed(f"job {self.name!r} is closed", "submit it again"))
-                self._guard.remove()
-                self._session.unregister(self.id)
-                self._remote.waits.turns.forget()
-                self._remote.release()
-                self._session.close()
+                self._closed = True
+                client_generator.jobs.discard(self)
+                self._recovery.off(self)
+                try:
+                    if self._remote.ended is None and self._session.dead is None:
+                        # What its client closes when its work is done is not kept.
+                        self._remote.call(m.CloseJob, drain and not keep and (limit is None or not len(self._pending)))
+                        self._wait(lambda: len(self._pending) == 0, None)
+                except (DaemonGone, GpumuxError) as error:
+                    log.info("job %r ended while closing: %s", self.name, error)
+                finally:
+                    self._pending.fail(JobClosed(f"job {self.name!r} is closed", "submit it again"))
+                    self._guard.remove()
+                    self._session.unregister(self.id)
+                    self._remote.waits.turns.forget()
+                    self._remote.release()
+                    self._session.close()
 
     def _keep(self) -> None:
-        self._persist(_nothing)
+        self._persist(lambda: None)
         if self._recovery.snapshots is None:
             raise SnapshotFailed("this daemon keeps no snapshots", "start it with --state-dir")
         if not self._persist(lambda: self._recovery.save(self)):
             raise SnapshotFailed(f"the state of job {self.name!r} could not be saved", "the log says why")
 
     def __del__(self) -> None:
-        """Dropped while open. The session goes with it, and tells the daemon (keeper.py); nothing waits here."""
+        """Dropped while open. What was trained comes home if this thread is not amid talking to the daemon; then the session
+        goes with the job, and tells the daemon (keeper.py)."""
         if getattr(self, "_closed", True) or sys.is_finalizing() or self._session.forked:
             return
+        lost = ""
+        if self._unsynced and self._table.optimizers:
+            if not self._session.busy_here and self._lock.acquire(blocking=False):
+                try:
+                    self._come_home(LEAVE_S)
+                finally:
+                    self._lock.release()
+            lost = f", and what its last {self._unsynced} steps trained is lost" if self._unsynced else ""
         self._closed = True
-        self._guard.remove()
-        lost = f", with {self._unsynced} steps not synced" if self._unsynced and self._table.optimizers else ""
+        if not self._unsynced:
+            self._guard.remove()  # else reading the local model goes on to say that it is behind
         warnings.warn(
             f"job {self.name!r} was dropped while it was open{lost}: call job.close(), or use it in a with statement",
             ResourceWarning,
@@ -375,11 +351,20 @@ class Job(Capturing, Slotted):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close(drain=kind is None)
+        self._close(True, True, False, None if kind is None else LEAVE_S)
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r} {self.id[:8]} {'closed' if self._closed else 'open'}, {self._next_step} steps>"
 
 
-def _nothing() -> None:
-    """For who only wants to know whether the job is there."""
+_open: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+def _leave() -> None:
+    """The script ends."""
+    for job in list(_open):
+        if not job._closed and not job._session.forked:
+            job._close(True, True, False, LEAVE_S)
+
+
+atexit.register(_leave)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from gpumux.client.fetching import FetchingState
 from gpumux.client.remote import byte_view
-from gpumux.client.state import Place, StateTable
+from gpumux.client.state import ALL, Part, Place, StateTable
 from gpumux.client.structure import DeviceLeaf, HostLeaf, thaw
 from gpumux.client.variants import State
 from gpumux.errors import ConfigError
@@ -17,22 +18,50 @@ from gpumux.errors import ConfigError
 Pull = Callable[[Callable[[int, torch.Tensor], None]], None]
 
 
-def install(table: StateTable, state: State, pull: Pull) -> None:
-    """Overwrite local parameters, buffers, optimizer state and kept gradients with the daemon's."""
+def install(table: StateTable, state: State, pull: Pull, parts: frozenset[Part] = ALL) -> None:
+    """Overwrite these parts of the local state with the daemon's. `pull` gives the buffers they lie on; what it gives besides is
+    left alone."""
+    wanted = state.structure.buffers(table, parts)
 
     def write(buffer: int, data: torch.Tensor) -> None:
+        if buffer not in wanted:
+            return
         for storage, start in table.buffers[buffer].home:
             byte_view(storage).copy_(data[start : start + storage.nbytes()])
         table.buffers[buffer].filled = True
 
     pull(write)
-    for _, tensor in table.tensors:
-        torch.autograd.graph.increment_version(tensor)  # so that autograd notices graphs made before
-    for optimizer, frozen in zip(table.optimizers, state.structure.optimizers, strict=True):
-        optimizer.state = _state(table, frozen, state, table.local)
-    kept = dict(state.structure.kept)
-    for i, p in enumerate(table.params):
-        p.grad = table.local(kept[i]) if i in kept else None
+    if Part.MODEL in parts:
+        torch.autograd.graph.increment_version([t for _, t in table.tensors])  # so that graphs made before are noticed
+    if Part.OPTIMIZER in parts:
+        for optimizer, frozen in zip(table.optimizers, state.structure.optimizers, strict=True):
+            _put_state(optimizer, _state(table, frozen, state, table.local))
+
+
+def _put_state(optimizer: Any, fresh: Any) -> None:
+    """Into the dictionaries and step counters that are there, as the optimizer itself writes to them: a script may hold them."""
+    old = optimizer.state.plain if isinstance(optimizer.state, FetchingState) else optimizer.state
+    if type(old) not in (dict, defaultdict):
+        optimizer.state = fresh
+        return
+    merged = {key: _merged(old.get(key), entry) for key, entry in fresh.items()}
+    old.clear()
+    old.update(merged)
+    optimizer.state = old
+
+
+def _merged(old: Any, entry: Any) -> Any:
+    if type(old) is not dict or type(entry) is not dict:
+        return entry
+    for key, value in entry.items():
+        mine = old.get(key)
+        number = isinstance(value, torch.Tensor) and value.dim() == 0 and isinstance(mine, torch.Tensor)
+        if number and mine is not value and mine.dim() == 0 and mine.dtype == value.dtype:
+            mine.copy_(value)
+            entry[key] = mine
+    old.clear()
+    old.update(entry)
+    return old
 
 
 def _state(table: StateTable, frozen: Any, state: State, tensor_at: Callable[[Place], torch.Tensor]) -> Any:

@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from gpumux.client import foreign, watch
+from gpumux.client.fetching import before_forward
 from gpumux.client.origin import Origin, of_class
 from gpumux.client.reading import SCALARS, Watch
 from gpumux.errors import CaptureError
@@ -166,7 +167,7 @@ class Objects(abc.ABC):
 
     def _hooks(self, label: str, hooks: dict[Any, Any]) -> None:
         self.watches.append(watch.values(label, hooks))
-        self._items(label, list(hooks.items()))
+        self._items(label, [(key, hook) for key, hook in hooks.items() if hook is not before_forward])
 
     def _module(self, label: str, module: torch.nn.Module) -> None:
         if type(module).__name__ == "OptimizedModule" or module.__dict__.get("_compiled_call_impl") is not None:

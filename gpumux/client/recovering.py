@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpumux.client import keepsake
+from gpumux.client.fetching import plainly
 from gpumux.client.generator import client_generator
 from gpumux.client.persevering import CONNECT_S
 from gpumux.client.replay import BEGINNING
@@ -294,7 +295,8 @@ def notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
     job = ref()
     assert job is not None, "a job that is gone takes no snapshots"
     generator = client_generator.state() if job._clients_generator else None
-    notes = keepsake.write(job._table, job._state, job._remote.resident(), job._counts, generator)
+    with plainly():
+        notes = keepsake.write(job._table, job._state, job._remote.resident(), job._counts, generator)
     return notes, job._counts.all
 
 

@@ -6,7 +6,7 @@ TCP the same tensors travel as frames.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from gpumux.client.lower import Lowered
 from gpumux.client.patience import Loading, Waits
 from gpumux.client.session import Session
 from gpumux.client.state import StateTable
-from gpumux.errors import GpumuxError, from_code
+from gpumux.errors import DaemonGone, GpumuxError, from_code
 from gpumux.program import codec
 from gpumux.program.ir import SlotLayout, aligned, slot_layout
 from gpumux.wire import messages as m
@@ -150,6 +150,7 @@ class Remote:
         self._transfers = 0
         self._ended: dict[int, tuple[m.TransferDone, Sequence[Any]]] = {}
         self.ended: m.JobEnded | None = None
+        self.give_up_s: float | None = None  # how long a copy of state is waited for; None: as long as the daemon lives
 
     def call(
         self, make: Callable[..., Any], *args: Any, frames: Sequence[bytes] = (), meanwhile: Callable[[], float] | None = None
@@ -219,7 +220,11 @@ class Remote:
         return self._transfers, reply.segment, memory
 
     def _wait_transfer(self, number: int) -> Sequence[Any]:
-        self.waits.wait(self.session, lambda: number in self._ended or self.ended is not None, None)
+        ended = lambda: number in self._ended or self.ended is not None  # noqa: E731
+        if not self.waits.wait(self.session, ended, self.give_up_s):
+            raise DaemonGone(
+                f"the daemon lives but has not copied the state within {self.give_up_s:g} s", "look at gpumux status"
+            )
         if number not in self._ended:
             raise self.end_error()
         done, frames = self._ended.pop(number)
@@ -266,11 +271,11 @@ class Remote:
         self._wait_transfer(number)
         self.session.release_segment(segment)
 
-    def pull(self, write: Callable[[int, torch.Tensor], None]) -> None:
-        """Fetch all state, after the steps submitted so far: `write(job buffer, its bytes)`. No step of the job may be submitted
-        meanwhile: what is fetched in portions would belong to different steps. A portion is on its way while another is
+    def pull(self, write: Callable[[int, torch.Tensor], None], wanted: Collection[int] | None = None) -> None:
+        """Fetch state (all, or the `wanted` buffers), after the steps submitted so far: `write(job buffer, its bytes)`. No
+        step of the job may be submitted meanwhile: what is fetched in portions would belong to different steps. A portion is on its way while another is
         written."""
-        portions = list(self._portions(self.resident()))
+        portions = list(self._portions([b for b in self.resident() if wanted is None or b in wanted]))
         opened = self._transfer(portions[0], False) if portions else None
         for some, coming in zip_longest(portions, portions[1:]):
             assert opened is not None

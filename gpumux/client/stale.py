@@ -1,59 +1,38 @@
-"""Tripwires on the local model and optimizers while the daemon holds newer state.
+"""The local model and optimizers as a copy of what the daemon holds: what is behind, and what was written.
 
-Calling the model, stepping the optimizer, reading a state_dict, copying or pickling the model then raises
-StaleState with the verb that helps, instead of quietly giving last week's numbers. Reading a parameter
-tensor directly can't be noticed; writing one is, by its version counter, at the job's next verb (unless it
-is written through `.data` or numpy, which leave the counter alone).
+While the daemon holds newer state, whatever reads a parameter, a buffer, the optimizers' state or a gradient has it fetched first
+(fetching.py). Between a fetch and the next step local tensors are plain, and must stay as they are: at the job's next verb
+LocalWrite says that one was written or replaced, by version counter, address, identity and the sums of its bytes.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from gpumux.client.state import StateTable
+from gpumux.client.aliases import Aliases
+from gpumux.client.checksums import Checksums
+from gpumux.client.fetching import FetchingState, held_by, hold, leave_lost, let_go, plainly, watch_modules
+from gpumux.client.gradients import Gradients
+from gpumux.client.recorder import Recorder
+from gpumux.client.state import ALL, Part, StateTable
+from gpumux.client.structure import Structure
 from gpumux.errors import LocalWrite, StaleState
 
 _NESTED = (dict, list, tuple)
 _VERSION, _STATE = attrgetter("_version"), attrgetter("state")  # of many tensors or optimizers, without a call each
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-class _Tripwire:
-    """A hook that copies and pickles as one that does nothing, so that a copy of the model is free of it,
-    and that stops deepcopy(model) and torch.save(model) while they would give old weights."""
-
-    def __init__(self, guard: StaleGuard, what: str) -> None:
-        self._guard = guard
-        self._what = what
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        self._guard.check(self._what)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        self._guard.check("the local model was copied")
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        self._guard.check("the local model was pickled")
-        return (_restore_nothing, ())
-
-
-def _restore_nothing() -> Any:
-    return _nothing
-
-
 class Words(NamedTuple):
-    """How a guard speaks of who holds the state, and of what helps."""
+    """How a guard speaks of what holds the state, and of what helps."""
 
     holder: str
     where: str
@@ -66,97 +45,213 @@ def of_job(name: str) -> Words:
         f"job {name!r}",
         " in the daemon",
         "call job.sync() first; to evaluate in the daemon use job.add(...)",
-        "call job.load_state() to push the local state, or job.sync() before changing it",
+        "call job.load_state() to push the local state, or job.sync() to have the daemon's back",
     )
 
 
+class Source(Protocol):
+    """What holds the newer state."""
+
+    def structure(self) -> Structure:
+        """Of the newest state."""
+
+    def fetch(self, parts: frozenset[Part]) -> None:
+        """Install these parts in the local objects, and say so (`StaleGuard.fetched`). Raises StaleState."""
+
+
 class StaleGuard:
-    """`table` says which tensors are the job's; they are compared at every verb. `keep`: the parameters
-    whose gradients the job keeps from step to step (any other gradient is the user's own)."""
+    """`table` says which tensors are the job's."""
 
-    def __init__(self, words: Words, table: StateTable, keep: Callable[[], frozenset[int]]) -> None:
-        self._words = words
+    def __init__(self, words: Words, table: StateTable, source: Source) -> None:
+        self.words = words
         self._table = table
-        self._keep = keep
-        self.stale = False
-        self._wires: list[tuple[Callable[..., Any], _Tripwire]] = []
-        self._handles: list[Any] = []
-        for module in {id(m): m for model in table.models for m in model.modules()}.values():
-            self._wire(module.register_forward_pre_hook, "the local model was called")
-            self._wire(module.register_state_dict_pre_hook, "the local model's state_dict was read")
-        for optimizer in table.optimizers:
-            self._wire(optimizer.register_step_pre_hook, "the local optimizer was stepped")
-            self._wire(optimizer.register_state_dict_pre_hook, "the local optimizer's state_dict was read")
-        self._arm()
-        self.settle()
-        _guards.add(self)
+        self._source = source
+        self.stale: frozenset[Part] = frozenset()
+        self._quiet = False
+        self._aliases = Aliases()
+        self._modules = {id(m) for model in table.models for m in model.modules()}
+        self._others: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.gradients = Gradients(table, self, source.structure)
+        self._sums = {part: Checksums() for part in Part}
+        self._process = os.getpid()
+        self._removed = False
+        self.fetched(ALL)
 
-    def _wire(self, register: Callable[..., Any], what: str) -> None:
-        self._wires.append((register, _Tripwire(self, what)))
+    # ---- what is behind fetches
 
-    def _arm(self) -> None:
-        self._handles = [register(wire) for register, wire in self._wires]
+    def fetch(self, parts: frozenset[Part]) -> None:
+        """Bring these parts of the local state up to date. Raises StaleState where that can't be."""
+        parts &= self.stale
+        if not parts:
+            return
+        if os.getpid() != self._process:
+            self.refuse("the local model was read in a forked process, which has no connection")
+        if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
+            self.refuse("a step that is captured reads the local model of another job")
+        self._source.fetch(parts)
 
-    def _disarm(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def refuse(self, what: str, because: BaseException | None = None) -> None:
+        """Raises StaleState."""
+        raise StaleState(
+            f"{what} while {self.words.holder} holds newer state{self.words.where}", self.words.sync
+        ) from because
 
-    def check(self, what: str) -> None:
-        if self.stale:
-            raise StaleState(
-                f"{what} while {self._words.holder} holds newer state{self._words.where}", self._words.sync
-            )
+    def gradient(self, index: int) -> torch.Tensor | None:
+        return self.gradients.of(index)
+
+    def gradient_set(self, index: int, value: torch.Tensor | None) -> None:
+        self.gradients.give(index, value)
+
+    def has(self, module: torch.nn.Module) -> bool:
+        """Whether calling the module may read the job's parameters."""
+        if id(module) in self._modules:
+            return True
+        known = self._others.get(module)
+        if known is None:
+            mine = {id(t) for _, t in self._table.tensors}
+            known = self._others[module] = any(id(p) in mine for p in module.parameters())
+        return known
+
+    def newer(self) -> None:
+        """A step has changed the state in the daemon."""
+        self.gradients.passed()
+        if self.stale is not ALL:
+            self._fall_behind(ALL - self.stale)
+
+    def _fall_behind(self, fresh: frozenset[Part]) -> None:
+        table = self._table
+        with plainly(), torch.inference_mode(False):
+            tensors: list[torch.Tensor] = []
+            if Part.MODEL in fresh:
+                tensors += [t for _, t in table.tensors]
+                torch.autograd.graph.increment_version(tensors)  # as the step does in the plain loop
+                self._model = self._model_now()
+            if Part.OPTIMIZER in fresh:
+                tensors += self._inner
+            kept = [t for i, _ in self._source.structure().kept if (t := self.gradients.of(i)) is not None]
+            self._hold(tensors + (kept if Part.GRADIENTS in fresh else []))
+            self.stale = ALL
+            for part in fresh:
+                self._sums[part].forget()
+            if Part.OPTIMIZER in fresh:
+                for optimizer in table.optimizers:
+                    optimizer.state = FetchingState(self, optimizer)
+                self._states = list(map(_STATE, table.optimizers))
+            if Part.MODEL in fresh:
+                watch_modules(self, True)
+
+    def _hold(self, tensors: list[torch.Tensor]) -> None:
+        """These, and all others over their storages, fetch from now on."""
+        index = {id(p): i for i, p in enumerate(self._table.params)}
+        model = {id(t) for _, t in self._table.tensors}
+        where = {
+            t.untyped_storage()._cdata: Part.MODEL if id(t) in model else Part.OPTIMIZER for t in reversed(tensors)
+        }
+        held = {id(h.tensor) for h in held_by(self)}
+        for tensor in [*tensors, *self._aliases.of(tensors)]:
+            if id(tensor) not in held:
+                hold(tensor, self, where[tensor.untyped_storage()._cdata], index.get(id(tensor), -1))
+
+    def fetched(self, parts: frozenset[Part]) -> None:
+        """These parts of the local state are what the daemon holds."""
+        with plainly(), torch.inference_mode(False):
+            self._let_go(parts)
+            self.stale -= parts
+            if Part.GRADIENTS in parts:
+                self.gradients.stale = False
+                self.gradients.settle()
+            if Part.MODEL in parts:
+                self.gradients.put()
+            self._settle()
+            self._note(parts)
+
+    def _let_go(self, parts: frozenset[Part]) -> None:
+        for held in held_by(self):
+            if held.part in parts:
+                let_go(held.tensor)
+        if Part.OPTIMIZER in parts:
+            for optimizer in self._table.optimizers:
+                if isinstance(optimizer.state, FetchingState):
+                    optimizer.state = optimizer.state.plain
+        if Part.MODEL in parts:
+            watch_modules(self, False)
 
     @contextmanager
     def quiet(self, *, writes: bool = False) -> Iterator[None]:
-        """gpumux itself is at work: tracing calls the model, with no hook of ours in its way (some
-        modules take another path when they have hooks). Raises LocalWrite for a write made before,
-        unless `writes`."""
+        """gpumux itself is at work, on plain tensors: nothing is fetched. Raises LocalWrite for a write made before, unless
+        `writes`."""
         if not writes:
             self.check_writes()
-        self._disarm()
+        behind, held = self.stale, held_by(self)
+        states = list(map(_STATE, self._table.optimizers))
+        self._let_go(ALL)
+        for one in held:
+            let_go(one.tensor)
+        self.stale = frozenset()
         try:
             yield
         finally:
-            self._arm()
-            self.settle()
+            self.stale = behind
+            for one in held:
+                hold(one.tensor, self, one.part, one.index)
+            if Part.OPTIMIZER in behind:
+                for optimizer, state in zip(self._table.optimizers, states, strict=True):
+                    optimizer.state = state
+            watch_modules(self, Part.MODEL in behind)
+            with plainly():
+                self._settle()
 
-    def settle(self) -> None:
+    # ---- what was written
+
+    def _settle(self) -> None:
         """What is there now is what we expect to see next time."""
         self._tensors = [t for _, t in self._table.tensors]
         self._states = [o.state for o in self._table.optimizers]
         self._stateless = not (self._tensors or self._states or self._table.models)
+        self._model = self._model_now()
+        if Part.OPTIMIZER in self.stale:
+            return
         entries = [entry for state in self._states for entry in state.values()]
         self._flat = all(type(e) is dict and not any(isinstance(v, _NESTED) for v in e.values()) for e in entries)
         self._leaves = self._leaves_now()
         self._inner = [t for t in self._leaves if isinstance(t, torch.Tensor)]
-        self._expected = self._now()
-        self._grads = [(p.grad, None if p.grad is None else p.grad._version) for p in self._table.params]
+        self._optimizer = self._optimizer_now()
 
-    def _now(self) -> list[Any]:
-        tensors, inner = self._tensors, self._inner
-        return [
-            *map(_VERSION, tensors),
-            *map(torch.Tensor.data_ptr, tensors),
-            *map(_VERSION, inner),
-            *map(torch.Tensor.data_ptr, inner),
-            *map(len, self._states),
-        ]
+    def _note(self, parts: frozenset[Part]) -> None:
+        if Part.MODEL in parts:
+            self._sums[Part.MODEL].forget()
+            self._sums[Part.MODEL].note({(s := t.untyped_storage())._cdata: s for t in self._tensors}.values())
+        if Part.OPTIMIZER in parts:
+            self._sums[Part.OPTIMIZER].forget()
+            self._sums[Part.OPTIMIZER].note({(s := t.untyped_storage())._cdata: s for t in self._inner}.values())
 
-    def check_writes(self) -> None:
-        """Raises LocalWrite when local state was written or replaced since the last verb."""
+    def _model_now(self) -> list[int]:
+        return [*map(_VERSION, self._tensors), *map(torch.Tensor.data_ptr, self._tensors)]
+
+    def _optimizer_now(self) -> list[int]:
+        inner = self._inner
+        return [*map(_VERSION, inner), *map(torch.Tensor.data_ptr, inner), *map(len, self._states)]
+
+    def check_writes(self, *, bytes_too: bool = False) -> None:
+        """Raises LocalWrite when local state was written or replaced since the last verb. `bytes_too`: also where no counter
+        shows it."""
         if self._stateless:
             return
-        if self._now() != self._expected or self._table.replaced() or self._replaced() or self._grads_changed():
-            raise LocalWrite(
-                f"the local model or optimizer was changed while {self._words.holder} holds its state{self._words.where}",
-                self._words.load,
-            )
+        with plainly():
+            written = self._table.replaced() or self._model_now() != self._model or self._optimizer_written()
+            if written or (bytes_too and any(s.changed() for s in self._sums.values())):
+                raise LocalWrite(
+                    f"the local model or optimizer was changed while {self.words.holder} holds its state{self.words.where}",
+                    self.words.load,
+                )
 
-    def _replaced(self) -> bool:
+    def _optimizer_written(self) -> bool:
         """Whether an optimizer holds other state than it did."""
         if not all(map(is_, map(_STATE, self._table.optimizers), self._states)):
+            return True
+        if Part.OPTIMIZER in self.stale:
+            return False
+        if self._optimizer_now() != self._optimizer:
             return True
         try:
             leaves = self._leaves_now()
@@ -172,20 +267,26 @@ class StaleGuard:
             return list(chain.from_iterable(map(dict.values, entries)))
         return list(_leaves(entries))
 
-    def _grads_changed(self) -> bool:
-        params = self._table.params
-        for i in self._keep():
-            grad, version = self._grads[i]
-            now = params[i].grad
-            if now is not grad or (now is not None and now._version != version):
-                return True
-        return False
+    def gradient_changes(self) -> dict[int, torch.Tensor | None]:
+        """What the script made of the gradients since the last step or verb: None, or a tensor of values."""
+        return self.gradients.changes(Part.MODEL not in self.stale)
 
     def remove(self) -> None:
-        self._disarm()
-        self._wires = []
-        self.stale = False
-        _guards.discard(self)
+        """The job is over, and the local objects are what they were before it: plain. A gradient that was not kept stays
+        one that can't be read."""
+        if self._removed:
+            return
+        self._removed = True
+        with plainly():
+            if Part.MODEL in self.stale:
+                self.gradients.put()
+            for held in held_by(self):
+                if held.part is None:
+                    leave_lost(held.tensor)
+            self._let_go(ALL)
+        self.stale = frozenset()
+        for sums in self._sums.values():
+            sums.forget()
 
 
 def _leaves(entry: Any) -> Iterator[Any]:
@@ -204,14 +305,3 @@ def _leaves(entry: Any) -> Iterator[Any]:
 
 def _alike(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str)) and repr(a) == repr(b))
-
-
-_guards: weakref.WeakSet[StaleGuard] = weakref.WeakSet()
-
-
-def refuse_stale(table: StateTable) -> None:
-    """Raises StaleState when another open job of this process holds newer state of these tensors."""
-    mine = {id(t) for _, t in table.tensors}
-    for guard in list(_guards):
-        if guard.stale and any(id(t) in mine for _, t in guard._table.tensors):
-            guard.check("a job was submitted on the local model")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ import torch
 from gpumux.client.reading import layout
 from gpumux.client.twins import Twins, elsewhere
 from gpumux.errors import CaptureError
+
+
+class Part(Enum):
+    """A part of the state that is fetched by itself. `MODEL`: parameters and buffers."""
+
+    MODEL = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+
+
+ALL = frozenset(Part)
 
 
 @dataclass(slots=True)
@@ -39,6 +51,11 @@ class Place:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+
+def _between_processes(storage: torch.UntypedStorage) -> bool:
+    """Whether other processes may write to it. A file that was mapped to be read (torch.load(mmap=True)) is private."""
+    return storage.is_shared() and storage.filename is None
 
 
 class StateTable:
@@ -107,6 +124,12 @@ class StateTable:
         self.home = tensor.device
         if apart and self.twins is None:
             self.twins = Twins()
+        if tensor.device.type == "cpu" and _between_processes(tensor.untyped_storage()):
+            raise CaptureError(
+                f"{name} lies in memory that processes share (share_memory_(), or sent by torch.multiprocessing), and a job's state "
+                "is its own: what the others write would be lost",
+                "submit a copy of the model that is not shared: copy.deepcopy(model)",
+            )
         if tensor.is_conj() or tensor.is_neg():
             raise CaptureError(
                 f"{name} is conjugated or negated by a flag, not in its memory",

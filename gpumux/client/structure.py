@@ -8,14 +8,15 @@ values. Structures are frozen and hashable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from gpumux.client.fetching import is_lost
 from gpumux.client.host import Number
-from gpumux.client.state import Place, StateTable
+from gpumux.client.state import Part, Place, StateTable
 from gpumux.errors import CaptureError
 
 
@@ -52,6 +53,35 @@ class Structure:
     @property
     def gradients(self) -> tuple[tuple[int, Place], ...]:
         return self.kept + self.dropped
+
+    def without_gradients(self, gone: Collection[int]) -> Structure:
+        """The same, where these parameters have no gradient."""
+        kept, dropped = (
+            tuple((i, place) for i, place in found if i not in gone) for found in (self.kept, self.dropped)
+        )
+        return replace(self, kept=kept, dropped=dropped)
+
+    def buffers(self, table: StateTable, parts: Collection[Part]) -> set[int]:
+        """The job's buffers that hold these parts of the state."""
+        places: list[Place | None] = []
+        if Part.MODEL in parts:
+            places += [table.place(tensor) for _, tensor in table.tensors]
+        if Part.OPTIMIZER in parts:
+            leaves = [leaf for optimizer in self.optimizers for _, tree in optimizer for leaf in frozen_leaves(tree)]
+            places += [leaf.place for leaf in leaves if isinstance(leaf, DeviceLeaf)]
+        if Part.GRADIENTS in parts:
+            places += [place for _, place in self.kept]
+        return {place.buffer for place in places if place is not None}
+
+
+def frozen_leaves(frozen: Any) -> Iterator[Any]:
+    """What is at the leaves of a frozen tree."""
+    if isinstance(frozen, tuple):
+        kind, items = frozen
+        for item in items:
+            yield from frozen_leaves(item[1] if kind == "d" else item)
+    else:
+        yield frozen
 
 
 def freeze(value: Any, leaf: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
@@ -116,8 +146,9 @@ def unusable(path: tuple[Any, ...], value: Any, table: StateTable) -> CaptureErr
     )
 
 
-def from_local(table: StateTable) -> tuple[Structure, list[Number]]:
-    """What the local optimizers and gradients hold now, adopted into the job's state."""
+def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tuple[Structure, list[Number]]:
+    """What the local optimizers and gradients hold now, adopted into the job's state. `lost`: gradients that are there and
+    have no values."""
     classes = HostClasses()
 
     def leaf(value: Any, path: tuple[Any, ...]) -> Any:
@@ -138,8 +169,15 @@ def from_local(table: StateTable) -> tuple[Structure, list[Number]]:
         raise unusable(path, value, table)
 
     optimizers = tuple(freeze_state(o.state, table, leaf, i) for i, o in enumerate(table.optimizers))
-    kept = []
+    kept, dropped = [], []
     for i, p in enumerate(table.params):
-        if p.grad is not None:
+        if lost and i in lost and p.grad is table.local(lost[i]):
+            dropped.append((i, lost[i]))
+        elif is_lost(p.grad):  # of another job on the same model
+            g, name = p.grad, f"grad.{table.param_names[i]}"
+            place = table.place(table.placeholder(("grad", i), name, g.dtype, tuple(g.shape), g.stride()))
+            assert place is not None
+            dropped.append((i, place))
+        elif p.grad is not None:
             kept.append((i, table.adopt(("grad", i), f"grad.{table.param_names[i]}", p.grad)))
-    return Structure(optimizers, tuple(kept), ()), classes.values
+    return Structure(optimizers, tuple(kept), tuple(dropped)), classes.values

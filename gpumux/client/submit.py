@@ -18,7 +18,6 @@ from gpumux.client.persevering import through
 from gpumux.client.recovering import open_message
 from gpumux.client.returning import find_kept, open_job
 from gpumux.client.session import Session
-from gpumux.client.stale import refuse_stale
 from gpumux.client.state import StateTable
 from gpumux.errors import ConfigError
 from gpumux.wire.fields import MAX_INT
@@ -90,7 +89,6 @@ def submit(
         try:
             table = StateTable(models, optimizers, *devices_of(session, 5))
             table.home = table.home or _first_device(example)
-            refuse_stale(table)
             kept = find_kept(session, resume) if resume is not None else None
             if kept is not None:
                 kept.keepsake.put_back(table)

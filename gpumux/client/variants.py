@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from gpumux.client.executed import Executed
+from gpumux.client.fetching import plainly
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Number
 from gpumux.client.hyper import HyperReader
@@ -26,6 +27,7 @@ from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
 from gpumux.client.trace import RawTrace, Settled, Tracer
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
+from gpumux.program.validate import written_storages
 
 MAX_PHASES = 8
 _PLAIN = frozenset({torch.Tensor})
@@ -88,6 +90,11 @@ class Made:
 
     lowered: Lowered
     number: int | None = None
+    writes: bool = field(init=False)  # whether it changes state
+
+    def __post_init__(self) -> None:
+        program = self.lowered.program
+        self.writes = any(program.storages[s].kind == "state" for s in written_storages(program))
 
 
 @dataclass(slots=True)
@@ -111,7 +118,8 @@ class Case:
     def matches(self, key: Any) -> bool:
         if self.key != key:
             return False
-        return self.prints.holds()
+        with plainly():
+            return self.prints.holds()
 
     def difference(self, key: Any) -> str:
         """What sets a call apart from this case, in words."""
@@ -217,7 +225,7 @@ class StepFunction:
             env[f"s{i}"] = value
         for phase in case.phases:
             if phase.entry is state.structure:
-                made = phase.made.get(state.keep) or self._lower(phase, state)
+                made = phase.made.get(state.keep) or self._made(phase, state)
                 values = made.lowered.evaluator.run(env)
                 if values is not None:
                     return Choice(made, values, tensors)
@@ -277,7 +285,7 @@ class StepFunction:
                 self._cases.remove(case)  # nothing of a refused call counts as a variant
             raise
         case.prints.settle()  # with what the trace found, and with our hooks where they are now
-        made = self._lower(phase, state)
+        made = self._made(phase, state)
         phases.append(phase)
         return made
 
@@ -318,6 +326,10 @@ class StepFunction:
                 f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it: {error.message}",
                 "let its sizes follow the batch's (x.shape[0]), or submit it without microbatches",
             ) from error
+
+    def _made(self, phase: Phase, state: State) -> Made:
+        with plainly():  # local tensors are asked where they lie
+            return self._lower(phase, state)
 
     def _lower(self, phase: Phase, state: State) -> Made:
         lowered = lower(phase.raw, self._table, state.keep, clients_generator=self._clients_generator)

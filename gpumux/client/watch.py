@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumux.client.fetching import HOOKS, OtherHooks
 from gpumux.client.numerics import precisions
 from gpumux.client.reading import ABSENT, Reading, Watch
 
@@ -50,7 +51,7 @@ def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
 
 def values(label: str, space: dict[Any, Any]) -> Watch:
     """Every entry of a module's parameters, children or hooks, by order."""
-    view = space.values()
+    view = OtherHooks(space) if space is HOOKS else space.values()
 
     def restore(old: Reading, keys: tuple[Any, ...] = tuple(space)) -> None:
         space.clear()

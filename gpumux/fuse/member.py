@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,12 @@ from gpumux.client.arguments import several
 from gpumux.client.capturing import example_arguments
 from gpumux.client.keepsake import Keepsake
 from gpumux.client.localstate import Pull, dictionaries, install, load_local
-from gpumux.client.stale import StaleGuard, Words, refuse_stale
-from gpumux.client.state import StateTable
+from gpumux.client.stale import StaleGuard, Words
+from gpumux.client.state import ALL, Part, Place, StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
 from gpumux.client.variants import Choice, KeepMore, State, StepFunction
+from gpumux.errors import LocalWrite, StaleState
 from gpumux.program import allowlist
 
 
@@ -43,15 +45,16 @@ class Member:
         twice: bool = True,
     ) -> None:
         self.name = name
+        self.bring: Callable[[Member], None] | None = None  # installs the array's state
         self.table = StateTable(
             several(model, torch.nn.Module, "model"), several(optimizer, torch.optim.Optimizer, "optimizer"), *devices
         )
-        refuse_stale(self.table)
         self._structures: dict[Structure, Structure] = {}
+        self._lost: dict[int, Place] = {}
         tracer = Tracer(self.table, allowlist.is_allowed, by_device=False)  # arrays are made of the CPU's operators
         structure, host = from_local(self.table)
         self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
-        self.guard = StaleGuard(_words(name), self.table, lambda: self.state.keep)
+        self.guard = StaleGuard(_words(name), self.table, _Source(self))
         self._function = StepFunction(step, self.table, tracer, self.guard, self._intern, max_variants, twice=twice)
 
     def _intern(self, structure: Structure) -> Structure:
@@ -60,7 +63,8 @@ class Member:
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], at: State | None = None) -> Choice:
         """What a step on this batch runs, now or from the state `at`. Raises CaptureError and its kin, and LocalWrite;
         nothing changes then. With `at`, KeepMore when more gradients must be kept, as they are from then on."""
-        self.guard.check_writes()
+        self.guard.check_writes(bytes_too=True)
+        self._take_gradients()
         try:
             return self._function.choose(args, kwargs, at or self.state)
         except KeepMore as more:
@@ -73,7 +77,18 @@ class Member:
         """The step has run: what its Python would have changed is changed."""
         self.state = choice.after(self.state.keep)
         choice.settle(self.table)
-        self.guard.stale = True
+        self.guard.newer()
+
+    def _take_gradients(self) -> None:
+        """Go on without the gradients that the script cleared. Raises LocalWrite where it set some that a step reads."""
+        changes = self.guard.gradient_changes()
+        if not changes:
+            return
+        if any(i in self.state.keep for i, value in changes.items() if value is not None):
+            raise LocalWrite(f"gradients were changed while {self.name} holds them", self.guard.words.load)
+        gone = [i for i, value in changes.items() if value is None]
+        self.state.structure = self._intern(self.state.structure.without_gradients(gone))
+        self.guard.gradients.told()
 
     def dictionaries(self, pull: Pull) -> dict[str, Any]:
         """{"model": ..., "optimizer": ...} of the array's state."""
@@ -83,8 +98,7 @@ class Member:
     def install(self, pull: Pull) -> None:
         """The array's state into the local model and optimizer."""
         install(self.table, self.state, pull)
-        self.guard.stale = False
-        self.guard.settle()
+        self.guard.fetched(ALL)
 
     def resume(self, kept: Keepsake) -> None:
         """Overwrite the local model and optimizer with a snapshot, and take that for the array's: the caller copies the buffers.
@@ -92,22 +106,46 @@ class Member:
         with self.guard.quiet(writes=True):
             kept.put_back(self.table)
             self._adopt()
+        self.guard.fetched(ALL)
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Take the local state, with `state` loaded into it first, for the array's: the caller copies the buffers."""
+        self._lost = self.guard.gradients.lost()
         with self.guard.quiet(writes=True):
             load_local(self.table, state)
             self._adopt()
+        self.guard.fetched(ALL)
 
     def _adopt(self) -> None:
         self.table.refresh()
-        structure, host = from_local(self.table)
+        structure, host = from_local(self.table, self._lost)
         keep = self.state.keep | frozenset(i for i, _ in structure.kept)
         self.state = State(self._intern(structure), host, keep)
-        self.guard.stale = False
 
     def release(self) -> None:
         self.guard.remove()
+
+
+class _Source:
+    """What a member's guard fetches from."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = weakref.ref(member)
+        self._structure = member.state.structure
+
+    def structure(self) -> Structure:
+        member = self._member()
+        if member is not None:
+            self._structure = member.state.structure
+        return self._structure
+
+    def fetch(self, parts: frozenset[Part]) -> None:
+        member = self._member()
+        if member is None or member.bring is None:
+            raise StaleState(
+                "the local model was read, and the array that trains it is gone", "call the array's sync() first"
+            )
+        member.bring(member)
 
 
 __all__ = ["Member", "example_arguments"]

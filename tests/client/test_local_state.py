@@ -1,4 +1,4 @@
-"""The local model while the daemon holds newer state: stale use and writes are noticed."""
+"""The local model while the daemon holds newer state: sync(), load_state(), state_dict(), and writes that are noticed."""
 
 from __future__ import annotations
 
@@ -61,22 +61,18 @@ def case(endpoint: str) -> Iterator[Case]:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda c: c.model(X),
-        lambda c: c.model[0](X),
-        lambda c: c.model.state_dict(),
-        lambda c: c.optimizer.state_dict(),
-        lambda c: c.optimizer.step(),
+        lambda model, optimizer: model(X),
+        lambda model, optimizer: model[0](X),
+        lambda model, optimizer: model.state_dict()["0.weight"],
+        lambda model, optimizer: optimizer.state_dict()["state"][0]["exp_avg"],
     ],
-    ids=["call", "submodule", "state_dict", "optimizer state_dict", "optimizer step"],
+    ids=["call", "submodule", "state_dict", "optimizer state_dict"],
 )
-def test_using_it_while_stale_names_sync(use: Any, case: Case) -> None:
-    use(case)  # nothing is stale before the first step
-    case.job.load_state()
+def test_what_uses_it_gets_what_the_daemon_holds(use: Any, case: Case) -> None:
     case.both(2)
-    with pytest.raises(errors.StaleState, match=r"job\.sync\(\)"):
-        use(case)
-    case.job.sync()
-    use(case)
+    assert torch.equal(use(case.model, case.optimizer), use(case.reference, case.reference_optimizer))
+    case.both(1)
+    assert torch.equal(use(case.model, case.optimizer), use(case.reference, case.reference_optimizer))
 
 
 def test_sync_brings_back_model_and_optimizer_and_training_goes_on_either_side(case: Case) -> None:
@@ -130,7 +126,8 @@ def test_state_dict_leaves_the_local_model_alone_and_load_state_takes_it_back(ca
     want = case.reference.state_dict()
     assert all(torch.equal(state["model"][k], want[k]) for k in want)
     assert state["optimizer"]["state"][0]["step"] == 3.0
-    assert all(torch.equal(v, before[k]) for k, v in case.model.named_parameters())
+    with torch._C.DisableTorchFunctionSubclass():  # else looking would fetch
+        assert all(torch.equal(v, before[k]) for k, v in case.model.named_parameters())
     case.both(2)
     case.job.load_state(state)  # back to after three steps
     case.job.sync()
@@ -156,10 +153,10 @@ def test_copies_and_pickles_of_the_model_carry_no_tripwire(case: Case) -> None:
     [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())],
     ids=["deepcopy", "pickle", "torch.save"],
 )
-def test_a_stale_model_is_neither_copied_nor_saved(use: Any, case: Case) -> None:
+def test_a_model_that_is_copied_or_saved_is_up_to_date(use: Any, case: Case) -> None:
     case.both(1)
-    with pytest.raises(errors.StaleState, match=r"job\.sync\(\)"):
-        use(case.model)
+    use(case.model)
+    assert case.same()
 
 
 def _entry(case: Case) -> dict[str, Any]:
@@ -188,39 +185,6 @@ def test_every_way_of_changing_optimizer_state_or_weights_is_noticed(write: Any,
     write(case)
     with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
         case.job.step(X, Y)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda model: setattr(model.weight, "grad", None),
-        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
-    ],
-    ids=["cleared", "clipped"],
-)
-def test_gradients_the_job_keeps_may_not_change_behind_it(write: Any, endpoint: str) -> None:
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def accumulate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    def apply() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with client.submit(accumulate, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint) as job:
-        update = job.add(apply, example=())
-        job.step(X, Y)
-        job.sync()
-        write(model)
-        with pytest.raises(errors.LocalWrite):
-            update()
-        job.load_state()
-        update().result()
-        job.sync()
 
 
 def test_gradients_of_the_users_own_are_their_business(case: Case) -> None:
@@ -252,11 +216,14 @@ def test_schedulers_know_that_the_optimizer_stepped(endpoint: str) -> None:
         job.sync()
 
 
-def test_closing_without_sync_is_said_and_frees_the_local_model(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_brings_home_what_was_trained_and_frees_the_local_model(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
     case.both(2)
-    with caplog.at_level(logging.WARNING, "gpumux.client"):
+    with caplog.at_level(logging.INFO, "gpumux.client"):
         case.job.close()
-    assert "2 steps not synced" in caplog.text
+    assert "what its last 2 steps trained is in the local model" in caplog.text
+    assert case.same()
     case.model(X)
     with pytest.raises(errors.JobClosed):
         case.job.step(X, Y)

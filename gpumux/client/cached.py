@@ -1,0 +1,322 @@
+"""The part of a Job that keeps the local models and optimizers a copy of the job's state: fetched when they are read, pushed
+when the script says so, and brought home when the job ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gpumux.client.blame import user_line
+from gpumux.client.localstate import dictionaries, install, load_local
+from gpumux.client.pending import Pending
+from gpumux.client.remote import Remote
+from gpumux.client.session import Session
+from gpumux.client.stale import StaleGuard
+from gpumux.client.state import ALL, Part, Place, StateTable
+from gpumux.client.structure import Structure, from_local
+from gpumux.client.variants import State
+from gpumux.errors import GpumuxError, StaleState
+
+T = TypeVar("T")
+log = logging.getLogger("gpumux.client")
+
+LOCK_S = 60.0  # how long a read waits for another thread's verb
+LEAVE_S = 30.0  # how long a job that ends out of order waits for a step to end, or for its state
+OFTEN = 3  # steps in a row, each with a read behind it, after which that is said
+
+
+class Cached:
+    _closed: bool
+    _guard: StaleGuard
+    _lock: threading.RLock  # type: ignore[valid-type]
+    _pending: Pending
+    _remote: Remote
+    _session: Session
+    _state: State
+    _table: StateTable
+    name: str
+
+    _intern: Callable[[Structure], Structure]
+    _persist: Callable[[Callable[[], Any]], Any]
+    _wait: Callable[[Callable[[], bool], float | None], bool]
+
+    def _start_caching(self) -> None:
+        self._unsynced = 0  # steps whose state is not here
+        self._read_behind = 0  # steps in a row that a read came behind
+        self._said = False
+        self._without: dict[tuple[int, frozenset[int]], Structure] = {}
+        self._values: dict[int, Place] = {}  # gradients that the script gave and that the job need not keep
+
+    # ---- verbs
+
+    def sync(self) -> None:
+        """Bring the trained state back into the local models and optimizers, whatever was done to them meanwhile. Waits for the
+        steps submitted so far. What reads the local model fetches what it needs by itself; this brings all of it."""
+        with self._lock:  # type: ignore[attr-defined]
+            with _on_its_own():
+                self._take_gradients()
+            self._bring(ALL)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trained state as {"model": ..., "optimizer": ...} of CPU tensors (lists of them when
+        several were submitted), leaving the local ones alone. Waits for the steps submitted so far."""
+        with self._lock, _on_its_own():  # type: ignore[attr-defined]
+            self._guard.check_writes(bytes_too=True)
+            with self._guard.quiet():
+                found: dict[str, Any] = self._persist(lambda: dictionaries(self._table, self._state, self._remote.pull))
+            return found
+
+    def load_state(self, state: dict[str, Any] | None = None) -> None:
+        """Push the local models' and optimizers' state to the daemon; with `state` (as state_dict()
+        gives it) load that into them first."""
+        with self._lock, _on_its_own():  # type: ignore[attr-defined]
+            self._persist(_nothing)
+            self._bring(self._guard.stale)
+            self._guard.gradient_changes()
+            lost = self._guard.gradients.lost()
+            with self._guard.quiet(writes=True):
+                if state is not None:
+                    load_local(self._table, state)
+                self._table.refresh()
+                structure, host = from_local(self._table, lost)
+            keep = self._state.keep | frozenset(i for i, _ in structure.kept)
+            self._state = State(self._intern(structure), host, keep)
+            resident = set(self._remote.resident())
+            self._persist(lambda: self._remote.push([b for b in resident if self._table.buffers[b].home]))
+            self._guard.fetched(ALL)
+            self._unsynced = 0
+
+    # ---- what is behind
+
+    def _newer(self) -> None:
+        """A step has changed the state in the daemon."""
+        self._guard.newer()
+        self._unsynced += 1
+        self._values.clear()
+
+    def _fetch(self, parts: frozenset[Part]) -> None:
+        """A read asks for parts of the state. Raises StaleState where they can't be had."""
+        guard = self._guard
+        if not self._lock.acquire(timeout=LOCK_S):  # type: ignore[attr-defined]
+            guard.refuse(f"another thread was amid a verb of the job for {LOCK_S:g} s, and the local model was read")
+        try:
+            parts &= guard.stale
+            if parts:
+                try:
+                    with _on_its_own():
+                        self._say_read(parts)
+                        self._bring(parts)
+                except GpumuxError as error:
+                    guard.refuse(f"the local model was read, and could not be fetched ({error.message}),", error)
+        finally:
+            self._lock.release()  # type: ignore[attr-defined]
+
+    def _bring(self, parts: frozenset[Part]) -> None:
+        if not parts:
+            return
+        with _on_its_own():
+            wanted = self._state.structure.buffers(self._table, parts)
+            pull = partial(self._remote.pull, wanted=wanted)
+            self._persist(lambda: install(self._table, self._state, pull, parts))
+            self._guard.fetched(parts)
+        if not self._guard.stale:
+            self._unsynced = 0
+
+    def _say_read(self, parts: frozenset[Part]) -> None:
+        """Once a job, and again when it turns out that every step is followed by a read."""
+        self._read_behind = self._read_behind + 1 if self._unread == 1 else 0
+        self._unread = 0
+        often = self._read_behind == OFTEN
+        if self._said and not often:
+            return
+        self._said = True
+        buffers = self._state.structure.buffers(self._table, parts) & set(self._remote.resident())
+        mb = sum(self._table.buffers[b].nbytes for b in buffers) / 1e6
+        log.log(
+            logging.WARNING if often else logging.INFO,
+            "job %r: %s reads the local model%s, which copies %.1f MB from the daemon each time after a step%s",
+            self.name, user_line(), " after every step" if often else "", mb,
+            ": return what it looks at from the step, or read less often" if often else "",
+        )  # fmt: skip
+
+    _unread = 0  # steps since the last read
+
+    # ---- gradients that the script changed
+
+    def _take_gradients(self) -> None:
+        """Go on from the gradients that the script left: cleared, zeroed, or of its own values."""
+        changes = self._guard.gradient_changes()
+        if not changes:
+            return
+        state, table = self._state, self._table
+        cleared = frozenset(i for i, value in changes.items() if value is None)
+        if len(cleared) == len(changes):
+            key = (id(state.structure), cleared)
+            structure = self._without.get(key)
+            if structure is None:
+                structure = self._without[key] = self._intern(state.structure.without_gradients(cleared))
+            state.structure = structure
+            self._guard.gradients.told()
+            return
+        structure = state.structure.without_gradients(changes)
+        kept, dropped, written = dict(structure.kept), dict(structure.dropped), []
+        with _on_its_own():
+            for i, value in changes.items():
+                if value is None:
+                    continue
+                place = self._home_of(i, value)
+                if i in state.keep:
+                    kept[i] = place
+                    written.append(place.buffer)
+                else:
+                    dropped[i] = self._values[i] = place
+            state.structure = self._intern(
+                Structure(
+                    structure.optimizers,
+                    tuple(sorted(kept.items(), key=_first)),
+                    tuple(sorted(dropped.items(), key=_first)),
+                )
+            )
+            self._push_gradients(written)
+        self._guard.gradients.told()
+
+    def _home_of(self, index: int, value: torch.Tensor) -> Place:
+        """Where a gradient of the script's lies from now on, its values copied there."""
+        table = self._table
+        name = f"grad.{table.param_names[index]}"
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            value = value.detach()
+            local = table.placeholder(("grad", index), name, value.dtype, tuple(value.shape), value.stride())
+            if local.data_ptr() != value.data_ptr():
+                local.copy_(value)
+            place = table.place(local)
+        assert place is not None
+        table.buffers[place.buffer].filled = True
+        return place
+
+    def _push_gradients(self, buffers: list[int]) -> None:
+        resident = set(self._remote.resident())
+        wanted = [b for b in buffers if b in resident]  # any other goes with the Program that brings it along
+        self._persist(lambda: self._remote.push(wanted))
+
+    def _keep_gradients(self, keep: frozenset[int]) -> None:
+        """A step turns out to read these gradients; those of the script's own are kept from now on."""
+        state = self._state
+        state.keep = keep
+        mine = {i: place for i, place in self._values.items() if i in keep}
+        if mine:
+            kept = {**dict(state.structure.kept), **mine}
+            dropped = tuple((i, place) for i, place in state.structure.dropped if i not in mine)
+            state.structure = self._intern(
+                Structure(state.structure.optimizers, tuple(sorted(kept.items(), key=_first)), dropped)
+            )
+            self._push_gradients([place.buffer for place in mine.values()])
+
+    # ---- the end
+
+    def _come_home(self, limit: float | None) -> None:
+        """The trained state into the local objects, if they are behind. `limit`: how many seconds without progress to wait.
+        What keeps it from coming is logged: the job ends all the same."""
+        if not self._unsynced or not self._guard.stale:
+            return
+        steps, said = self._unsynced, "the daemon has not answered"
+        try:
+            if self._remote.ended is not None:
+                raise self._remote.end_error()
+            if self._session.dead is not None:
+                raise self._session.dead
+            self._finish_steps(limit)
+            self._remote.give_up_s = limit
+            started = time.monotonic()
+            with _on_its_own():
+                parts = self._guard.stale
+                pull = partial(self._remote.pull, wanted=self._state.structure.buffers(self._table, parts))
+                if limit is None:
+                    self._persist(lambda: install(self._table, self._state, pull, parts))
+                else:
+                    install(self._table, self._state, pull, parts)
+                self._guard.fetched(parts)
+            self._unsynced = 0
+            log.info(
+                "job %r ends: what its last %d steps trained is in the local model (%.1f s)",
+                self.name, steps, time.monotonic() - started,
+            )  # fmt: skip
+        except GpumuxError as error:
+            said = error.message
+            log.warning(
+                "job %r ends, and what its last %d steps trained could not be brought back: %s. The local model is as it was "
+                "before them", self.name, steps, said,
+            )  # fmt: skip
+        finally:
+            self._remote.give_up_s = None
+
+    def _finish_steps(self, limit: float | None) -> None:
+        """Wait for the steps that are under way, for as long as they go on. Raises StaleState when they don't."""
+        pending = self._pending
+        while len(pending):
+            before = len(pending)
+            if not self._wait(lambda: len(pending) < before, limit):  # noqa: B023
+                raise StaleState(f"no step ended within {limit:g} s", "")
+
+
+class JobSource:
+    """What a job's guard fetches from. The guard is held by the local tensors, and must not hold a job that is dropped."""
+
+    def __init__(self, job: Cached) -> None:
+        self._job = weakref.ref(job)
+        self._name = job.name
+        self._last = job._state.structure
+
+    def structure(self) -> Structure:
+        job = self._job()
+        if job is not None:
+            self._last = job._state.structure
+        return self._last
+
+    def fetch(self, parts: frozenset[Part]) -> None:
+        job = self._job()
+        if job is None:
+            raise StaleState(
+                f"job {self._name!r} was dropped while it was open, and its newest state is lost",
+                "call job.close(), or use the job in a with statement; load the model from a checkpoint",
+            )
+        job._fetch(parts)
+
+
+def _first(item: tuple[int, Any]) -> int:
+    return item[0]
+
+
+def _nothing() -> None:
+    """For what only wants to know whether the job is there."""
+
+
+@contextlib.contextmanager
+def _on_its_own() -> Iterator[None]:
+    """Whatever the thread is at (a mode, a transform, a trace of torch's), what is done inside has no part in it."""
+    tracing = torch._C._get_tracing_state()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if tracing is not None:
+            torch._C._set_tracing_state(None)
+        try:
+            yield
+        finally:
+            if tracing is not None:
+                torch._C._set_tracing_state(tracing)

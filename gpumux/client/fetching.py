@@ -1,0 +1,374 @@
+"""Tensors and optimizer states that are behind the daemon's, and fetch it before they are read.
+
+While a job's state in the daemon is newer than the local one, each of its tensors has a class of its own: a subclass of the one
+it had, whose `__torch_function__` has the newer state fetched and then runs the function. The fetch gives every tensor its class
+back first, so the function meets plain tensors and takes the path it takes without gpumux. What only describes a tensor
+(its shape, its type) is answered without. A module that is called asks before its forward, as some modules choose their
+path by the classes they meet: one global hook, there only while something is behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from gpumux.client.state import Part
+from gpumux.errors import StaleGradient
+
+plainly = torch._C.DisableTorchFunctionSubclass  # with plainly(): nothing is fetched
+
+
+class Keeper(Protocol):
+    """What has newer state than the local tensors."""
+
+    def fetch(self, parts: frozenset[Part]) -> None: ...
+    def gradient(self, index: int) -> torch.Tensor | None: ...
+    def gradient_set(self, index: int, value: torch.Tensor | None) -> None: ...
+    def has(self, module: torch.nn.Module) -> bool: ...
+
+
+class Held(NamedTuple):
+    """A tensor that is behind. `part` None: a gradient that was not kept. `index`: the parameter that this is, or whose
+    gradient; -1 for none."""
+
+    tensor: torch.Tensor
+    plain: type
+    keeper: Keeper
+    part: Part | None
+    index: int
+
+
+_held: dict[int, Held] = {}  # by the tensor's id; the entry keeps it alive
+_fetching: dict[type, type] = {}  # by the plain class
+_lost: dict[type, type] = {}  # by the plain class
+_plain: dict[type, type] = {}  # by either
+
+
+def hold(tensor: torch.Tensor, keeper: Keeper, part: Part | None, index: int = -1) -> None:
+    """From now on the tensor is behind."""
+    kind = type(tensor)
+    plain = _plain.get(kind, kind)
+    _held[id(tensor)] = Held(tensor, plain, keeper, part, index)
+    wanted = lost(plain) if part is None else fetching(plain)
+    if kind is not wanted:
+        object.__setattr__(tensor, "__class__", wanted)
+
+
+def leave_lost(tensor: torch.Tensor) -> None:
+    """The job closes, and a gradient that was not kept stays one for as long as the script has it."""
+    _held.pop(id(tensor), None)
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """The tensor is plain again. Idempotent."""
+    held = _held.pop(id(tensor), None)
+    if held is not None:
+        object.__setattr__(tensor, "__class__", held.plain)
+
+
+def held_by(keeper: Keeper) -> list[Held]:
+    return [held for held in list(_held.values()) if held.keeper is keeper]
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    return id(tensor) in _held
+
+
+def fetching(plain: type) -> type:
+    """The subclass of a tensor's class that fetches. It goes by the same name, and what is copied or pickled is plain."""
+    found = _fetching.get(plain)
+    if found is None:
+        found = type(plain)(
+            plain.__name__,
+            (plain,),
+            {
+                "__module__": plain.__module__,
+                "__qualname__": plain.__qualname__,
+                "__doc__": plain.__doc__,
+                "__torch_function__": classmethod(_torch_function),
+                "__deepcopy__": _deepcopy,
+                "__reduce_ex__": _reduce_ex,
+                "__repr__": lambda self, **kwargs: repr(_ready(self)),
+            },
+        )
+        _fetching[plain] = found
+        _plain[found] = plain
+        reducer = ForkingPickler._extra_reducers.get(plain)  # type: ignore[attr-defined]
+        if reducer is not None:  # as multiprocessing sends tensors
+            ForkingPickler.register(found, lambda tensor: reducer(_ready(tensor)))
+    return found
+
+
+def lost(plain: type) -> type:
+    """The subclass of a tensor's class for gradients that were not kept: they may be looked at from outside, zeroed, and put
+    away; reading them raises StaleGradient."""
+    found = _lost.get(plain)
+    if found is None:
+        found = type(plain)(
+            plain.__name__,
+            (plain,),
+            {
+                "__module__": plain.__module__,
+                "__torch_function__": classmethod(_lost_torch_function),
+                "__deepcopy__": lambda self, memo: _refuse(),
+                "__reduce_ex__": lambda self, protocol: _refuse(),
+                "__repr__": lambda self, **kwargs: f"<a gradient of size {tuple(self.shape)} that was not kept>",
+            },
+        )
+        _lost[plain] = found
+        _plain[found] = plain
+    return found
+
+
+def is_lost(tensor: torch.Tensor | None) -> bool:
+    """Whether it is a gradient that was not kept."""
+    return type(tensor) in _plain and _lost.get(_plain[type(tensor)]) is type(tensor)
+
+
+def _refuse() -> Any:
+    raise StaleGradient(
+        "this gradient lived only inside the step that made it, and was not kept",
+        "return it from the step, or its norm (return loss, model.weight.grad); where it is not wanted, optimizer.zero_grad() first",
+    )
+
+
+def _ready(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, up to date and of its own class."""
+    _fetch([tensor])
+    return tensor
+
+
+def _deepcopy(self: torch.Tensor, memo: Any) -> Any:
+    return copy.deepcopy(_ready(self), memo)
+
+
+def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
+    return _ready(self).__reduce_ex__(protocol)
+
+
+# ---- torch functions
+
+
+def _methods(*names: str) -> Iterator[Any]:
+    return (getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name))
+
+
+def _getters(*names: str) -> Iterator[Any]:
+    return (getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name))
+
+
+# What only describes a tensor, or is about autograd's hooks.
+_DESCRIBES = frozenset(
+    (
+        *_getters(
+            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad_fn", "is_cpu", "is_cuda",
+            "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized", "is_sparse",
+            "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize", "layout", "name", "names", "nbytes", "ndim",
+            "output_nr", "requires_grad", "retains_grad", "shape", "volatile",
+        ),
+        *_methods(
+            "__hash__", "__len__", "dim", "element_size", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous",
+            "is_floating_point", "is_inference", "is_neg", "is_shared", "is_signed", "ndimension", "nelement", "numel",
+            "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
+            "storage_offset", "stride",
+        ),
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        torch.Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
+        torch.is_complex, torch.is_floating_point, torch.numel, torch.is_inference, torch.is_signed,
+        torch._has_compatible_shallow_copy_type,
+    )
+)  # fmt: skip
+_GRAD = torch.Tensor.grad
+_GET_GRAD, _SET_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__  # type: ignore[attr-defined]
+_ZERO = frozenset((torch.Tensor.zero_, torch.zero_))
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# What torch's compilers ask of a gradient to make a fake one like it.
+_OUTSIDE = frozenset(
+    (*_methods("_is_view", "untyped_storage"), _GET_GRAD, torch._C._functorch.is_functorch_wrapped_tensor)
+)
+_MOVES = frozenset(_methods("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"))
+
+
+def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    if func in _DESCRIBES:
+        with plainly():
+            return func(*args, **kwargs)
+    if func == _GET_GRAD or func == _SET_GRAD or func == _DELETE_GRAD:
+        return _about_gradient(func, args)
+    if func in _ZERO or func is torch._foreach_zero_:
+        _zeroed(args)
+    _fetch((args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    if func in _DESCRIBES or func in _OUTSIDE:
+        with plainly():
+            return func(*args, **kwargs)
+    if func in _ZERO or func is torch._foreach_zero_:
+        _zeroed(args)
+        return func(*args, **kwargs)
+    if func == _SET_DATA and args[1] is args[0]:  # as model.to(where it is) does
+        return None
+    if func in _MOVES and type(args[0]) in _plain:
+        with plainly():
+            if func(*args, **kwargs) is args[0]:
+                return args[0]
+    return _refuse()
+
+
+def _zeroed(value: Any) -> None:
+    """These are about to be zeros, whatever they are. A gradient need not be fetched for it."""
+    for tensor in value if isinstance(value, (tuple, list)) else ():
+        if isinstance(tensor, (tuple, list)):
+            _zeroed(tensor)
+        elif isinstance(tensor, torch.Tensor):
+            held = _held.get(id(tensor))
+            if held is not None and held.index >= 0 and held.part is not Part.MODEL:
+                let_go(tensor)
+                held.keeper.gradient_set(held.index, tensor)
+            elif held is None and type(tensor) in _plain:
+                object.__setattr__(tensor, "__class__", _plain[type(tensor)])
+
+
+def _about_gradient(func: Any, args: Any) -> Any:
+    held = _held.get(id(args[0]))
+    if held is None or held.index < 0 or held.part is not Part.MODEL:
+        with plainly():
+            return func(*args)
+    if func == _GET_GRAD:
+        return held.keeper.gradient(held.index)
+    value = args[1] if func == _SET_GRAD else None
+    with plainly():
+        func(*args)  # which says what is wrong with a value
+    held.keeper.gradient_set(held.index, value)
+    return None
+
+
+def _found(value: Any) -> Iterator[Held]:
+    """The tensors that are behind, in arguments of whatever nesting."""
+    if isinstance(value, torch.Tensor):
+        held = _held.get(id(value))
+        if held is not None:
+            if held.part is not None:
+                yield held
+        elif type(value) in _plain and not is_lost(value):  # made by the class of one that was
+            object.__setattr__(value, "__class__", _plain[type(value)])
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _found(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _found(item)
+
+
+def _fetch(value: Any) -> None:
+    wanted: dict[int, tuple[Keeper, set[Part]]] = {}
+    for held in list(_found(value)):
+        assert held.part is not None, "the class of such gradients answers by itself"
+        wanted.setdefault(id(held.keeper), (held.keeper, set()))[1].add(held.part)
+    for keeper, parts in wanted.values():
+        keeper.fetch(frozenset(parts))
+    for held in list(_found(value)):  # fetched by somebody else a moment ago, who is not done with it
+        let_go(held.tensor)
+
+
+# ---- modules
+
+
+_behind: list[Keeper] = []
+_handle: Any = None
+_hooking = threading.Lock()
+
+
+def before_forward(module: torch.nn.Module, args: Any) -> None:
+    """The global hook: fetch before a module decides on its path."""
+    for keeper in list(_behind):
+        if keeper.has(module):
+            keeper.fetch(frozenset({Part.MODEL}))
+
+
+def watch_modules(keeper: Keeper, on: bool) -> None:
+    """Have module calls ask `keeper` first, or no longer. Idempotent."""
+    global _handle
+    with _hooking:
+        there = any(k is keeper for k in _behind)
+        if on and not there:
+            _behind.append(keeper)
+        elif there and not on:
+            _behind[:] = [k for k in _behind if k is not keeper]
+        if _behind and _handle is None:
+            _handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+        elif not _behind and _handle is not None:
+            _handle.remove()
+            _handle = None
+
+
+HOOKS = torch.nn.modules.module._global_forward_pre_hooks
+
+
+class OtherHooks:
+    """A dictionary of hooks, but for ours: it comes and goes, and no step is another one for it."""
+
+    def __init__(self, hooks: dict[Any, Any]) -> None:
+        self._hooks = hooks
+
+    def __iter__(self) -> Iterator[Any]:
+        return (hook for hook in self._hooks.values() if hook is not before_forward)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+# ---- an optimizer's state
+
+
+class FetchingState(defaultdict[Any, Any]):
+    """Stands where `optimizer.state` was: whatever is done with it is done with the real one, up to date."""
+
+    def __init__(self, keeper: Keeper, optimizer: Any) -> None:
+        super().__init__(dict)
+        self._keeper = keeper
+        self._optimizer = weakref.ref(optimizer)
+        self.plain = optimizer.state
+
+    def real(self) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.state is self:
+            self._keeper.fetch(frozenset({Part.OPTIMIZER}))
+            self.plain = optimizer.state
+        return self.plain
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def method(self: FetchingState, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.real(), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _forward(names: Iterable[str]) -> None:
+    for name in names:
+        setattr(FetchingState, name, _forwarding(name))
+
+
+_forward(
+    (
+        "__contains__", "__copy__", "__delitem__", "__eq__", "__ge__", "__getitem__", "__gt__", "__ior__", "__iter__", "__le__",
+        "__len__", "__lt__", "__missing__", "__ne__", "__or__", "__reduce__", "__reduce_ex__", "__repr__", "__reversed__",
+        "__ror__", "__setitem__", "__str__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault",
+        "update", "values",
+    )
+)  # fmt: skip
+FetchingState.__deepcopy__ = lambda self, memo: copy.deepcopy(self.real(), memo)  # type: ignore[attr-defined]
+FetchingState.__bool__ = lambda self: bool(self.real())  # type: ignore[attr-defined]

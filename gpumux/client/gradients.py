@@ -1,0 +1,111 @@
+"""The gradients as the script sees them between two steps: what `p.grad` gives, and what the script made of it.
+
+A gradient that the job keeps is fetched when it is read. One that was there only inside the step exists in the plain loop, so
+`p.grad` is not None, and reading it raises StaleGradient. What the script does to gradients (None, zeros, values of its own) is told
+to the job at the next verb, which goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gpumux.client.checksums import sums
+from gpumux.client.fetching import Keeper, hold, is_held, plainly
+from gpumux.client.state import Part, Place, StateTable
+from gpumux.client.structure import Structure
+
+_NEVER = (-1, -1)
+
+
+class Gradients:
+    """`structure()` says which gradients there are. `keeper` is the guard of the job."""
+
+    def __init__(self, table: StateTable, keeper: Keeper, structure: Callable[[], Structure]) -> None:
+        self._table = table
+        self._keeper = keeper
+        self._structure = structure
+        self._read: Structure | None = None
+        self._places: dict[int, tuple[Place, bool]] = {}
+        self.stale = False  # those that are kept
+        self._given: dict[int, torch.Tensor | None] = {}  # by the script, since the last step
+        self._told: dict[int, tuple[int, int]] = {}  # of these, what the job knows
+        self._fetched: dict[int, tuple[torch.Tensor, int, tuple[torch.Tensor, ...]]] = {}
+
+    def of(self, index: int) -> torch.Tensor | None:
+        """What `p.grad` is."""
+        if index in self._given:
+            return self._given[index]
+        structure = self._structure()
+        if structure is not self._read:
+            self._places = {i: (place, False) for i, place in structure.dropped}
+            self._places |= {i: (place, True) for i, place in structure.kept}
+            self._read = structure
+        found = self._places.get(index)
+        if found is None:
+            return None
+        place, kept = found
+        tensor = self._table.local(place)
+        if (self.stale or not kept) and not is_held(tensor):
+            hold(tensor, self._keeper, Part.GRADIENTS if kept else None, index)
+        return tensor
+
+    def give(self, index: int, value: torch.Tensor | None) -> None:
+        """The script set it."""
+        self._given[index] = value
+
+    def settle(self) -> None:
+        """What is there now is what the job holds."""
+        self._fetched = {}
+        self._given, self._told = {}, {}
+        if not self.stale:
+            for i, _ in self._structure().kept:
+                tensor = self.of(i)
+                assert tensor is not None
+                self._fetched[i] = (tensor, tensor._version, sums(tensor.untyped_storage()))
+
+    def put(self) -> None:
+        """The parameters are plain, and have the gradients that they have in the plain loop."""
+        with plainly():
+            for i, parameter in enumerate(self._table.params):
+                grad = self.of(i)
+                if parameter.grad is not grad:
+                    parameter.grad = grad
+
+    def changes(self, plain: bool) -> dict[int, torch.Tensor | None]:
+        """What the script made of them since the job was told. `plain`: the parameters are, and say so themselves."""
+        with plainly():
+            if plain:
+                for i, parameter in enumerate(self._table.params):
+                    now = parameter.grad
+                    if now is not self.of(i):
+                        self._given[i] = now
+            for i, (tensor, version, bits) in self._fetched.items():
+                changed = tensor._version != version or not all(map(torch.equal, bits, sums(tensor.untyped_storage())))
+                if changed and self.of(i) is tensor:
+                    self._given[i] = tensor
+            return {i: value for i, value in self._given.items() if self._told.get(i, _NEVER) != _state(value)}
+
+    def lost(self) -> dict[int, Place]:
+        """Gradients that are there in the plain loop, and have no values here: parameter -> place."""
+        return {i: place for i, place in self._structure().dropped if i not in self._given}
+
+    def told(self) -> None:
+        """The job knows of all changes."""
+        with plainly():
+            self._told = {i: _state(value) for i, value in self._given.items()}
+            self._fetched = {i: found for i, found in self._fetched.items() if i not in self._given}
+
+    def passed(self) -> None:
+        """A step has run: what the script gave was for it."""
+        given, fetched = self._given, self._fetched
+        self.stale = True
+        if given or fetched:
+            self._given, self._told, self._fetched = {}, {}, {}
+            for i in {*given, *fetched}:
+                self.of(i)
+
+
+def _state(value: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if value is None else (id(value), value._version)

@@ -1,0 +1,139 @@
+"""A script that runs twice: with a plain step, and with that step in a daemon. Both must give the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from gpumux import client
+from gpumux.client.future import StepFuture
+from gpumux.client.job import Job
+
+
+def batches(count: int, seed: int = 5) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 6, generator=random), torch.randint(0, 3, (4,), generator=random)) for _ in range(count)]
+
+
+DATA = batches(20)
+X, Y = DATA[0]
+
+
+def network() -> nn.Module:
+    """With buffers that a step changes."""
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@dataclass
+class Script:
+    """What a script has in hand. `step(x, y)` gives the loss; `job` is None in the plain run."""
+
+    model: Any
+    optimizer: Any
+    step: Callable[..., Any] = field(default=lambda *batch: None)
+    job: Job | None = None
+
+    def train(self, count: int, start: int = 0) -> list[float]:
+        losses = [self.step(*DATA[i]) for i in range(start, start + count)]
+        return [loss.item() for loss in losses]
+
+    def state(self) -> Any:
+        """All there is, by reading it as a script would."""
+        return self.model.state_dict(), self.optimizer.state_dict()
+
+
+Step = Callable[[Any, Any], Callable[..., Any]]
+
+
+def whole(model: Any, optimizer: Any) -> Callable[..., Any]:
+    """A loop's body."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def without_zeroing(model: Any, optimizer: Any) -> Callable[..., Any]:
+    """The loop zeroes the gradients, outside."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@contextlib.contextmanager
+def made(
+    endpoint: str | None, make: Callable[[], Any] = network, optimize: Callable[[Any], Any] = adam, step: Step = whole,
+    example: Any = (X, Y), **options: Any,
+) -> Iterator[Script]:  # fmt: skip
+    """A script's model, optimizer and step: plain without `endpoint`."""
+    torch.manual_seed(7)
+    model = make()
+    optimizer = optimize(model)
+    body = step(model, optimizer)
+    if endpoint is None:
+        yield Script(model, optimizer, body)
+        return
+    with client.submit(
+        body, example=example, model=model, optimizer=optimizer, endpoint=endpoint, name="script", **options
+    ) as job:
+        yield Script(model, optimizer, job.step, job)
+
+
+def same(script: Callable[[Script], Any], endpoint: str, **how: Any) -> Any:
+    """Run `script` both ways; what it returns, and the model and optimizer it leaves, must be equal bit for bit."""
+    found = []
+    for at in (None, endpoint):
+        with made(at, **how) as one:
+            out = script(one)
+            out = detached(out)
+        found.append((out, detached((one.model.state_dict(), one.optimizer.state_dict()))))
+    assert_equal(found[1], found[0])
+    return found[0][0]
+
+
+def detached(value: Any) -> Any:
+    """A copy that nothing changes any more."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, StepFuture):
+            x = x.result()
+        return x.detach().clone() if isinstance(x, Tensor) else x
+
+    return pytree.tree_map(leaf, value)
+
+
+def assert_equal(ours: Any, plain: Any) -> None:
+    a, b = pytree.tree_leaves(ours), pytree.tree_leaves(plain)
+    assert len(a) == len(b), f"{len(a)} values, and {len(b)} in the plain run"
+    for mine, theirs in zip(a, b, strict=True):
+        if isinstance(theirs, Tensor):
+            assert type(mine) is type(theirs)
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs), f"{mine} is {theirs} in the plain run"
+        else:
+            assert mine == theirs

@@ -1,0 +1,212 @@
+"""Rows G1 to G6 of docs/architecture.md, "Between two steps": what a script does to gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpumux import errors
+from tests.client.between.support import DATA, Script, X, Y, adam, made, momentum, same, whole, without_zeroing
+
+
+def zeroing_last(model: Any, optimizer: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m: m[0].weight.grad,
+        lambda m: [p.grad.norm() for p in m.parameters()],
+        lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]),
+        lambda m: torch.histc(m[3].bias.grad, 4),
+        lambda m: m[0].weight.grad is None,
+        lambda m: repr(m[3].bias.grad),
+    ],
+)
+def test_g1_a_gradient_that_the_job_keeps(read: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(4):
+            s.optimizer.zero_grad()
+            s.train(1, i)
+            out.append(read(s.model))
+            s.model[0].weight.sum()  # the parameters are plain from here, and say the same
+            out.append(read(s.model))
+        return out
+
+    same(script, endpoint, step=without_zeroing)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_g1_a_gradient_that_is_not_kept_names_the_remedy(plain: bool, endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.train(1)
+        if plain:
+            s.model[0].weight.sum()
+        grad = s.model[0].weight.grad
+        assert grad is not None, "in the plain loop there is one"
+        assert grad.shape == (8, 6)
+        for read in (
+            grad.norm, lambda: grad + 1, lambda: grad.tolist(), grad.clone, lambda: grad.data, grad.numpy,
+            lambda: torch.nn.utils.clip_grad_norm_(s.model.parameters(), 1.0),
+        ):  # fmt: skip
+            with pytest.raises(errors.StaleGradient, match="return it from the step"):
+                read()
+        s.train(1)
+    with pytest.raises(errors.StaleGradient):  # nor after the job
+        s.model[0].weight.grad.norm()
+    s.optimizer.zero_grad()
+    F.cross_entropy(s.model(X), Y).backward()
+    assert s.model[0].weight.grad.isfinite().all()
+
+
+def test_g1_the_remedy(endpoint: str) -> None:
+    def returning(model: Any, optimizer: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss, model[0].weight.grad, torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+        return step
+
+    same(lambda s: [s.step(*DATA[i]) for i in range(3)], endpoint, step=returning)
+
+
+def test_g1_none_where_the_step_ends_without_gradients(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        out = [p.grad is None for p in s.model.parameters()]
+        s.model[0].weight.sum()
+        return out + [p.grad is None for p in s.model.parameters()]
+
+    assert all(same(script, endpoint, step=zeroing_last))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_g2_cleared_one_by_one(plain: bool, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(6):
+            for p in list(s.model.parameters())[:: 1 + i % 2]:
+                p.grad = None
+            out += s.train(1, i)
+            if plain:
+                s.model[0].weight.sum()
+        s.model[0].weight.grad = None
+        return out
+
+    same(script, endpoint, step=without_zeroing, optimize=momentum, max_variants=8)
+
+
+@pytest.mark.parametrize("step", [without_zeroing, zeroing_last, whole])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: setattr(s.model[0].weight, "grad", torch.full((8, 6), 0.5)),
+        lambda s: [setattr(p, "grad", torch.full_like(p, 0.25)) for p in s.model.parameters()],
+    ],
+    ids=["one", "all"],
+)
+def test_g3_gradients_that_the_script_sets(change: Any, step: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = s.train(2)
+        change(s)
+        out += s.train(2, 2)
+        s.model[0].weight.sum()
+        change(s)
+        return out + s.train(1, 4)
+
+    same(script, endpoint, step=step, optimize=momentum)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.01),
+        lambda s: torch.nn.utils.clip_grad_value_(s.model.parameters(), 0.01),
+        lambda s: [p.grad.mul_(0.5) for p in s.model.parameters()],
+        lambda s: s.model[0].weight.grad.data.clamp_(-0.001, 0.001),
+        lambda s: s.model[0].weight.grad.zero_(),
+    ],
+    ids=["clipped by norm", "clipped by value", "scaled", "by data", "one zeroed"],
+)
+def test_g3_gradients_changed_in_place_between_backward_and_update(change: Any, endpoint: str) -> None:
+    def backward(model: Any, optimizer: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return step
+
+    def script(s: Script) -> Any:
+        def apply() -> None:
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+
+        update = apply if s.job is None else s.job.add(apply, example=())
+        out = []
+        for i in range(4):
+            out += s.train(1, i)
+            change(s)
+            update()
+        return out
+
+    same(script, endpoint, step=backward, optimize=adam)
+
+
+def test_g4_a_backward_pass_on_the_local_model(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        s.model.eval()
+        loss = F.cross_entropy(s.model(X), Y)
+        out = list(torch.autograd.grad(loss, list(s.model.parameters())))
+        s.optimizer.zero_grad()
+        F.cross_entropy(s.model(X), Y).backward()
+        out += [p.grad.clone() for p in s.model.parameters()]
+        s.model.train()
+        return out + s.train(2, 2)  # on from what was left behind, where the step does not zero it
+
+    for step in (whole, zeroing_last, without_zeroing):
+        same(script, endpoint, step=step)
+
+
+def test_g4_a_graph_from_before_a_step_is_refused_by_autograd(endpoint: str) -> None:
+    for at in (None, endpoint):
+        with made(at) as s:
+            s.train(1)
+            s.model.eval()
+            loss = F.cross_entropy(s.model(X), Y)
+            s.model.train()
+            s.train(1, 1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_g5_gradients_left_from_step_to_step(endpoint: str) -> None:
+    same(lambda s: s.train(5), endpoint, step=without_zeroing)
+
+
+def test_g6_a_hook_on_a_parameter(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = s.train(2)
+        handle = s.model[0].weight.register_hook(lambda grad: grad * 2)
+        out += s.train(2, 2)
+        handle.remove()
+        return out + s.train(1, 4)
+
+    same(script, endpoint)

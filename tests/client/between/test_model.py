@@ -1,0 +1,547 @@
+"""Rows M1 to M18 of docs/architecture.md, "Between two steps": what a script does to the model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+import pickle
+import threading
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from gpumux import client, errors
+from tests.client.between.support import DATA, Script, X, Y, made, momentum, network, same, whole
+
+
+def test_m1_calling_the_model_or_a_module_of_it(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(3):
+            s.train(2, 2 * i)
+            s.model.eval()
+            with torch.no_grad():
+                out += [s.model(X), s.model[0](X)]
+            s.model.train()
+        return out
+
+    same(script, endpoint)
+
+
+class Encoder(nn.Module):
+    """Takes the fast path of torch's own encoder layers when it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x.unsqueeze(1)).squeeze(1))  # type: ignore[no-any-return]
+
+
+def test_m1_an_evaluation_takes_the_path_it_takes_without_gpumux(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fast path is closed to tensors with torch functions and to modules with hooks."""
+    taken: list[bool] = []
+    fast = torch._transformer_encoder_layer_fwd
+
+    def counted(*args: Any) -> Any:
+        taken.append(True)
+        return fast(*args)
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(3):
+            s.train(1, i)
+            s.model.eval()
+            with torch.inference_mode():
+                out.append(s.model(X).clone())
+            s.model.train()
+        return [len(taken), out]
+
+    def fresh(s: Script) -> Any:
+        taken.clear()
+        return script(s)
+
+    assert same(fresh, endpoint, make=Encoder)[0] == 6
+
+
+def test_m1_after_the_fetch_all_is_as_without_gpumux(endpoint: str) -> None:
+    with made(endpoint) as s:
+        classes = {name: type(t) for name, t in s.model.state_dict(keep_vars=True).items()}
+        s.train(1)
+        s.model.eval()(X)
+        for name, tensor in s.model.state_dict(keep_vars=True).items():
+            assert type(tensor) is classes[name]
+            assert not torch.overrides.has_torch_function((tensor,))
+        assert not torch.nn.modules.module._global_forward_pre_hooks
+        assert all(not m._forward_pre_hooks and not m._state_dict_pre_hooks for m in s.model.modules())
+        assert type(s.optimizer.state) is not dict
+        s.train(1)
+    assert type(s.optimizer.state).__name__ == "defaultdict"
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        lambda m: m[0].weight,
+        lambda m: list(m.parameters())[0],
+        lambda m: m[0].weight.data,
+        lambda m: m[0].weight.detach(),
+        lambda m: m[0].weight.view(-1)[3:],
+        lambda m: m[1].running_mean,
+        lambda m: m[1].running_mean[2:],
+    ],
+    ids=["attribute", "list", "data", "detach", "view", "buffer", "view of a buffer"],
+)
+@pytest.mark.parametrize("early", [True, False], ids=["before submit", "between steps"])
+def test_m2_a_torch_function_by_whatever_reference(reference: Any, early: bool, endpoint: str) -> None:
+    kept: list[Any] = []
+
+    def network_with_alias() -> Any:
+        model = network()
+        kept.append(reference(model))
+        return model
+
+    def script(s: Script) -> Any:
+        out = []
+        s.train(1)
+        if not early:
+            kept.append(reference(s.model))
+        alias = kept[-1]
+        for i in range(1, 4):
+            s.train(1, i)
+            out += [alias.sum(), torch.linalg.vector_norm(alias), alias + 1, torch.cat([alias, alias])]
+            if i == 2:
+                out.append(str(alias))
+        return out
+
+    same(script, endpoint, make=network_with_alias)
+
+
+def test_m2_an_alias_of_an_alias_made_while_others_come_and_go(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out, alias = [], None
+        for i in range(5):
+            s.train(1, i)
+            old, alias = alias, s.model[0].weight.data
+            out.append(alias.sum())
+            if old is not None:
+                out.append(old.sum())
+        return out
+
+    same(script, endpoint)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda m: m.state_dict(),
+        lambda m: torch.load(_saved(m), weights_only=False).state_dict(),
+        lambda m: torch.load(_saved(m.state_dict())),
+        lambda m: copy.deepcopy(m).state_dict(),
+        lambda m: copy.deepcopy(m[3]).state_dict(),
+        lambda m: pickle.loads(pickle.dumps(m)).state_dict(),  # noqa: S301 - our own bytes
+        lambda m: copy.deepcopy(m[0].weight),
+        lambda m: copy.copy(m[0].weight),
+        lambda m: pickle.loads(pickle.dumps(m[0].weight)),  # noqa: S301
+        lambda m: torch.load(_saved(m[0].weight)),
+        lambda m: copy.deepcopy(dict(m.named_buffers())),
+        lambda m: repr(m[0].weight),
+        lambda m: m[0].weight.tolist(),
+    ],
+    ids=[
+        "state_dict", "torch.save", "torch.save of a state_dict", "deepcopy", "of a module", "pickle", "deepcopy of a parameter",
+        "copy of a parameter", "pickle of a parameter", "torch.save of a parameter", "deepcopy of buffers", "repr", "tolist",
+    ],
+)  # fmt: skip
+def test_m3_copies_and_pickles(way: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        out = way(s.model)
+        if isinstance(out, Tensor):
+            assert type(out) is nn.Parameter
+        s.train(1, 2)
+        return out
+
+    same(script, endpoint)
+
+
+def _saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def test_m3_a_copy_is_free_of_gpumux(endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.train(1)
+        twin = copy.deepcopy(s.model)
+        s.train(1)
+        before = twin[0].weight.clone()
+        s.train(1)
+        assert torch.equal(twin[0].weight, before)
+        assert all(type(p) is nn.Parameter for p in twin.parameters())
+        torch.optim.SGD(twin.parameters(), lr=0.1)
+        twin(X).sum().backward()
+
+
+def test_m4_averages(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        averaged = torch.optim.swa_utils.AveragedModel(
+            s.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+        )
+        by_hand = {k: v.detach().clone() for k, v in s.model.named_parameters()}
+        plain = torch.optim.swa_utils.AveragedModel(s.model)
+        for i in range(5):
+            s.train(1, i)
+            averaged.update_parameters(s.model)
+            if i % 2:
+                plain.update_parameters(s.model)
+            with torch.no_grad():
+                for k, v in s.model.named_parameters():
+                    by_hand[k].mul_(0.9).add_(v, alpha=0.1)
+        return averaged.state_dict(), plain.state_dict(), by_hand
+
+    same(script, endpoint)
+
+
+def test_m4_an_average_every_step_brings_no_optimizer_state_and_is_said(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with made(endpoint) as s, caplog.at_level(logging.INFO, "gpumux.client"):
+        assert s.job is not None
+        pulled: list[int] = []
+        pull = s.job._remote.pull
+
+        def counted(write: Any, wanted: Any = None) -> None:
+            pulled.append(sum(s.job._table.buffers[b].nbytes for b in wanted))  # type: ignore[union-attr]
+            pull(write, wanted)
+
+        s.job._remote.pull = counted  # type: ignore[method-assign]
+        for i in range(6):
+            s.train(1, i)
+            s.model[0].weight.sum()
+        of_model = sum(t.nbytes for t in s.model.state_dict().values())
+        assert pulled == [of_model] * 6
+    said = [r for r in caplog.records if "reads the local model" in r.getMessage()]
+    assert [r.levelno for r in said] == [logging.INFO, logging.WARNING]
+    assert "test_model.py:" in said[0].getMessage()
+    assert "after every step" in said[1].getMessage()
+
+
+def test_m5_norms_histograms_and_vectors(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(3):
+            s.train(1, i)
+            out.append([p.norm() for p in s.model.parameters()])
+            out.append([torch.histc(p.detach(), 5) for p in s.model.parameters()])
+            out.append(torch.nn.utils.parameters_to_vector(s.model.parameters()))
+            out.append([p.abs().max().item() for p in s.model.parameters()])
+        return out
+
+    same(script, endpoint)
+
+
+def fill(model: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        fill,
+        lambda m: m[0].reset_parameters(),
+        lambda m: nn.init.constant_(m[0].weight, 0.25),
+        lambda m: m[0].weight.data.clamp_(-0.01, 0.01),
+        lambda m: m[0].weight.data.copy_(torch.ones(8, 6)),
+        lambda m: setattr(m[0].weight, "data", torch.zeros(8, 6)),
+        lambda m: m.load_state_dict({k: torch.ones_like(v) for k, v in m.state_dict().items()}),
+        lambda m: setattr(m[1], "running_mean", torch.ones(8)),
+        lambda m: m[1].reset_running_stats(),
+        lambda m: m[1].running_var.data.fill_(2.0),
+        lambda m: m.get_buffer("1.running_mean").detach().numpy().__setitem__(0, 5.0),
+        lambda m: numpy.from_dlpack(m[0].weight.detach()).sum() and m[0].weight.detach().numpy().fill(1.0),
+    ],
+    ids=[
+        "M6 in place", "M6 reset_parameters", "M6 nn.init", "M7 clipped data", "M7 copied data",
+        "M7 data set", "M8 load_state_dict", "M9 buffer replaced", "M11 reset_running_stats", "M11 data of a buffer", "M14 numpy",
+        "M14 numpy of a parameter",
+    ],
+)  # fmt: skip
+def test_m6_m7_m8_m9_m11_m14_a_write_is_noticed_and_load_state_answers_it(write: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        torch.manual_seed(1)
+        write(s.model)
+        if s.job is not None:
+            with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
+                s.step(*DATA[2])
+            s.job.load_state()
+        return s.train(2, 2)
+
+    same(script, endpoint)
+
+
+def test_m6_vector_to_parameters_puts_them_into_other_memory(endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.train(1)
+        vector = torch.nn.utils.parameters_to_vector(s.model.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(vector, s.model.parameters())
+        with pytest.raises(errors.LocalWrite):
+            s.step(X, Y)
+        with pytest.raises(errors.CaptureError, match="close the job and submit the step again"):
+            assert s.job is not None
+            s.job.load_state()
+
+
+def test_m7_weight_clipping_before_the_first_step_is_noticed_too(endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.model[0].weight.data.clamp_(-0.01, 0.01)
+        with pytest.raises(errors.LocalWrite):
+            s.step(X, Y)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(8, 6))),
+        lambda m: m.__setitem__(0, nn.Linear(6, 8)),
+        lambda m: m.add_module("more", nn.Linear(3, 3)),
+        lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().clone())),
+    ],
+    ids=["a parameter", "a module", "one more module", "an equal parameter"],
+)
+def test_m9_what_is_replaced_is_refused(replace: Any, endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.train(1)
+        replace(s.model)
+        with pytest.raises((errors.LocalWrite, errors.CaptureError)):
+            s.step(X, Y)
+
+
+def test_m10_modes_and_frozen_parameters(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = s.train(1)
+        s.model.eval()
+        out += s.train(1, 1)
+        s.model.train()
+        s.model[0].requires_grad_(False)
+        out += s.train(2, 2)
+        s.model[0].weight.requires_grad = True
+        return out + s.train(1, 4)
+
+    same(script, endpoint, max_variants=8)
+
+
+def test_m11_buffers_are_read(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        out = [s.model[1].running_mean, s.model[1].running_var + 0, s.model[1].num_batches_tracked.item()]
+        s.train(1, 2)
+        return [*out, dict(s.model.named_buffers())]
+
+    same(script, endpoint)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.double(), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
+def test_m12_another_type_is_noticed(move: Any, endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.train(1)
+        s.optimizer.zero_grad()
+        move(s.model)
+        with pytest.raises(errors.LocalWrite):
+            s.step(X, Y)
+
+
+def test_m12_a_move_to_where_the_model_is_changes_nothing(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(1)
+        s.model.to("cpu").float()
+        return s.train(2, 1)
+
+    same(script, endpoint)
+
+
+def test_m13_hooks_are_another_case_and_parametrized_weights_are_noticed(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = s.train(1)
+        handle = s.model[0].register_forward_hook(lambda m, i, o: o * 2)
+        out += s.train(2, 1)
+        handle.remove()
+        return out + s.train(1, 3)
+
+    same(script, endpoint)
+    for change in (
+        lambda m: torch.nn.utils.parametrizations.weight_norm(m[0]),
+        lambda m: prune.random_unstructured(m[0], "weight", 0.5),
+    ):
+        with made(endpoint) as s:
+            s.train(1)
+            change(s.model)
+            with pytest.raises((errors.LocalWrite, errors.CaptureError)):
+                s.step(X, Y)
+
+
+def test_m14_arrays_made_between_steps_are_up_to_date(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        out = [s.model[0].weight.detach().numpy().tolist(), numpy.asarray(s.model[1].running_mean).tolist()]
+        s.train(1, 2)
+        out.append(numpy.from_dlpack(s.model[0].weight.detach()).tolist())
+        s.train(1, 3)
+        return [*out, torch.from_dlpack(s.model[0].weight.detach())]
+
+    same(script, endpoint)
+
+
+def test_m15_an_attribute_that_the_step_reads(endpoint: str) -> None:
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    def script(s: Script) -> Any:
+        out = s.train(2)
+        s.model.scale = 0.5
+        return out + s.train(2, 2)
+
+    same(script, endpoint, make=lambda: Scaled(6, 3))
+
+
+def test_m16_another_thread_reads_the_model(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out: list[Any] = []
+
+        def read(barrier: threading.Barrier) -> None:
+            barrier.wait()
+            out.append(s.model[0].weight.sum().item())
+
+        for i in range(3):
+            s.train(1, i)
+            barrier = threading.Barrier(3)
+            threads = [threading.Thread(target=read, args=(barrier,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return out
+
+    same(script, endpoint)
+
+
+def test_m16_another_thread_reads_while_this_one_steps(endpoint: str) -> None:
+    with made(endpoint) as s:
+        done = threading.Event()
+        seen: list[bool] = []
+
+        def read() -> None:
+            while not done.is_set():
+                seen.append(bool(s.model[0].weight.isfinite().all()))
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        s.train(20)
+        done.set()
+        thread.join()
+        assert all(seen)
+
+
+def test_m16_a_forked_process_can_not_fetch(endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.train(1)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                s.model[0].weight.sum()
+            except errors.StaleState as error:
+                code = 7 if "forked" in error.message and "job.sync()" in error.remedy else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        s.model[0].weight.sum()
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda m: torch.jit.trace(m, X)(X),
+        lambda m: torch.fx.symbolic_trace(m)(X),
+        lambda m: torch.export.export(m, (X,)).module()(X),
+        lambda m: torch.compile(m, backend="eager")(X),
+        lambda m: torch.compile(lambda x: F.linear(x, m[0].weight), backend="eager")(X),
+        lambda m: torch.func.functional_call(m, dict(m.named_parameters()), X),
+        lambda m: torch.func.grad(lambda w: F.linear(X, w, m[0].bias).sum())(m[0].weight),
+        lambda m: torch.func.vmap(lambda x: F.linear(x, m[0].weight))(X),
+        lambda m: torch.func.grad(lambda x: F.linear(x, m[0].weight).sum())(X),
+    ],
+    ids=[
+        "jit.trace",
+        "fx",
+        "export",
+        "compile",
+        "compiled function",
+        "functional_call",
+        "func.grad",
+        "vmap",
+        "grad of a closure",
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_m17_traces_see_the_newest_weights(trace: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(2):
+            s.train(1, i)
+            s.model.eval()
+            out.append(trace(s.model))
+            s.model.train()
+        torch._dynamo.reset()
+        return out
+
+    same(script, endpoint)
+
+
+def test_m18_parameters_in_shared_memory_are_refused(endpoint: str) -> None:
+    model = network()
+    model.share_memory()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(errors.CaptureError, match=r"0\.weight lies in memory that processes share .*copy\.deepcopy"):
+        client.submit(whole(model, optimizer), example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint)
+
+
+def test_m18_parameters_moved_there_later_are_noticed(endpoint: str) -> None:
+    with made(endpoint, optimize=momentum) as s:
+        s.train(1)
+        s.model.share_memory()
+        with pytest.raises((errors.LocalWrite, errors.CaptureError)):
+            s.step(X, Y)
+
+
+def test_m18_weights_of_a_mapped_file_are_the_jobs_own(endpoint: str, tmp_path: Any) -> None:
+    torch.save(network().state_dict(), tmp_path / "weights.pt")
+
+    def make() -> nn.Module:
+        model = network()
+        model.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True), assign=True)
+        return model
+
+    same(lambda s: s.train(2), endpoint, make=make)

@@ -1,0 +1,310 @@
+"""Rows O1 to O9 of docs/architecture.md, "Between two steps": what a script does to the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpumux import client, errors
+from tests.client.between.support import DATA, Script, X, Y, adam, made, momentum, network, same, without_zeroing
+
+
+@pytest.mark.parametrize("optimize", [adam, momentum])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda s: s.optimizer.zero_grad(),
+        lambda s: s.model.zero_grad(),
+        lambda s: s.optimizer.zero_grad(set_to_none=False),
+        lambda s: s.model.zero_grad(set_to_none=False),
+        lambda s: [p.grad.detach_().zero_() for p in s.model.parameters() if p.grad is not None],
+    ],
+    ids=["optimizer", "model", "optimizer to zeros", "model to zeros", "by hand"],
+)
+def test_o1_the_classic_loop_zeroes_outside_the_step(zero: Any, optimize: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        losses = []
+        for x, y in DATA:
+            zero(s)
+            losses.append(s.step(x, y).item())
+        return losses
+
+    same(script, endpoint, optimize=optimize, step=without_zeroing)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_o1_every_third_step_only(set_to_none: bool, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        losses = []
+        for i, (x, y) in enumerate(DATA):
+            if i % 3 == 0:
+                s.optimizer.zero_grad(set_to_none=set_to_none)
+            losses.append(s.step(x, y).item())
+        return losses
+
+    same(script, endpoint, optimize=momentum, step=without_zeroing)
+
+
+def accumulating(model: Any, optimizer: Any) -> Any:
+    def backward(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return backward
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_o1_gradients_accumulated_over_some_calls(set_to_none: bool, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        def apply() -> None:
+            s.optimizer.step()
+
+        update = apply if s.job is None else s.job.add(apply, example=())
+        losses = []
+        for i, (x, y) in enumerate(DATA):
+            if i % 4 == 0:
+                s.optimizer.zero_grad(set_to_none=set_to_none)
+            losses.append(s.step(x, y).item())
+            if i % 4 == 3:
+                update()
+        return losses
+
+    same(script, endpoint, optimize=adam, step=accumulating)
+
+
+def test_o1_clearing_asks_the_daemon_for_nothing(endpoint: str) -> None:
+    with made(endpoint, step=without_zeroing) as s:
+        assert s.job is not None
+        s.train(2)
+        calls: list[Any] = []
+        s.job._session.call = lambda *a, **k: calls.append(a)  # type: ignore[method-assign, assignment]
+        try:
+            s.optimizer.zero_grad()
+            s.model.zero_grad()
+            assert s.model[0].weight.grad is None
+        finally:
+            del s.job._session.call
+        assert not calls
+        s.train(1)
+
+
+def test_o1_a_loop_that_zeroes_in_the_step_may_zero_outside_too(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = s.train(2)
+        s.optimizer.zero_grad()
+        return out + s.train(3, 2)
+
+    same(script, endpoint)
+
+
+def test_o2_a_step_outside_is_noticed(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        s.optimizer.zero_grad()
+        F.cross_entropy(s.model(X), Y).backward()
+        s.optimizer.step()
+        if s.job is not None:
+            with pytest.raises(errors.LocalWrite):
+                s.step(*DATA[2])
+            s.job.load_state()
+        return s.train(2, 2)
+
+    same(script, endpoint)
+
+
+def test_o2_a_step_on_gradients_that_were_not_kept_names_the_remedy(endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.train(1)
+        with pytest.raises(errors.StaleGradient, match="return it from the step"):
+            s.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    ],
+    ids=["StepLR", "OneCycleLR", "ReduceLROnPlateau"],
+)
+def test_o3_schedules(schedule: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        made = schedule(s.optimizer)
+        out = []
+        for x, y in DATA[:8]:
+            loss = s.step(x, y)
+            plateau = isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            made.step(loss.item()) if plateau else made.step()
+            out += [loss.item(), s.optimizer.param_groups[0]["lr"]]
+        s.optimizer.param_groups[0]["lr"] = 0.01
+        s.optimizer.param_groups[0]["weight_decay"] = 0.0
+        return out + s.train(2, 8)
+
+    same(script, endpoint, optimize=lambda m: torch.optim.AdamW(_groups(m), lr=0.05))
+
+
+def _groups(model: Any) -> list[dict[str, Any]]:
+    """With what a scheduler would add, which a job wants to know before."""
+    known = {"initial_lr": 0.1 / 25, "max_lr": 0.1, "min_lr": 0.1 / 25 / 1e4}
+    return [{"params": list(model.parameters()), **known}]
+
+
+def test_o4_groups(endpoint: str) -> None:
+    with made(endpoint, optimize=lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1)) as s:
+        s.train(1)
+        s.optimizer.add_param_group({"params": list(s.model[3].parameters()), "lr": 0.01})
+        s.train(1, 1)
+        s.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        with pytest.raises(errors.GpumuxError) as refused:
+            s.step(*DATA[2])
+        assert refused.value.remedy
+
+    def script(s: Script) -> Any:
+        out = s.train(1)
+        s.optimizer.add_param_group({"params": list(s.model[3].parameters()), "lr": 0.01})
+        out += s.train(2, 1)
+        del s.optimizer.param_groups[1]
+        return out + s.train(1, 3)
+
+    same(script, endpoint, optimize=lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1), max_variants=8)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda s: s.optimizer.state[s.model[0].weight]["exp_avg"],
+        lambda s: s.optimizer.state[s.model[0].weight]["step"],
+        lambda s: s.optimizer.state.get(s.model[0].weight)["exp_avg_sq"].norm(),
+        lambda s: [entry["exp_avg"] for entry in s.optimizer.state.values()],
+        lambda s: len(s.optimizer.state),
+        lambda s: s.model[0].weight in s.optimizer.state,
+        lambda s: [list(entry) for _, entry in s.optimizer.state.items()],
+        lambda s: list(dict(s.optimizer.state).values()),
+        lambda s: list({**s.optimizer.state}.values()),
+        lambda s: s.optimizer.state_dict(),
+        lambda s: copy.deepcopy(s.optimizer).state_dict(),
+        lambda s: list(copy.deepcopy(s.optimizer.state).values()),
+        lambda s: pickle.loads(pickle.dumps(s.optimizer)).state_dict(),  # noqa: S301 - our own bytes
+        lambda s: repr(s.optimizer.state)[:200],
+        lambda s: bool(s.optimizer.state),
+    ],
+    ids=[
+        "moment", "step", "get", "values", "len", "in", "items", "dict", "**", "state_dict", "deepcopy", "deepcopy of the state",
+        "pickle", "repr", "bool",
+    ],
+)  # fmt: skip
+def test_o5_reading_the_state_that_the_daemon_made(read: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(3):
+            s.train(2, 2 * i)
+            out.append(read(s))
+        return out
+
+    same(script, endpoint)
+
+
+def test_o5_what_was_found_there_before_is_up_to_date_later(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(1)
+        entry = s.optimizer.state[s.model[0].weight]
+        moment, count, state = entry["exp_avg"], entry["step"], s.optimizer.state
+        s.train(2, 1)
+        out = [moment.sum(), count + 0]
+        s.train(1, 3)
+        return [*out, entry["exp_avg_sq"].sum(), len(state), state[s.model[3].bias]["exp_avg"]]
+
+    same(script, endpoint)
+
+
+def test_o5_the_state_is_of_its_own_type_again(endpoint: str) -> None:
+    with made(endpoint) as s:
+        before = s.optimizer.state
+        s.train(1)
+        state = s.optimizer.state
+        assert isinstance(state, defaultdict)
+        assert len(state) == 6
+        assert s.optimizer.state is before
+        assert type(before) is defaultdict
+        s.train(1)
+    assert s.optimizer.state is before
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda s: s.optimizer.state[s.model[0].weight]["exp_avg"].zero_(),
+        lambda s: s.optimizer.state[s.model[0].weight]["exp_avg"].data.mul_(0.5),
+        lambda s: s.optimizer.state[s.model[0].weight].__setitem__("exp_avg", torch.ones(8, 6)),
+        lambda s: s.optimizer.state.clear(),
+        lambda s: setattr(s.optimizer, "state", defaultdict(dict)),
+        lambda s: s.optimizer.load_state_dict(adam(s.model).state_dict()),
+        lambda s: s.optimizer.state[s.model[0].weight]["step"].fill_(100.0),
+    ],
+    ids=["in place", "by data", "replaced", "cleared", "the whole", "load_state_dict", "counter"],
+)
+def test_o6_writing_it_is_noticed_and_load_state_answers_it(write: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        write(s)
+        if s.job is not None:
+            with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
+                s.step(*DATA[2])
+            s.job.load_state()
+        return s.train(2, 2)
+
+    same(script, endpoint)
+
+
+def test_o7_another_optimizer_by_the_same_name(endpoint: str) -> None:
+    model = network()
+    optimizer = adam(model)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with client.submit(step, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        job.step(X, Y)
+        optimizer = momentum(model)
+        with pytest.raises(errors.CaptureError, match="was not given"):
+            job.step(X, Y)
+
+
+def test_o8_flags_that_python_branches_on(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = s.train(2)
+        s.optimizer.param_groups[0]["nesterov"] = True
+        out += s.train(2, 2)
+        s.optimizer.param_groups[0]["maximize"] = True
+        return out + s.train(2, 4)
+
+    same(script, endpoint, optimize=momentum)
+
+
+def test_o9_an_optimizer_hook(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = s.train(2)
+
+        def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for p in s.model.parameters():
+                p.grad.mul_(0.5)
+
+        handle = s.optimizer.register_step_pre_hook(halve)
+        out += s.train(2, 2)
+        handle.remove()
+        return out + s.train(1, 4)
+
+    same(script, endpoint)
