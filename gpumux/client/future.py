@@ -119,7 +119,8 @@ class StepFuture:
         return int(self.item())
 
     def __index__(self) -> int:
-        return operator.index(self.item())
+        number: Any = self.item()
+        return operator.index(number)  # not of a float
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else str(self)

@@ -46,12 +46,13 @@ class Waits:
         self, session: Session, predicate: Callable[[], bool], timeout: float | None, step: int | None = None
     ) -> bool:
         """`session.wait` for what is there once `step` is answered (default: the newest step)."""
-        if timeout is not None and timeout <= 0.0:
-            return session.wait(predicate, timeout)
-        until = None if timeout is None else time.monotonic() + timeout
-        step = self.turns.newest if step is None else step
-        if self.turns.others() and session.holds_low_work:
-            return self._in_turn(session, predicate, until, step)
+        until: float | None = None
+        if timeout is not None:
+            if timeout <= 0.0:
+                return session.wait(predicate, timeout)
+            until = time.monotonic() + timeout
+        if session.holds_low_work and self.turns.others():
+            return self._in_turn(session, predicate, until, self.turns.newest if step is None else step)
         return self._patiently(session, predicate, until, step)
 
     def _in_turn(self, session: Session, predicate: Callable[[], bool], until: float | None, step: int) -> bool:
@@ -76,10 +77,13 @@ class Waits:
                 self._at_once = AT_ONCE
         return answered
 
-    def _patiently(self, session: Session, predicate: Callable[[], bool], until: float | None, step: int) -> bool:
-        if session.wait(predicate, _at_most(LONG_S, until)):
+    def _patiently(
+        self, session: Session, predicate: Callable[[], bool], until: float | None, step: int | None
+    ) -> bool:
+        if session.wait(predicate, LONG_S if until is None else _at_most(LONG_S, until)):
             return True
         began = time.monotonic() - LONG_S
+        step = self.turns.newest if step is None else step
         try:
             if self._long_s >= self._enough_s:
                 self._ask(session, step, 0.0)
