@@ -1,7 +1,8 @@
 """Which jobs each thread of this process steps, so that a daemon can be told which get no step while the thread waits.
 
-One loop may step a high job and low jobs in turn. Where it waits for a low step, its high job's next step can't come before that
-one's answer, and the daemon must not hold the low step for the high one's sake (docs/architecture.md, "Jobs stepped in turn").
+One loop may step a high job and low jobs in turn. Where it waits for a low step, its high job's next step can't come
+before that one's answer, and the daemon must not hold the low step for the high one's sake (docs/architecture.md,
+"Jobs stepped in turn").
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _here = _Here()
 
 
 class Turns:
-    """Which thread steps a job. One that several threads step in turn, as those of a pool do, is no thread's: the others could
-    give it a step while one waits. `high`: the job is known to be a high one."""
+    """Which thread steps a job. One that several threads step in turn, as those of a pool do, is no thread's: the
+    others could give it a step while one waits. `high`: the job is known to be a high one."""
 
     __slots__ = ("__weakref__", "_by", "_high_by", "_job", "_unsure", "high", "newest")
 
@@ -81,7 +82,8 @@ class Turns:
 
 
 def is_high(job: str) -> bool:
-    """Take note that this job has become a high one since it was submitted; False where the calling thread doesn't step it."""
+    """Take note that this job has become a high one since it was submitted; False where the calling thread doesn't
+    step it."""
     known = _here.jobs.get(job)
     found = known() if known is not None else None
     if found is None:
