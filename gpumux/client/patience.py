@@ -120,9 +120,10 @@ class Waits:
         if by and by not in self._told and held >= MOSTLY * waited:
             self._told.add(by)
             log.warning(
-                "step %d of job %r waits for job %r: while %.1f s were waited, the job's steps were held for %.1f s for "
-                "the sake of that one's next step, which did not come. If it comes only after this one, step both jobs in "
-                "one thread, which the daemon then knows, or give both one priority; `gpumux jobs explain` says more",
+                "step %d of job %r waits for job %r: while %.1f s were waited, the job's steps were held for %.1f s "
+                "for the sake of that one's next step, which did not come. If it comes only after this one, step both "
+                "jobs in one thread, which the daemon then knows, or give both one priority;"
+                " `gpumux jobs explain` says more",
                 step, body["name"], by, waited, held,
             )  # fmt: skip
 
