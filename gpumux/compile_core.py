@@ -30,7 +30,8 @@ from gpumux.errors import BuildFailed, GpumuxError
 
 # What runs for every event. The others are asked seldom, are data that the daemon makes, too, or put things into words.
 MODULES = (
-    "answers", "awaited", "bans", "baseline", "blame", "board", "cells", "controller", "cutting", "estimates", "fairness", "holds",
+    "answers", "awaited", "bans", "baseline", "blame", "board", "cells", "controller", "cutting", "estimates",
+    "fairness", "holds",
     "interference", "judge", "lookahead", "lull", "machine", "models", "moments", "noise", "pairs", "places", "policy", "queue", "record",
     "scene", "state", "story", "surprise", "track", "trying", "waiting", "work",
 )  # fmt: skip

@@ -1,10 +1,10 @@
 """Rounds a second of one program that steps high and low jobs in turn, under several policies.
 
-Each job trains a small network on batches of the size of scikit-learn's digits. A round is one step of every job: each waited for before the
-next job's (`in turn`), or all submitted and then waited for (`together`). The program's high jobs get their next steps only when
-its low ones are answered, so low work that is held for a high job's next step stops them all, unless the daemon is told that the
-client waits; `untold` is `guarded` without that. Daemons of all policies run at once, and turns of so many seconds alternate
-between them.
+Each job trains a small network on batches of the size of scikit-learn's digits. A round is one step of every job:
+each waited for before the next job's (`in turn`), or all submitted and then waited for (`together`). The program's
+high jobs get their next steps only when its low ones are answered, so low work that is held for a high job's next
+step stops them all, unless the daemon is told that the client waits; `untold` is `guarded` without that. Daemons of
+all policies run at once, and turns of so many seconds alternate between them.
 
     python -m microbench.interleaved --jobs 2+10 10+20 --policies fifo paced guarded
 """
@@ -83,7 +83,9 @@ def measure(high: int, low: int, policies: list[str], repeats: int, seconds: flo
         way: {
             policy: {
                 "rounds_per_s": common.figure(found),
-                f"over_{policies[0]}": common.figure([rate / first for rate, first in zip(found, by_policy[policies[0]], strict=True)]),
+                f"over_{policies[0]}": common.figure(
+                    [rate / first for rate, first in zip(found, by_policy[policies[0]], strict=True)]
+                ),
                 "rounds_per_s_by_repeat": found,
             }
             for policy, found in by_policy.items()
@@ -137,9 +139,8 @@ def show(measured: dict[str, dict[str, Any]]) -> str:
             for policy, found in policies.items():
                 rate = found["rounds_per_s"]
                 ratio = next(figure for name, figure in found.items() if name.startswith("over_"))
-                rows.append(
-                    [f"{jobs}, {way}", policy, f"{rate.median:.1f}", f"{rate.low:.1f} to {rate.high:.1f}", f"{ratio.median:.2f}"]
-                )  # fmt: skip
+                spread = f"{rate.low:.1f} to {rate.high:.1f}"
+                rows.append([f"{jobs}, {way}", policy, f"{rate.median:.1f}", spread, f"{ratio.median:.2f}"])
     first = next(
         name
         for ways in measured.values()

@@ -1,5 +1,5 @@
-"""What is installed under which name: the package and the command are gpumux, the distribution is not, as another project has that
-name on the public index. So nothing may tell people to install that one."""
+"""What is installed under which name: the package and the command are gpumux, the distribution is not, as another
+project has that name on the public index. So nothing may tell people to install that one."""
 
 from __future__ import annotations
 

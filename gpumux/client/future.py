@@ -19,9 +19,9 @@ _NUMBERS: Final = (int, float, complex, torch.Tensor, numpy.ndarray, numpy.gener
 class StepFuture:
     """Returned at once by `job.step`. Waiting pumps the connection in the calling thread.
 
-    Of a step that returns one number, `float(future)`, `if future:`, `future == x`, `future < x` and the like wait for the value
-    and mean it; of any other step they raise TypeError. `in` and `remove` of a list compare values, too; sets and dicts know a
-    future by its identity."""
+    Of a step that returns one number, `float(future)`, `if future:`, `future == x`, `future < x` and the like wait
+    for the value and mean it; of any other step they raise TypeError. `in` and `remove` of a list compare values,
+    too; sets and dicts know a future by its identity."""
 
     __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_value", "_wait")
 
@@ -120,8 +120,8 @@ class StepFuture:
         return int(self.item())
 
     def __index__(self) -> int:
-        value: Any = self.item()  # a float has no index: TypeError, as of the number itself
-        return operator.index(value)
+        number: Any = self.item()
+        return operator.index(number)  # not of a float
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else str(self)

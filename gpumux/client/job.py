@@ -199,8 +199,8 @@ class Job(Capturing, Cached, Slotted):
             self._newer()
 
     def _wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:
-        """The predicate is about this job's steps, and holds once `step` is answered (default: the newest): a job that ends
-        answers them all."""
+        """The predicate is about this job's steps, and holds once `step` is answered (default: the newest): a job that
+        ends answers them all."""
         until = None if timeout is None else time.monotonic() + timeout
         remote = self._remote
         while True:

@@ -1,7 +1,7 @@
 """Waits for a job's work that neither hinder it nor stay silent while nothing can happen.
 
-A wait that lasts tells the daemon what it waits for, where the same thread steps other jobs (turns.py). One that lasts long, or many
-that do together, ask the daemon why, and log it if there is something to be done about it.
+A wait that lasts tells the daemon what it waits for, where the same thread steps other jobs (turns.py). One that
+lasts long, or many that do together, ask the daemon why, and log it if there is something to be done about it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ log = logging.getLogger("gpumux.client")
 PATIENCE_S = 5.0  # how long a wait lasts before it asks why, and long ones together
 LONG_S = 0.05  # a wait that counts among those
 MOSTLY: Final = 0.5  # of the time waited: a job that was held for other jobs' next steps for so much of it is told so
-# How long a wait lasts before the daemon is told that other jobs get no step meanwhile, by whether it is for a high job: its steps
-# are held for none, unless an operator made it a low one.
+# How long a wait lasts before the daemon is told that other jobs get no step meanwhile, by whether it is for a high
+# job: its steps are held for none, unless an operator made it a low one.
 SAY_AFTER_S: Final = {False: 2e-3, True: 50e-3}
 AT_ONCE: Final = 64  # waits for a low job after one that had to be told of: these are told of before they last
 LOADING_S = 15.0  # ordinary Programs take a second or two
@@ -46,12 +46,13 @@ class Waits:
         self, session: Session, predicate: Callable[[], bool], timeout: float | None, step: int | None = None
     ) -> bool:
         """`session.wait` for what is there once `step` is answered (default: the newest step)."""
-        if timeout is not None and timeout <= 0.0:
-            return session.wait(predicate, timeout)
-        until = None if timeout is None else time.monotonic() + timeout
-        step = self.turns.newest if step is None else step
-        if self.turns.others() and session.holds_low_work:
-            return self._in_turn(session, predicate, until, step)
+        until: float | None = None
+        if timeout is not None:
+            if timeout <= 0.0:
+                return session.wait(predicate, timeout)
+            until = time.monotonic() + timeout
+        if session.holds_low_work and self.turns.others():
+            return self._in_turn(session, predicate, until, self.turns.newest if step is None else step)
         return self._patiently(session, predicate, until, step)
 
     def _in_turn(self, session: Session, predicate: Callable[[], bool], until: float | None, step: int) -> bool:
@@ -76,10 +77,13 @@ class Waits:
                 self._at_once = AT_ONCE
         return answered
 
-    def _patiently(self, session: Session, predicate: Callable[[], bool], until: float | None, step: int) -> bool:
-        if session.wait(predicate, _at_most(LONG_S, until)):
+    def _patiently(
+        self, session: Session, predicate: Callable[[], bool], until: float | None, step: int | None
+    ) -> bool:
+        if session.wait(predicate, LONG_S if until is None else _at_most(LONG_S, until)):
             return True
         began = time.monotonic() - LONG_S
+        step = self.turns.newest if step is None else step
         try:
             if self._long_s >= self._enough_s:
                 self._ask(session, step, 0.0)
@@ -102,8 +106,8 @@ class Waits:
             return  # it ended, or the daemon did: the wait will say so
         if body["paused"]:
             log.warning(
-                "job %r is paused, and a thread has waited for it for %g s: job.resume() in another thread, or `gpumux jobs "
-                "resume`, lets it go on",
+                "job %r is paused, and a thread has waited for it for %.3g s: job.resume() in another thread, or "
+                "`gpumux jobs resume`, lets it go on",
                 body["name"], lasted or waited,
             )  # fmt: skip
             return
@@ -116,10 +120,11 @@ class Waits:
         if by and by not in self._told and held >= MOSTLY * waited:
             self._told.add(by)
             log.warning(
-                "step %d of job %r waits for job %r: low steps of it were held for %.1f s, of %.1f s waited for, for the sake of "
-                "that job's next step, which did not come. If it comes only after this one, step both jobs in one thread, "
-                "which the daemon then knows, or give both the same priority; `gpumux jobs explain` says more",
-                step, body["name"], by, held, waited,
+                "step %d of job %r waits for job %r: while %.1f s were waited, the job's steps were held for %.1f s "
+                "for the sake of that one's next step, which did not come. If it comes only after this one, step both "
+                "jobs in one thread, which the daemon then knows, or give both one priority;"
+                " `gpumux jobs explain` says more",
+                step, body["name"], by, waited, held,
             )  # fmt: skip
 
 
@@ -128,8 +133,8 @@ def _at_most(seconds: float, until: float | None) -> float:
 
 
 class Loading:
-    """Says now and then that the daemon is still at a Program. Called whenever there was no answer so far; returns for how
-    many seconds to wait until then."""
+    """Says now and then that the daemon is still at a Program. Called whenever there was no answer so far; returns
+    for how many seconds to wait until then."""
 
     def __init__(self, operators: int, compiled: bool, clock: Callable[[], float] = time.monotonic) -> None:
         doing = "checking, compiling and loading" if compiled else "checking and loading"

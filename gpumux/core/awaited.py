@@ -1,9 +1,10 @@
 """Low steps that a client waits for before it steps its high jobs again.
 
-One program may step a high job and low jobs in turn. Its high job then looks like any other that pauses between two steps, and low
-work is held for the sake of its next step, which can't come: it is stepped by the thread that waits for the low step. The client
-says so (ClientWaits). Until the low step is answered, it is not held for the sake of those high jobs while they are idle. All else
-stays: low work is held for the other high jobs, other low steps are held for these, and a high step that runs is protected as ever.
+One program may step a high job and low jobs in turn. Its high job then looks like any other that pauses between two
+steps, and low work is held for the sake of its next step, which can't come: it is stepped by the thread that waits
+for the low step. The client says so (ClientWaits). Until the low step is answered, it is not held for the sake of
+those high jobs while they are idle. All else stays: low work is held for the other high jobs, other low steps are
+held for these, and a high step that runs is protected as ever.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from gpumux.model import StepId
 
 
 class Awaited:
-    """`jobs`: the low jobs of which a client waits for a step, those longest so first. Which high jobs come only after it, and
-    after which step, the jobs and the high jobs' tracks know themselves."""
+    """`jobs`: the low jobs of which a client waits for a step, those longest so first. Which high jobs come only
+    after it, and after which step, the jobs and the high jobs' tracks know themselves."""
 
     __slots__ = ("jobs",)
 

@@ -93,8 +93,8 @@ class StepSubmitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClientWaits:
-    """A thread of the client waits for this step, and steps the jobs `before` as well: they get no step before it is answered.
-    `over`: it waits no longer, though it was not answered."""
+    """A thread of the client waits for this step, and steps the jobs `before` as well: they get no step before it is
+    answered. `over`: it waits no longer, though it was not answered."""
 
     job: JobId
     step: StepId

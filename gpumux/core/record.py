@@ -42,7 +42,8 @@ class Record:
     # A dict of more than 30 attributes has no fast way to them.
     __slots__ = (
         "_calm", "_last_end", "_last_high", "_low_heard", "_low_until", "_other_high", "_pinched", "_rest", "_seen_version", "_touched", "admitted",
-        "answers", "asked", "asking", "awaited", "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
+        "answers", "asked", "asking", "awaited",
+        "bans", "cutting", "entered", "harvested", "holds", "idle", "lag", "low_version", "margin", "models",
         "narrow", "partial", "reach", "recent", "rest", "resting", "scene", "seen", "shares", "tracks", "version", "wide", "width",
     )  # fmt: skip
 

@@ -41,8 +41,8 @@ class Waiting(Record):
             self.rest = None
 
     def waits(self, job: Job) -> None:
-        """A client waits for a step of the job. Where it is held for the sake of an idle high job that comes only after it, that
-        is no longer so; any other answer stands."""
+        """A client waits for a step of the job. Where it is held for the sake of an idle high job that comes only after
+        it, that is no longer so; any other answer stands."""
         track = job.held.track if job.held is not None else None
         if track is not None and track.after is job and track.idle_since < inf:
             self.unheld(job)

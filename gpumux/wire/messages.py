@@ -307,8 +307,8 @@ class TracePart:
 
 @dataclass(frozen=True, slots=True)
 class StepAwaited:
-    """A thread of the client waits for this step, and steps the jobs `before` as well, which therefore get no step before it is
-    answered. `over`: it waits no longer, though there was no answer. Nothing answers it but a Refusal."""
+    """A thread of the client waits for this step, and steps the jobs `before` as well, which therefore get no step
+    before it is answered. `over`: it waits no longer, though there was no answer. Nothing answers it but a Refusal."""
 
     ref: int
     job: str

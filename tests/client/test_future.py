@@ -90,8 +90,9 @@ def test_it_is_a_number_where_one_is_wanted() -> None:
 
 
 ASKED: dict[str, Callable[[StepFuture], Any]] = {
-    "bool": bool, "==": lambda f: f == 1.0, "!=": lambda f: f != 1.0, "<": lambda f: f < 1.0, "<=": lambda f: f <= 1.0, ">": lambda f: f > 1.0,
-    ">=": lambda f: f >= 1.0, "float": float, "int": int, "index": operator.index, "format": lambda f: f"{f:.3f}",
+    "bool": bool, "==": lambda f: f == 1.0, "!=": lambda f: f != 1.0, "<": lambda f: f < 1.0, "<=": lambda f: f <= 1.0,
+    ">": lambda f: f > 1.0, ">=": lambda f: f >= 1.0, "float": float, "int": int, "index": operator.index,
+    "format": lambda f: f"{f:.3f}",
     "== a future": lambda f: f == future_of(1.0), "a future ==": lambda f: future_of(1.0) == f,
 }  # fmt: skip
 

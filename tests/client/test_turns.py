@@ -1,4 +1,5 @@
-"""A thread that waits for a low step tells the daemon which high jobs get no step meanwhile; other threads' jobs it leaves out."""
+"""A thread that waits for a low step tells the daemon which high jobs get no step meanwhile; those that other threads
+step are not among them."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def test_a_wait_that_is_interrupted_is_taken_back(high: Turns, low: Waits) -> No
     assert [said.over for said in wire.said] == [False, True]
 
 
-def test_whoever_only_looks_says_nothing(high: Turns, low: Waits) -> None:
+def test_looking_whether_it_is_done_says_nothing(high: Turns, low: Waits) -> None:
     wire = Wire(after=99)
     assert not wait(low, wire, timeout=0.0)
     assert wire.said == []
@@ -183,7 +184,9 @@ def test_jobs_that_are_closed_or_dropped_are_not_named(low: Waits) -> None:
 
 HELD = {
     "paused": False, "name": "little",
-    "promise": {"held": "gap", "held_by": "j1", "held_by_name": "important", "held_by_job": "elsewhere", "held_s": {"gap": 4.9}},
+    "promise": {
+        "held": "gap", "held_by": "j1", "held_by_name": "important", "held_by_job": "elsewhere", "held_s": {"gap": 4.9},
+    },
 }  # fmt: skip
 
 
@@ -283,7 +286,8 @@ def submit(endpoint: str, name: str, priority: str, width: int) -> client.Job:
         return loss
 
     return client.submit(
-        step, example=(X,), model=model, optimizer=optimizer, priority=priority, name=name, endpoint=endpoint, max_slowdown=1.05,
+        step, example=(X,), model=model, optimizer=optimizer, priority=priority, name=name, endpoint=endpoint,
+        max_slowdown=1.05,
     )  # fmt: skip
 
 

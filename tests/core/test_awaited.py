@@ -12,8 +12,8 @@ ROUNDS = 300  # in which nothing is left that is tried because it is not known
 
 
 class Turns(World):
-    """High jobs that pause equally long between their steps, and low jobs one piece of which is longer than any such pause,
-    which is known to cost the step that meets it too much."""
+    """High jobs that pause equally long between their steps, and low jobs one piece of which is longer than any such
+    pause, which is known to cost the step that meets it too much."""
 
     def __init__(self, *high: str) -> None:
         super().__init__("guarded", low_idle_window_s=1.0)  # room for several low pieces
@@ -130,7 +130,7 @@ def test_what_is_held_for_another_high_job_stays_so(held_for_two: Turns) -> None
     assert held_for_two.runs() == ["low"]
 
 
-def test_who_gave_up_waiting_may_step_its_high_job_at_any_time(held_for_two: Turns) -> None:
+def test_a_client_that_gave_up_waiting_may_step_its_high_job_at_any_time(held_for_two: Turns) -> None:
     held_for_two.waits("low", held_for_two.newest, "high")
     held_for_two.waits("low", held_for_two.newest, "high", over=True)
     held_for_two.waits("low", held_for_two.newest, "another")
