@@ -15,7 +15,7 @@ import struct
 
 PAGE_MEMORY, PAGE_MEMORY_AT = struct.Struct("<Q"), 40
 EVERY_S = 0.5
-SLACK, SLACK_BYTES = 1.05, 48 << 20  # over what is planned, before the heap gives anything back
+SLACK, SLACK_BYTES = 1.15, 64 << 20  # over what is planned, before the heap gives anything back
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 _BEGIN_ANEW = b"5"
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gpumux.device.cpu.interp import Interpreter, outputs
+from gpumux.device.cpu.jobs import OWN_BYTES
 from gpumux.program.ir import Op, Program, TensorRef
 from tests.device.cpu.test_crashes import CASE, children, zygote
 from tests.device.cpu.test_equality import Bench
@@ -147,9 +148,10 @@ def test_the_device_says_what_a_step_took() -> None:
         program = job.load(wide(rows))
         job.step(program)
         measured = device.memory().measured[job.job]
-        # Two of the temporaries are alive at once; they are gone by now.
-        assert measured == pytest.approx(2 * (rows << 18), rel=0.1)
-        assert device.memory().by_job[job.job] == pytest.approx(measured, rel=0.1)
+        # Two of the three temporaries are alive at once, and gone by now; the heap may or may not put the third in the first's place.
+        assert 1.9 * (rows << 18) <= measured <= 3.2 * (rows << 18)
+        charged = device.memory().by_job[job.job]
+        assert charged >= max(2 * (rows << 18), measured - OWN_BYTES)
     finally:
         driver.finish()
         device.close()
