@@ -7,7 +7,6 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpumux.client.blame import user_line
+from gpumux.client.fetching import FetchingState
 from gpumux.client.localstate import dictionaries, install, load_local
 from gpumux.client.pending import Pending
 from gpumux.client.remote import Remote
@@ -80,7 +80,16 @@ class Cached:
         gives it) load that into them first."""
         with self._lock, _on_its_own():  # type: ignore[attr-defined]
             self._persist(_nothing)
-            self._bring(self._guard.stale)
+            behind = self._guard.stale
+            replaced = [
+                (o, o.state) for o in self._table.optimizers
+                if Part.OPTIMIZER in behind and not isinstance(o.state, FetchingState)
+            ]  # fmt: skip
+            for optimizer, _ in replaced:
+                optimizer.state = {}
+            self._bring(behind)
+            for optimizer, its in replaced:
+                optimizer.state = its
             self._guard.gradient_changes()
             lost = self._guard.gradients.lost()
             with self._guard.quiet(writes=True):
@@ -97,8 +106,9 @@ class Cached:
 
     # ---- what is behind
 
-    def _newer(self) -> None:
-        """A step has changed the state in the daemon."""
+    def _newer(self, remade: frozenset[int]) -> None:
+        """A step has changed the state in the daemon. `remade`: parameters whose gradients it made anew."""
+        self._guard.gradients.remade(remade)
         self._guard.newer()
         self._unsynced += 1
         self._values.clear()
@@ -265,27 +275,17 @@ class Cached:
 
 
 class JobSource:
-    """What a job's guard fetches from. The guard is held by the local tensors, and must not hold a job that is dropped."""
+    """What a job's guard fetches from. While local tensors are behind they hold the guard, and so the job: one that is dropped
+    lives on until they are up to date, or gone as well."""
 
     def __init__(self, job: Cached) -> None:
-        self._job = weakref.ref(job)
-        self._name = job.name
-        self._last = job._state.structure
+        self._job = job
 
     def structure(self) -> Structure:
-        job = self._job()
-        if job is not None:
-            self._last = job._state.structure
-        return self._last
+        return self._job._state.structure
 
     def fetch(self, parts: frozenset[Part]) -> None:
-        job = self._job()
-        if job is None:
-            raise StaleState(
-                f"job {self._name!r} was dropped while it was open, and its newest state is lost",
-                "call job.close(), or use the job in a with statement; load the model from a checkpoint",
-            )
-        job._fetch(parts)
+        self._job._fetch(parts)
 
 
 def _first(item: tuple[int, Any]) -> int:

@@ -156,7 +156,7 @@ class Job(Capturing, Cached, Slotted):
         choice.settle(self._table)
         self._unread += 1
         if choice.made.writes or self._state.structure is not before.structure or self._state.host != before.host:
-            self._newer()
+            self._newer(choice.made.remade)
 
     def _wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         """The predicate is about this job's steps: a job that ends answers them all."""
@@ -281,23 +281,14 @@ class Job(Capturing, Cached, Slotted):
             raise SnapshotFailed(f"the state of job {self.name!r} could not be saved", "the log says why")
 
     def __del__(self) -> None:
-        """Dropped while open. What was trained comes home if this thread is not amid talking to the daemon; then the session
-        goes with the job, and tells the daemon (keeper.py)."""
+        """Dropped while open, with nothing left that could ask for what it trained. The session goes with it, and tells the
+        daemon (keeper.py); nothing waits here."""
         if getattr(self, "_closed", True) or sys.is_finalizing() or self._session.forked:
             return
-        lost = ""
-        if self._unsynced and self._table.optimizers:
-            if not self._session.busy_here and self._lock.acquire(blocking=False):
-                try:
-                    self._come_home(LEAVE_S)
-                finally:
-                    self._lock.release()
-            lost = f", and what its last {self._unsynced} steps trained is lost" if self._unsynced else ""
         self._closed = True
-        if not self._unsynced:
-            self._guard.remove()  # else reading the local model goes on to say that it is behind
+        self._guard.remove()
         warnings.warn(
-            f"job {self.name!r} was dropped while it was open{lost}: call job.close(), or use it in a with statement",
+            f"job {self.name!r} was dropped while it was open: call job.close(), or use it in a with statement",
             ResourceWarning,
             source=self,
             stacklevel=2,
