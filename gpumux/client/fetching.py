@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol
 
@@ -189,7 +188,13 @@ _GET_GRAD, _SET_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delet
 _ZERO = frozenset((torch.Tensor.zero_, torch.zero_))
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # What torch's compilers ask of a gradient to make a fake one like it.
-_OUTSIDE = frozenset((*_methods("_is_view", "share_memory_", "untyped_storage"), _GET_GRAD, torch._C._functorch.is_functorch_wrapped_tensor))
+_OUTSIDE = frozenset(
+    (
+        *_methods("_is_view", "share_memory_", "untyped_storage"),
+        _GET_GRAD,
+        torch._C._functorch.is_functorch_wrapped_tensor,
+    )
+)
 _MOVES = frozenset(_methods("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"))
 
 
@@ -198,7 +203,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     if func in _DESCRIBES:
         with plainly():
             return func(*args, **kwargs)
-    if func == _GET_GRAD or func == _SET_GRAD or func == _DELETE_GRAD:
+    if func in (_GET_GRAD, _SET_GRAD, _DELETE_GRAD):
         return _about_gradient(func, args)
     if func in _ZERO or func is torch._foreach_zero_:
         _zeroed(args)
@@ -309,7 +314,7 @@ def _unwatch(gone: weakref.ref[Any]) -> None:
 
 
 def _hook() -> None:
-    global _handle  # noqa: PLW0603 - torch's own hooks are global
+    global _handle
     if _behind and _handle is None:
         _handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
     elif not _behind and _handle is not None:
@@ -331,48 +336,3 @@ class OtherHooks:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-# ---- an optimizer's state
-
-
-class FetchingState(defaultdict[Any, Any]):
-    """Stands where `optimizer.state` was: whatever is done with it is done with the real one, up to date."""
-
-    def __init__(self, keeper: Keeper, optimizer: Any) -> None:
-        super().__init__(dict)
-        self._keeper = keeper
-        self._optimizer = weakref.ref(optimizer)
-        self.plain = optimizer.state
-
-    def real(self) -> Any:
-        optimizer = self._optimizer()
-        if optimizer is not None and optimizer.state is self:
-            self._keeper.fetch(frozenset({Part.OPTIMIZER}))
-            self.plain = optimizer.state
-        return self.plain
-
-
-def _forwarding(name: str) -> Callable[..., Any]:
-    def method(self: FetchingState, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.real(), name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-def _forward(names: Iterable[str]) -> None:
-    for name in names:
-        setattr(FetchingState, name, _forwarding(name))
-
-
-_forward(
-    (
-        "__contains__", "__copy__", "__delitem__", "__eq__", "__ge__", "__getitem__", "__gt__", "__ior__", "__iter__", "__le__",
-        "__len__", "__lt__", "__missing__", "__ne__", "__or__", "__reduce__", "__reduce_ex__", "__repr__", "__reversed__",
-        "__ror__", "__setitem__", "__str__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault",
-        "update", "values",
-    )
-)  # fmt: skip
-FetchingState.__deepcopy__ = lambda self, memo: copy.deepcopy(self.real(), memo)  # type: ignore[attr-defined]
-FetchingState.__bool__ = lambda self: bool(self.real())  # type: ignore[attr-defined]

@@ -106,9 +106,7 @@ class Gradients:
                     if now is not self.of(i):
                         self._given[i] = now
             for i, (tensor, version, bits) in self._fetched.items():
-                changed = tensor._version != version or not all(
-                    map(torch.equal, bits, sums(tensor.untyped_storage()))
-                )
+                changed = tensor._version != version or not all(map(torch.equal, bits, sums(tensor.untyped_storage())))
                 if changed and self.of(i) is tensor:
                     self._given[i] = tensor
             return {i: value for i, value in self._given.items() if self._told.get(i, _NEVER) != _state(value)}

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from gpumux.client import patience
 from gpumux.client.arguments import check_compile
-from gpumux.client.cached import LEAVE_S, Cached, JobSource
+from gpumux.client.cached import LEAVE_S, Cached, JobSource, nothing
 from gpumux.client.capturing import Capturing
 from gpumux.client.exactness import exactness
 from gpumux.client.future import StepFuture
@@ -274,7 +274,7 @@ class Job(Capturing, Cached, Slotted):
                     self._session.close()
 
     def _keep(self) -> None:
-        self._persist(_nothing)
+        self._persist(nothing)
         if self._recovery.snapshots is None:
             raise SnapshotFailed("this daemon keeps no snapshots", "start it with --state-dir")
         if not self._persist(lambda: self._recovery.save(self)):

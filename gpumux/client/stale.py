@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gpumux.client.aliases import Aliases
 from gpumux.client.checksums import Checksums
-from gpumux.client.fetching import FetchingState, Held, held_of, hold, leave_lost, let_go, plainly, watch_modules
+from gpumux.client.fetching import Held, held_of, hold, leave_lost, let_go, plainly, watch_modules
 from gpumux.client.gradients import Gradients
+from gpumux.client.optimizers import FetchingState
 from gpumux.client.recorder import Recorder
 from gpumux.client.state import ALL, Part, StateTable
 from gpumux.client.structure import Structure
@@ -144,7 +145,9 @@ class StaleGuard:
         """These, and all others over their storages, fetch from now on."""
         index = {id(p): i for i, p in enumerate(self._table.params)}
         model = {id(t) for _, t in self._table.tensors}
-        where = {t.untyped_storage()._cdata: Part.MODEL if id(t) in model else Part.OPTIMIZER for t in reversed(tensors)}
+        where = {
+            t.untyped_storage()._cdata: Part.MODEL if id(t) in model else Part.OPTIMIZER for t in reversed(tensors)
+        }
         for tensor in [*tensors, *self._aliases.of(tensors)]:
             if held_of(tensor) is None:
                 self.hold(tensor, where[tensor.untyped_storage()._cdata], index.get(id(tensor), -1))

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from gpumux.client.host import Number
 from gpumux.client.fetching import is_lost
+from gpumux.client.host import Number
 from gpumux.client.state import Part, Place, StateTable
 from gpumux.errors import CaptureError
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpumux.client.alone import alone
 from gpumux.client.arguments import several
 from gpumux.client.capturing import example_arguments
 from gpumux.client.keepsake import Keepsake
@@ -98,8 +99,9 @@ class Member:
 
     def install(self, pull: Pull) -> None:
         """The array's state into the local model and optimizer."""
-        install(self.table, self.state, pull)
-        self.guard.fetched(ALL)
+        with alone():
+            install(self.table, self.state, pull)
+            self.guard.fetched(ALL)
 
     def resume(self, kept: Keepsake) -> None:
         """Overwrite the local model and optimizer with a snapshot, and take that for the array's: the caller copies the buffers.

@@ -19,9 +19,7 @@ from gpumux.client.job import Job
 
 def batches(count: int, seed: int = 5) -> list[tuple[Tensor, Tensor]]:
     random = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(4, 6, generator=random), torch.randint(0, 3, (4,), generator=random)) for _ in range(count)
-    ]
+    return [(torch.randn(4, 6, generator=random), torch.randint(0, 3, (4,), generator=random)) for _ in range(count)]
 
 
 DATA = batches(20)

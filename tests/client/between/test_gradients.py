@@ -10,7 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpumux import errors
-from tests.client.between.support import DATA, Script, X, Y, adam, detached, made, momentum, same, whole, without_zeroing
+from tests.client.between.support import (
+    DATA,
+    Script,
+    X,
+    Y,
+    adam,
+    detached,
+    made,
+    momentum,
+    same,
+    whole,
+    without_zeroing,
+)
 
 
 def zeroing_last(model: Any, optimizer: Any) -> Any:

@@ -58,14 +58,14 @@ def close(job: Any) -> None:
 
 
 def error_inside(job: Any) -> None:
-    with pytest.raises(ZeroDivisionError), job:
+    with pytest.raises(ZeroDivisionError), job:  # noqa: PT012
         for batch in DATA[:3]:
             job.step(*batch)
-        1 / 0  # noqa: B018
+        1 / 0
 
 
 def interrupt_inside(job: Any) -> None:
-    with pytest.raises(KeyboardInterrupt), job:
+    with pytest.raises(KeyboardInterrupt), job:  # noqa: PT012
         for batch in DATA[:3]:
             job.step(*batch)
         os.kill(os.getpid(), signal.SIGINT)
@@ -73,7 +73,7 @@ def interrupt_inside(job: Any) -> None:
 
 
 def exit_inside(job: Any) -> None:
-    with pytest.raises(SystemExit), job:
+    with pytest.raises(SystemExit), job:  # noqa: PT012
         for batch in DATA[:3]:
             job.step(*batch)
         sys.exit(3)
@@ -100,7 +100,7 @@ def test_l1_a_dropped_job_lives_until_what_it_trained_was_read(endpoint: str) ->
     gone = weakref.ref(job)
     del job
     gc.collect()
-    with pytest.warns(ResourceWarning, match=r"'left' was dropped while it was open: call job\.close\(\)"):
+    with pytest.warns(ResourceWarning, match=r"'left' was dropped while it was open: call job\.close\(\)"):  # noqa: PT031
         assert_equal((model.state_dict(), optimizer.state_dict()), trained(3))
         model.zero_grad()
         optimizer.state.clear()
@@ -112,7 +112,7 @@ def test_l1_a_job_dropped_with_its_model_is_gone(endpoint: str) -> None:
     model, optimizer, job = submitted(endpoint, name="left")
     job.step(X, Y)
     gone = weakref.ref(job)
-    with pytest.warns(ResourceWarning, match="'left' was dropped while it was open"):
+    with pytest.warns(ResourceWarning, match="'left' was dropped while it was open"):  # noqa: PT031
         del model, optimizer, job
         gc.collect()
         assert gone() is None
@@ -156,11 +156,11 @@ def test_l1_leaving_in_disorder_is_bounded(
 ) -> None:
     """A paused job ends no step."""
     monkeypatch.setattr("gpumux.client.job.LEAVE_S", 0.1)
-    model, _, job = submitted(endpoint, name="left")
-    with caplog.at_level(logging.WARNING, "gpumux.client"), pytest.raises(ZeroDivisionError), job:
+    _, _, job = submitted(endpoint, name="left")
+    with caplog.at_level(logging.WARNING, "gpumux.client"), pytest.raises(ZeroDivisionError), job:  # noqa: PT012
         job.pause()
         job.step(X, Y)
-        1 / 0  # noqa: B018
+        1 / 0
     assert "could not be brought back: no step ended within 0.1 s" in caplog.text
 
 
@@ -185,7 +185,7 @@ END
 def test_l1_the_end_of_the_script(end: str, endpoint: str, tmp_path: Path) -> None:
     saved = tmp_path / "state.pt"
     script = SCRIPT.replace("END", end)
-    run = subprocess.run(  # noqa: S603 - our own script
+    run = subprocess.run(
         [sys.executable, "-c", script, endpoint, str(saved)], capture_output=True, text=True, timeout=LONG, check=False
     )
     assert run.returncode == (1 if end == "1 / 0" else 0), run.stderr

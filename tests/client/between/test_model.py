@@ -48,7 +48,9 @@ class Encoder(nn.Module):
         return self.head(self.encoder(x.unsqueeze(1)).squeeze(1))  # type: ignore[no-any-return]
 
 
-def test_m1_an_evaluation_takes_the_path_it_takes_without_gpumux(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_m1_an_evaluation_takes_the_path_it_takes_without_gpumux(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fast path is closed to tensors with torch functions and to modules with hooks."""
     taken: list[bool] = []
     fast = torch._transformer_encoder_layer_fwd
@@ -96,7 +98,7 @@ def test_m1_after_the_fetch_all_is_as_without_gpumux(endpoint: str) -> None:
     "reference",
     [
         lambda m: m[0].weight,
-        lambda m: list(m.parameters())[0],
+        lambda m: next(iter(m.parameters())),
         lambda m: m[0].weight.data,
         lambda m: m[0].weight.detach(),
         lambda m: m[0].weight.view(-1)[3:],
@@ -304,8 +306,8 @@ def test_m6_vector_to_parameters_puts_them_into_other_memory(endpoint: str) -> N
         torch.nn.utils.vector_to_parameters(vector, s.model.parameters())
         with pytest.raises(errors.LocalWrite):
             s.step(X, Y)
+        assert s.job is not None
         with pytest.raises(errors.CaptureError, match="close the job and submit the step again"):
-            assert s.job is not None
             s.job.load_state()
 
 
@@ -491,7 +493,17 @@ def test_m16_a_forked_process_can_not_fetch(endpoint: str) -> None:
         lambda m: torch.func.vmap(lambda x: F.linear(x, m[0].weight))(X),
         lambda m: torch.func.grad(lambda x: F.linear(x, m[0].weight).sum())(X),
     ],
-    ids=["jit.trace", "fx", "export", "compile", "compiled function", "functional_call", "func.grad", "vmap", "grad of a closure"],
+    ids=[
+        "jit.trace",
+        "fx",
+        "export",
+        "compile",
+        "compiled function",
+        "functional_call",
+        "func.grad",
+        "vmap",
+        "grad of a closure",
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_m17_traces_see_the_newest_weights(trace: Any, endpoint: str) -> None:
