@@ -3,20 +3,19 @@ when the script says so, and brought home when the job ends."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from gpumux.client.alone import alone
 from gpumux.client.blame import user_line
 from gpumux.client.localstate import dictionaries, install, load_local
+from gpumux.client.optimizers import FetchingState
 from gpumux.client.pending import Pending
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session
@@ -62,14 +61,14 @@ class Cached:
         """Bring the trained state back into the local models and optimizers, whatever was done to them meanwhile. Waits for the
         steps submitted so far. What reads the local model fetches what it needs by itself; this brings all of it."""
         with self._lock:  # type: ignore[attr-defined]
-            with _on_its_own():
+            with alone():
                 self._take_gradients()
             self._bring(ALL)
 
     def state_dict(self) -> dict[str, Any]:
         """The trained state as {"model": ..., "optimizer": ...} of CPU tensors (lists of them when
         several were submitted), leaving the local ones alone. Waits for the steps submitted so far."""
-        with self._lock, _on_its_own():  # type: ignore[attr-defined]
+        with self._lock, alone():  # type: ignore[attr-defined]
             self._guard.check_writes(bytes_too=True)
             with self._guard.quiet():
                 found: dict[str, Any] = self._persist(lambda: dictionaries(self._table, self._state, self._remote.pull))
@@ -78,9 +77,18 @@ class Cached:
     def load_state(self, state: dict[str, Any] | None = None) -> None:
         """Push the local models' and optimizers' state to the daemon; with `state` (as state_dict()
         gives it) load that into them first."""
-        with self._lock, _on_its_own():  # type: ignore[attr-defined]
-            self._persist(_nothing)
-            self._bring(self._guard.stale)
+        with self._lock, alone():  # type: ignore[attr-defined]
+            self._persist(nothing)
+            behind = self._guard.stale
+            replaced = [
+                (o, o.state) for o in self._table.optimizers
+                if Part.OPTIMIZER in behind and not isinstance(o.state, FetchingState)
+            ]  # fmt: skip
+            for optimizer, _ in replaced:
+                optimizer.state = {}
+            self._bring(behind)
+            for optimizer, its in replaced:
+                optimizer.state = its
             self._guard.gradient_changes()
             lost = self._guard.gradients.lost()
             with self._guard.quiet(writes=True):
@@ -97,8 +105,9 @@ class Cached:
 
     # ---- what is behind
 
-    def _newer(self) -> None:
-        """A step has changed the state in the daemon."""
+    def _newer(self, remade: frozenset[int]) -> None:
+        """A step has changed the state in the daemon. `remade`: parameters whose gradients it made anew."""
+        self._guard.gradients.remade(remade)
         self._guard.newer()
         self._unsynced += 1
         self._values.clear()
@@ -112,7 +121,7 @@ class Cached:
             parts &= guard.stale
             if parts:
                 try:
-                    with _on_its_own():
+                    with alone():
                         self._say_read(parts)
                         self._bring(parts)
                 except GpumuxError as error:
@@ -123,13 +132,15 @@ class Cached:
     def _bring(self, parts: frozenset[Part]) -> None:
         if not parts:
             return
-        with _on_its_own():
-            wanted = self._state.structure.buffers(self._table, parts)
-            pull = partial(self._remote.pull, wanted=wanted)
-            self._persist(lambda: install(self._table, self._state, pull, parts))
+        with alone():
+            self._persist(lambda: self._install(parts))
             self._guard.fetched(parts)
         if not self._guard.stale:
             self._unsynced = 0
+
+    def _install(self, parts: frozenset[Part]) -> None:
+        wanted = None if parts == ALL else self._state.structure.buffers(self._table, parts)
+        install(self._table, self._state, partial(self._remote.pull, wanted=wanted), parts)
 
     def _say_read(self, parts: frozenset[Part]) -> None:
         """Once a job, and again when it turns out that every step is followed by a read."""
@@ -157,7 +168,7 @@ class Cached:
         changes = self._guard.gradient_changes()
         if not changes:
             return
-        state, table = self._state, self._table
+        state = self._state
         cleared = frozenset(i for i, value in changes.items() if value is None)
         if len(cleared) == len(changes):
             key = (id(state.structure), cleared)
@@ -169,7 +180,7 @@ class Cached:
             return
         structure = state.structure.without_gradients(changes)
         kept, dropped, written = dict(structure.kept), dict(structure.dropped), []
-        with _on_its_own():
+        with alone():
             for i, value in changes.items():
                 if value is None:
                     continue
@@ -228,7 +239,7 @@ class Cached:
         What keeps it from coming is logged: the job ends all the same."""
         if not self._unsynced or not self._guard.stale:
             return
-        steps, said = self._unsynced, "the daemon has not answered"
+        steps = self._unsynced
         try:
             if self._remote.ended is not None:
                 raise self._remote.end_error()
@@ -237,13 +248,12 @@ class Cached:
             self._finish_steps(limit)
             self._remote.give_up_s = limit
             started = time.monotonic()
-            with _on_its_own():
+            with alone():
                 parts = self._guard.stale
-                pull = partial(self._remote.pull, wanted=self._state.structure.buffers(self._table, parts))
                 if limit is None:
-                    self._persist(lambda: install(self._table, self._state, pull, parts))
+                    self._persist(lambda: self._install(parts))
                 else:
-                    install(self._table, self._state, pull, parts)
+                    self._install(parts)
                 self._guard.fetched(parts)
             self._unsynced = 0
             log.info(
@@ -251,10 +261,9 @@ class Cached:
                 self.name, steps, time.monotonic() - started,
             )  # fmt: skip
         except GpumuxError as error:
-            said = error.message
             log.warning(
                 "job %r ends, and what its last %d steps trained could not be brought back: %s. The local model is as it was "
-                "before them", self.name, steps, said,
+                "before them", self.name, steps, error.message,
             )  # fmt: skip
         finally:
             self._remote.give_up_s = None
@@ -269,54 +278,22 @@ class Cached:
 
 
 class JobSource:
-    """What a job's guard fetches from. The guard is held by the local tensors, and must not hold a job that is dropped."""
+    """What a job's guard fetches from. While local tensors are behind they hold the guard, and so the job: one that is dropped
+    lives on until they are up to date, or gone as well."""
 
     def __init__(self, job: Cached) -> None:
-        self._job = weakref.ref(job)
-        self._name = job.name
-        self._last = job._state.structure
+        self._job = job
 
     def structure(self) -> Structure:
-        job = self._job()
-        if job is not None:
-            self._last = job._state.structure
-        return self._last
+        return self._job._state.structure
 
     def fetch(self, parts: frozenset[Part]) -> None:
-        job = self._job()
-        if job is None:
-            raise StaleState(
-                f"job {self._name!r} was dropped while it was open, and its newest state is lost",
-                "call job.close(), or use the job in a with statement; load the model from a checkpoint",
-            )
-        job._fetch(parts)
+        self._job._fetch(parts)
 
 
 def _first(item: tuple[int, Any]) -> int:
     return item[0]
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """For what only wants to know whether the job is there."""
-
-
-@contextlib.contextmanager
-def _on_its_own() -> Iterator[None]:
-    """Whatever the thread is at (a mode, a transform, a trace of torch's), what is done inside has no part in it."""
-    tracing = torch._C._get_tracing_state()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-            stack.enter_context(temporarily_clear_interpreter_stack())
-        if tracing is not None:
-            torch._C._set_tracing_state(None)
-        try:
-            yield
-        finally:
-            if tracing is not None:
-                torch._C._set_tracing_state(tracing)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol
 
@@ -29,33 +28,39 @@ class Keeper(Protocol):
     """What has newer state than the local tensors."""
 
     def fetch(self, parts: frozenset[Part]) -> None: ...
+    def hold(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None: ...
     def gradient(self, index: int) -> torch.Tensor | None: ...
     def gradient_set(self, index: int, value: torch.Tensor | None) -> None: ...
     def has(self, module: torch.nn.Module) -> bool: ...
 
 
 class Held(NamedTuple):
-    """A tensor that is behind. `part` None: a gradient that was not kept. `index`: the parameter that this is, or whose
-    gradient; -1 for none."""
+    """What a tensor that is behind knows. `part` None: a gradient that was not kept. `index`: the parameter that this is, or whose
+    gradient; -1 for none. The tensor itself holds it: so a job lives for as long as somebody can ask for what it trained."""
 
-    tensor: torch.Tensor
     plain: type
-    keeper: Keeper
+    keeper: Keeper | weakref.ref[Any]
     part: Part | None
     index: int
 
 
-_held: dict[int, Held] = {}  # by the tensor's id; the entry keeps it alive
+_MARK = "_gpumux_held"
 _fetching: dict[type, type] = {}  # by the plain class
 _lost: dict[type, type] = {}  # by the plain class
 _plain: dict[type, type] = {}  # by either
+
+
+def held_of(tensor: torch.Tensor) -> Held | None:
+    """None for a tensor that is not behind."""
+    found: Held | None = tensor.__dict__.get(_MARK) if type(tensor) in _plain else None
+    return found
 
 
 def hold(tensor: torch.Tensor, keeper: Keeper, part: Part | None, index: int = -1) -> None:
     """From now on the tensor is behind."""
     kind = type(tensor)
     plain = _plain.get(kind, kind)
-    _held[id(tensor)] = Held(tensor, plain, keeper, part, index)
+    tensor.__dict__[_MARK] = Held(plain, keeper if part is not None else weakref.ref(keeper), part, index)
     wanted = lost(plain) if part is None else fetching(plain)
     if kind is not wanted:
         object.__setattr__(tensor, "__class__", wanted)
@@ -63,22 +68,15 @@ def hold(tensor: torch.Tensor, keeper: Keeper, part: Part | None, index: int = -
 
 def leave_lost(tensor: torch.Tensor) -> None:
     """The job closes, and a gradient that was not kept stays one for as long as the script has it."""
-    _held.pop(id(tensor), None)
+    tensor.__dict__.pop(_MARK, None)
 
 
 def let_go(tensor: torch.Tensor) -> None:
     """The tensor is plain again. Idempotent."""
-    held = _held.pop(id(tensor), None)
-    if held is not None:
-        object.__setattr__(tensor, "__class__", held.plain)
-
-
-def held_by(keeper: Keeper) -> list[Held]:
-    return [held for held in list(_held.values()) if held.keeper is keeper]
-
-
-def is_held(tensor: torch.Tensor) -> bool:
-    return id(tensor) in _held
+    plain = _plain.get(type(tensor))
+    if plain is not None:
+        tensor.__dict__.pop(_MARK, None)
+        object.__setattr__(tensor, "__class__", plain)
 
 
 def fetching(plain: type) -> type:
@@ -191,7 +189,11 @@ _ZERO = frozenset((torch.Tensor.zero_, torch.zero_))
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # What torch's compilers ask of a gradient to make a fake one like it.
 _OUTSIDE = frozenset(
-    (*_methods("_is_view", "untyped_storage"), _GET_GRAD, torch._C._functorch.is_functorch_wrapped_tensor)
+    (
+        *_methods("_is_view", "share_memory_", "untyped_storage"),
+        _GET_GRAD,
+        torch._C._functorch.is_functorch_wrapped_tensor,
+    )
 )
 _MOVES = frozenset(_methods("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"))
 
@@ -201,7 +203,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     if func in _DESCRIBES:
         with plainly():
             return func(*args, **kwargs)
-    if func == _GET_GRAD or func == _SET_GRAD or func == _DELETE_GRAD:
+    if func in (_GET_GRAD, _SET_GRAD, _DELETE_GRAD):
         return _about_gradient(func, args)
     if func in _ZERO or func is torch._foreach_zero_:
         _zeroed(args)
@@ -231,18 +233,19 @@ def _zeroed(value: Any) -> None:
     for tensor in value if isinstance(value, (tuple, list)) else ():
         if isinstance(tensor, (tuple, list)):
             _zeroed(tensor)
-        elif isinstance(tensor, torch.Tensor):
-            held = _held.get(id(tensor))
-            if held is not None and held.index >= 0 and held.part is not Part.MODEL:
+        elif isinstance(tensor, torch.Tensor) and type(tensor) in _plain:
+            held = held_of(tensor)
+            if held is None or (held.index >= 0 and held.part is not Part.MODEL):
                 let_go(tensor)
-                held.keeper.gradient_set(held.index, tensor)
-            elif held is None and type(tensor) in _plain:
-                object.__setattr__(tensor, "__class__", _plain[type(tensor)])
+                keeper = held.keeper if held is not None else None
+                keeper = keeper() if isinstance(keeper, weakref.ref) else keeper
+                if held is not None and keeper is not None:
+                    keeper.gradient_set(held.index, tensor)
 
 
 def _about_gradient(func: Any, args: Any) -> Any:
-    held = _held.get(id(args[0]))
-    if held is None or held.index < 0 or held.part is not Part.MODEL:
+    held = held_of(args[0])
+    if held is None or held.index < 0 or held.part is not Part.MODEL or isinstance(held.keeper, weakref.ref):
         with plainly():
             return func(*args)
     if func == _GET_GRAD:
@@ -254,15 +257,11 @@ def _about_gradient(func: Any, args: Any) -> Any:
     return None
 
 
-def _found(value: Any) -> Iterator[Held]:
-    """The tensors that are behind, in arguments of whatever nesting."""
+def _found(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that can be fetched, in arguments of whatever nesting."""
     if isinstance(value, torch.Tensor):
-        held = _held.get(id(value))
-        if held is not None:
-            if held.part is not None:
-                yield held
-        elif type(value) in _plain and not is_lost(value):  # made by the class of one that was
-            object.__setattr__(value, "__class__", _plain[type(value)])
+        if type(value) in _plain and not is_lost(value):
+            yield value
     elif isinstance(value, (tuple, list, set, frozenset)):
         for item in value:
             yield from _found(item)
@@ -273,44 +272,54 @@ def _found(value: Any) -> Iterator[Held]:
 
 def _fetch(value: Any) -> None:
     wanted: dict[int, tuple[Keeper, set[Part]]] = {}
-    for held in list(_found(value)):
-        assert held.part is not None, "the class of such gradients answers by itself"
-        wanted.setdefault(id(held.keeper), (held.keeper, set()))[1].add(held.part)
+    for tensor in list(_found(value)):
+        held = held_of(tensor)
+        if held is not None and held.part is not None and not isinstance(held.keeper, weakref.ref):
+            wanted.setdefault(id(held.keeper), (held.keeper, set()))[1].add(held.part)
     for keeper, parts in wanted.values():
         keeper.fetch(frozenset(parts))
-    for held in list(_found(value)):  # fetched by somebody else a moment ago, who is not done with it
-        let_go(held.tensor)
+    for tensor in list(_found(value)):
+        let_go(tensor)  # fetched a moment ago by another thread, or made by the class of one that was behind
 
 
 # ---- modules
 
 
-_behind: list[Keeper] = []
+_behind: list[weakref.ref[Any]] = []
 _handle: Any = None
-_hooking = threading.Lock()
+_hooking = threading.RLock()  # a collector may come to `watch_modules` amid it
 
 
 def before_forward(module: torch.nn.Module, args: Any) -> None:
     """The global hook: fetch before a module decides on its path."""
-    for keeper in list(_behind):
-        if keeper.has(module):
+    for ref in list(_behind):
+        keeper = ref()
+        if keeper is not None and keeper.has(module):
             keeper.fetch(frozenset({Part.MODEL}))
 
 
 def watch_modules(keeper: Keeper, on: bool) -> None:
     """Have module calls ask `keeper` first, or no longer. Idempotent."""
-    global _handle
     with _hooking:
-        there = any(k is keeper for k in _behind)
-        if on and not there:
-            _behind.append(keeper)
-        elif there and not on:
-            _behind[:] = [k for k in _behind if k is not keeper]
-        if _behind and _handle is None:
-            _handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-        elif not _behind and _handle is not None:
-            _handle.remove()
-            _handle = None
+        _behind[:] = [ref for ref in _behind if ref() is not None and ref() is not keeper]
+        if on:
+            _behind.append(weakref.ref(keeper, _unwatch))
+        _hook()
+
+
+def _unwatch(gone: weakref.ref[Any]) -> None:
+    with _hooking:
+        _behind[:] = [ref for ref in _behind if ref is not gone]
+        _hook()
+
+
+def _hook() -> None:
+    global _handle
+    if _behind and _handle is None:
+        _handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    elif not _behind and _handle is not None:
+        _handle.remove()
+        _handle = None
 
 
 HOOKS = torch.nn.modules.module._global_forward_pre_hooks
@@ -327,48 +336,3 @@ class OtherHooks:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-# ---- an optimizer's state
-
-
-class FetchingState(defaultdict[Any, Any]):
-    """Stands where `optimizer.state` was: whatever is done with it is done with the real one, up to date."""
-
-    def __init__(self, keeper: Keeper, optimizer: Any) -> None:
-        super().__init__(dict)
-        self._keeper = keeper
-        self._optimizer = weakref.ref(optimizer)
-        self.plain = optimizer.state
-
-    def real(self) -> Any:
-        optimizer = self._optimizer()
-        if optimizer is not None and optimizer.state is self:
-            self._keeper.fetch(frozenset({Part.OPTIMIZER}))
-            self.plain = optimizer.state
-        return self.plain
-
-
-def _forwarding(name: str) -> Callable[..., Any]:
-    def method(self: FetchingState, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.real(), name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-def _forward(names: Iterable[str]) -> None:
-    for name in names:
-        setattr(FetchingState, name, _forwarding(name))
-
-
-_forward(
-    (
-        "__contains__", "__copy__", "__delitem__", "__eq__", "__ge__", "__getitem__", "__gt__", "__ior__", "__iter__", "__le__",
-        "__len__", "__lt__", "__missing__", "__ne__", "__or__", "__reduce__", "__reduce_ex__", "__repr__", "__reversed__",
-        "__ror__", "__setitem__", "__str__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault",
-        "update", "values",
-    )
-)  # fmt: skip
-FetchingState.__deepcopy__ = lambda self, memo: copy.deepcopy(self.real(), memo)  # type: ignore[attr-defined]
-FetchingState.__bool__ = lambda self: bool(self.real())  # type: ignore[attr-defined]

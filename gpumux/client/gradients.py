@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from gpumux.client.checksums import sums
-from gpumux.client.fetching import Keeper, hold, is_held, plainly
+from gpumux.client.fetching import Keeper, held_of, hold, leave_lost, let_go, plainly
 from gpumux.client.state import Part, Place, StateTable
 from gpumux.client.structure import Structure
 
@@ -29,6 +29,7 @@ class Gradients:
         self._read: Structure | None = None
         self._places: dict[int, tuple[Place, bool]] = {}
         self.stale = False  # those that are kept
+        self._shown: set[int] = set()
         self._given: dict[int, torch.Tensor | None] = {}  # by the script, since the last step
         self._told: dict[int, tuple[int, int]] = {}  # of these, what the job knows
         self._fetched: dict[int, tuple[torch.Tensor, int, tuple[torch.Tensor, ...]]] = {}
@@ -47,9 +48,30 @@ class Gradients:
             return None
         place, kept = found
         tensor = self._table.local(place)
-        if (self.stale or not kept) and not is_held(tensor):
-            hold(tensor, self._keeper, Part.GRADIENTS if kept else None, index)
+        if (self.stale or not kept) and held_of(tensor) is None:
+            self._keeper.hold(tensor, Part.GRADIENTS if kept else None, index)
         return tensor
+
+    def show(self, index: int) -> torch.Tensor | None:
+        """`of`, to the script, which may hold on to it."""
+        self._shown.add(index)
+        return self.of(index)
+
+    def remade(self, indices: frozenset[int]) -> None:
+        """A step makes these anew. The script may still hold the tensors they were: those keep their values where they were
+        fetched, and are lost where not."""
+        if self._shown:
+            kept = dict(self._structure().kept)
+            for i in indices & self._shown:
+                self._shown.discard(i)
+                if i in kept:
+                    with plainly(), torch.inference_mode(False):
+                        old = self._table.local(kept[i])
+                        behind = held_of(old) is not None
+                        if self._table.renew(("grad", i), kept[i]) and behind:
+                            let_go(old)
+                            hold(old, self._keeper, None, i)
+                            leave_lost(old)
 
     def give(self, index: int, value: torch.Tensor | None) -> None:
         """The script set it."""
@@ -72,6 +94,8 @@ class Gradients:
                 grad = self.of(i)
                 if parameter.grad is not grad:
                     parameter.grad = grad
+                if grad is not None:
+                    self._shown.add(i)
 
     def changes(self, plain: bool) -> dict[int, torch.Tensor | None]:
         """What the script made of them since the job was told. `plain`: the parameters are, and say so themselves."""

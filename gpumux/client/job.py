@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from gpumux.client.arguments import check_compile
-from gpumux.client.cached import LEAVE_S, Cached, JobSource
+from gpumux.client.cached import LEAVE_S, Cached, JobSource, nothing
 from gpumux.client.capturing import Capturing
 from gpumux.client.exactness import exactness
 from gpumux.client.future import StepFuture
@@ -196,7 +196,7 @@ class Job(Capturing, Cached, Slotted):
         choice.settle(self._table)
         self._unread += 1
         if choice.made.writes or self._state.structure is not before.structure or self._state.host != before.host:
-            self._newer()
+            self._newer(choice.made.remade)
 
     def _wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:
         """The predicate is about this job's steps, and holds once `step` is answered (default: the newest): a job that
@@ -318,30 +318,21 @@ class Job(Capturing, Cached, Slotted):
                     self._session.close()
 
     def _keep(self) -> None:
-        self._persist(lambda: None)
+        self._persist(nothing)
         if self._recovery.snapshots is None:
             raise SnapshotFailed("this daemon keeps no snapshots", "start it with --state-dir")
         if not self._persist(lambda: self._recovery.save(self)):
             raise SnapshotFailed(f"the state of job {self.name!r} could not be saved", "the log says why")
 
     def __del__(self) -> None:
-        """Dropped while open. What was trained comes home if this thread is not amid talking to the daemon; then the session
-        goes with the job, and tells the daemon (keeper.py)."""
+        """Dropped while open, with nothing left that could ask for what it trained. The session goes with it, and tells the
+        daemon (keeper.py); nothing waits here."""
         if getattr(self, "_closed", True) or sys.is_finalizing() or self._session.forked:
             return
-        lost = ""
-        if self._unsynced and self._table.optimizers:
-            if not self._session.busy_here and self._lock.acquire(blocking=False):
-                try:
-                    self._come_home(LEAVE_S)
-                finally:
-                    self._lock.release()
-            lost = f", and what its last {self._unsynced} steps trained is lost" if self._unsynced else ""
         self._closed = True
-        if not self._unsynced:
-            self._guard.remove()  # else reading the local model goes on to say that it is behind
+        self._guard.remove()
         warnings.warn(
-            f"job {self.name!r} was dropped while it was open{lost}: call job.close(), or use it in a with statement",
+            f"job {self.name!r} was dropped while it was open: call job.close(), or use it in a with statement",
             ResourceWarning,
             source=self,
             stacklevel=2,

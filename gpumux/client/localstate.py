@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpumux.client.fetching import FetchingState
+from gpumux.client.optimizers import FetchingState
 from gpumux.client.remote import byte_view
 from gpumux.client.state import ALL, Part, Place, StateTable
 from gpumux.client.structure import DeviceLeaf, HostLeaf, thaw
@@ -20,11 +20,11 @@ Pull = Callable[[Callable[[int, torch.Tensor], None]], None]
 
 def install(table: StateTable, state: State, pull: Pull, parts: frozenset[Part] = ALL) -> None:
     """Overwrite these parts of the local state with the daemon's. `pull` gives the buffers they lie on; what it gives besides is
-    left alone."""
-    wanted = state.structure.buffers(table, parts)
+    left alone, unless it is all."""
+    wanted = None if parts == ALL else state.structure.buffers(table, parts)
 
     def write(buffer: int, data: torch.Tensor) -> None:
-        if buffer not in wanted:
+        if wanted is not None and buffer not in wanted:
             return
         for storage, start in table.buffers[buffer].home:
             byte_view(storage).copy_(data[start : start + storage.nbytes()])

@@ -56,12 +56,6 @@ class Pump:
         self._draining = False
         self._stale = True
 
-    @property
-    def busy_here(self) -> bool:
-        """Whether this thread holds the lock: a collector may run anything anywhere."""
-        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]
-        return owned or self._leader == threading.get_ident()
-
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Raises the error of a dead connection."""
         with self._lock:

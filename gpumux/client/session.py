@@ -104,11 +104,6 @@ class Session:
         return self._pump.dead
 
     @property
-    def busy_here(self) -> bool:
-        """Whether this thread is amid sending or receiving."""
-        return self._pump.busy_here
-
-    @property
     def endpoint(self) -> str:
         """Where the daemon was reached."""
         return self._connection.endpoint.text

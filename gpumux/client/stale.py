@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gpumux.client.aliases import Aliases
 from gpumux.client.checksums import Checksums
-from gpumux.client.fetching import FetchingState, held_by, hold, leave_lost, let_go, plainly, watch_modules
+from gpumux.client.fetching import Held, held_of, hold, leave_lost, let_go, plainly, watch_modules
 from gpumux.client.gradients import Gradients
+from gpumux.client.optimizers import FetchingState
 from gpumux.client.recorder import Recorder
 from gpumux.client.state import ALL, Part, StateTable
 from gpumux.client.structure import Structure
@@ -67,7 +68,7 @@ class StaleGuard:
         self._table = table
         self._source = source
         self.stale: frozenset[Part] = frozenset()
-        self._quiet = False
+        self._mine: dict[int, torch.Tensor] = {}  # what is behind
         self._aliases = Aliases()
         self._modules = {id(m) for model in table.models for m in model.modules()}
         self._others: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -97,7 +98,7 @@ class StaleGuard:
         ) from because
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        return self.gradients.of(index)
+        return self.gradients.show(index)
 
     def gradient_set(self, index: int, value: torch.Tensor | None) -> None:
         self.gradients.give(index, value)
@@ -147,10 +148,20 @@ class StaleGuard:
         where = {
             t.untyped_storage()._cdata: Part.MODEL if id(t) in model else Part.OPTIMIZER for t in reversed(tensors)
         }
-        held = {id(h.tensor) for h in held_by(self)}
         for tensor in [*tensors, *self._aliases.of(tensors)]:
-            if id(tensor) not in held:
-                hold(tensor, self, where[tensor.untyped_storage()._cdata], index.get(id(tensor), -1))
+            if held_of(tensor) is None:
+                self.hold(tensor, where[tensor.untyped_storage()._cdata], index.get(id(tensor), -1))
+
+    def hold(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None:
+        """From now on the tensor is behind."""
+        hold(tensor, self, part, index)
+        self._mine[id(tensor)] = tensor
+
+    def _held(self) -> list[tuple[torch.Tensor, Held]]:
+        """The tensors that are behind; those that were let go are forgotten."""
+        found = [(t, held) for t in list(self._mine.values()) if (held := held_of(t)) is not None]
+        self._mine = {id(t): t for t, _ in found}
+        return found
 
     def fetched(self, parts: frozenset[Part]) -> None:
         """These parts of the local state are what the daemon holds."""
@@ -166,9 +177,9 @@ class StaleGuard:
             self._note(parts)
 
     def _let_go(self, parts: frozenset[Part]) -> None:
-        for held in held_by(self):
+        for tensor, held in self._held():
             if held.part in parts:
-                let_go(held.tensor)
+                let_go(tensor)
         if Part.OPTIMIZER in parts:
             for optimizer in self._table.optimizers:
                 if isinstance(optimizer.state, FetchingState):
@@ -182,18 +193,18 @@ class StaleGuard:
         `writes`."""
         if not writes:
             self.check_writes()
-        behind, held = self.stale, held_by(self)
+        behind, held = self.stale, self._held()
         states = list(map(_STATE, self._table.optimizers))
         self._let_go(ALL)
-        for one in held:
-            let_go(one.tensor)
+        for tensor, _ in held:
+            let_go(tensor)
         self.stale = frozenset()
         try:
             yield
         finally:
             self.stale = behind
-            for one in held:
-                hold(one.tensor, self, one.part, one.index)
+            for tensor, one in held:
+                self.hold(tensor, one.part, one.index)
             if Part.OPTIMIZER in behind:
                 for optimizer, state in zip(self._table.optimizers, states, strict=True):
                     optimizer.state = state
@@ -280,10 +291,11 @@ class StaleGuard:
         with plainly():
             if Part.MODEL in self.stale:
                 self.gradients.put()
-            for held in held_by(self):
+            for tensor, held in self._held():
                 if held.part is None:
-                    leave_lost(held.tensor)
+                    leave_lost(tensor)
             self._let_go(ALL)
+            self._mine = {}
         self.stale = frozenset()
         for sums in self._sums.values():
             sums.forget()

@@ -231,6 +231,22 @@ class StateTable:
         self._at = {place: t for place, t in self._at.items() if place.buffer != buffer}
         return True
 
+    def renew(self, path: tuple[Any, ...], place: Place) -> bool:
+        """Another local tensor for a place, whose memory means nothing yet: the old one is the script's. False where other tensors
+        share its memory."""
+        old = self.local(place)
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            new = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.home)
+        before, after = old.untyped_storage()._cdata, new.untyped_storage()
+        buffer, nbytes, start = self._where[before]
+        if place.offset or len(self.buffers[buffer].home) != 1 or after.nbytes() != nbytes:
+            return False
+        del self._where[before]
+        self._where[after._cdata] = (buffer, nbytes, start)
+        self.buffers[buffer].home = [(after, start)]
+        self._at_path[path, place.dtype, place.size, place.stride] = self._at[place] = new
+        return True
+
     def placeholder(
         self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:

@@ -18,7 +18,7 @@ from gpumux.client.fetching import plainly
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Number
 from gpumux.client.hyper import HyperReader
-from gpumux.client.lower import Lowered, lower
+from gpumux.client.lower import Lowered, lower, place_of
 from gpumux.client.microbatch.split import first_part, split
 from gpumux.client.refusals import refuse_odd_tensors
 from gpumux.client.repeat import first_difference
@@ -27,6 +27,7 @@ from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
 from gpumux.client.trace import RawTrace, Settled, Tracer
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
+from gpumux.program.ir import Op
 from gpumux.program.validate import written_storages
 
 MAX_PHASES = 8
@@ -90,11 +91,18 @@ class Made:
 
     lowered: Lowered
     number: int | None = None
+    remade: frozenset[int] = frozenset()  # parameters whose gradients it does not write to, but makes anew
     writes: bool = field(init=False)  # whether it changes state
 
     def __post_init__(self) -> None:
         program = self.lowered.program
-        self.writes = any(program.storages[s].kind == "state" for s in written_storages(program))
+        ops = tuple(op for op in program.ops if not _evaluates(op))
+        self.writes = any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
+
+
+def _evaluates(op: Op) -> bool:
+    """Whether it is a batch norm that leaves its running statistics alone."""
+    return op.target == "aten.native_batch_norm.default" and op.args[5] is False
 
 
 @dataclass(slots=True)
@@ -342,7 +350,9 @@ class StepFunction:
                 )
             raise KeepMore(state.keep | lowered.reads_dropped)
         program = replace(lowered.program, kind="compiled") if self.compiled else lowered.program
-        made = Made(replace(lowered, program=program, exit=self._intern(lowered.exit)))
+        raw = phase.raw
+        remade = frozenset(i for i, view in raw.gradients.items() if place_of(raw.record, view) is None)
+        made = Made(replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade)
         phase.made[state.keep] = made
         return made
 

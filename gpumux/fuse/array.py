@@ -50,7 +50,7 @@ class Array(Models):
             self._capture()
             self._variants.check_operators()
         except BaseException:
-            self.close()
+            self.close(sync=False)
             raise
 
     def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Runner:
@@ -80,9 +80,11 @@ class Array(Models):
         tensors = results[0] if len(results) == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)]
         return lowered.value(tensors, self._together(choices))
 
-    def close(self) -> None:
-        """Train no more, and take the tripwires off the local models. What was trained can be read still: state_dict(), save(),
-        sync(). Idempotent."""
+    def close(self, *, sync: bool = True) -> None:
+        """Train no more; what was trained is in the local models, or thrown away without `sync`. It can be read still:
+        state_dict(), save(), sync(). Idempotent."""
+        if sync and not self._closed and any(member.guard.stale for member in self._members):
+            self.sync()
         self._release()
         self._variants.clear()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from gpumux.client.alone import alone
 from gpumux.client.arguments import several
 from gpumux.client.capturing import example_arguments
 from gpumux.client.keepsake import Keepsake
@@ -17,7 +17,7 @@ from gpumux.client.state import ALL, Part, Place, StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
 from gpumux.client.variants import Choice, KeepMore, State, StepFunction
-from gpumux.errors import LocalWrite, StaleState
+from gpumux.errors import LocalWrite
 from gpumux.program import allowlist
 
 
@@ -43,9 +43,11 @@ class Member:
         max_variants: int,
         devices: tuple[str, str] = ("cpu", "cpu"),
         twice: bool = True,
+        *,
+        bring: Callable[[Member], None],
     ) -> None:
         self.name = name
-        self.bring: Callable[[Member], None] | None = None  # installs the array's state
+        self.bring = bring
         self.table = StateTable(
             several(model, torch.nn.Module, "model"), several(optimizer, torch.optim.Optimizer, "optimizer"), *devices
         )
@@ -97,8 +99,9 @@ class Member:
 
     def install(self, pull: Pull) -> None:
         """The array's state into the local model and optimizer."""
-        install(self.table, self.state, pull)
-        self.guard.fetched(ALL)
+        with alone():
+            install(self.table, self.state, pull)
+            self.guard.fetched(ALL)
 
     def resume(self, kept: Keepsake) -> None:
         """Overwrite the local model and optimizer with a snapshot, and take that for the array's: the caller copies the buffers.
@@ -130,22 +133,13 @@ class _Source:
     """What a member's guard fetches from."""
 
     def __init__(self, member: Member) -> None:
-        self._member = weakref.ref(member)
-        self._structure = member.state.structure
+        self._member = member
 
     def structure(self) -> Structure:
-        member = self._member()
-        if member is not None:
-            self._structure = member.state.structure
-        return self._structure
+        return self._member.state.structure
 
     def fetch(self, parts: frozenset[Part]) -> None:
-        member = self._member()
-        if member is None or member.bring is None:
-            raise StaleState(
-                "the local model was read, and the array that trains it is gone", "call the array's sync() first"
-            )
-        member.bring(member)
+        self._member.bring(self._member)
 
 
 __all__ = ["Member", "example_arguments"]

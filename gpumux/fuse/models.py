@@ -107,7 +107,7 @@ class Models:
         twice = code is None or code is not self._code  # what does the same again in one model does so in all
         self._code = code
         name = f"{self.name}[{len(self._members)}]"
-        self._members.append(Member(name, *made, self._max_variants, self._devices, twice))
+        self._members.append(Member(name, *made, self._max_variants, self._devices, twice, bring=self._bring))
         self._memory = self._memory.with_one()
         self._memory.line(STREAM, stream_bytes())
         model = len(self._members) - 1
@@ -278,6 +278,11 @@ class Models:
         self._fetch()
         self._memory.part(STREAM, index).copy_(state)
         self._send()
+
+    def _bring(self, member: Member) -> None:
+        """A local model is read: bring its state there."""
+        self._fetch()
+        member.install(self._memory.pull(self._members.index(member), member.table))
 
     def sync(self) -> None:
         """Bring the trained state into the local models and optimizers that the factory made."""

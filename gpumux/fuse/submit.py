@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from gpumux.client.returning import KeptJob, find_kept, open_job
 from gpumux.client.session import Session
 from gpumux.client.state import Buffer, StateTable
 from gpumux.client.variants import Choice, Made, State
-from gpumux.errors import JobClosed
+from gpumux.errors import GpumuxError, JobClosed
 from gpumux.fuse import given, resuming
 from gpumux.fuse.fused import Fused
 from gpumux.fuse.lines import on_lines
@@ -30,6 +31,8 @@ from gpumux.fuse.variants import Options, Variant, Variants
 from gpumux.model import JobSpec
 from gpumux.wire.fields import MAX_INT
 from gpumux.wire.keeping import Replay
+
+log = logging.getLogger("gpumux.client")
 
 
 def submit_array(
@@ -212,22 +215,25 @@ class ArrayJob(Models):
         if self._begun:
             self.job._persist(lambda: self.job._remote.push(self.job._remote.resident()))
 
-    def close(self, drain: bool = True, *, keep: bool = False) -> None:
-        """End the job; its state in the daemon is gone afterwards: sync() first. `keep`: save it, for `submit_array(...,
-        resume=name)`, as Job.close does. Idempotent."""
+    def close(self, drain: bool = True, *, sync: bool = True, keep: bool = False) -> None:
+        """End the job; its state in the daemon is gone afterwards, and what was trained is in the local models, or thrown away
+        without `sync` or `drain`. `keep`: save it, for `submit_array(..., resume=name)`, as Job.close does. Idempotent."""
+        if sync and drain and self._begun and self._dirty and not self._closed:
+            try:
+                self.sync()
+            except GpumuxError as error:
+                log.warning("%s ends, and what it trained could not be brought back: %s", self.name, error.message)
         if keep and not self._closed:
             self.job.close(keep=True)
         self._release()
         if self._begun:
-            if not self._dirty:
-                self.job._unsynced = 0
-            self.job.close(drain=drain)
+            self.job.close(drain=drain, sync=False)
 
     def __enter__(self) -> ArrayJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close(drain=kind is None)
+        self.close()
 
 
 @dataclass(slots=True)

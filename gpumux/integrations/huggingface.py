@@ -121,7 +121,7 @@ class Steps:
                 if in_order:
                     job.sync()
             finally:
-                job.close(drain=in_order)
+                job.close()
 
 
 def _backward(trainer: Any, model: Any) -> Callable[..., Tensor]:

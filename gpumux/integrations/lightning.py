@@ -131,7 +131,7 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 job.sync()
         finally:
             self._log.give_back()
-            job.close(drain=in_order)
+            job.close()
 
 
 def _step(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpumux.errors import ConfigError, LocalWrite, NotFusible, StaleState
+from gpumux.errors import ConfigError, LocalWrite, NotFusible
 from tests.fuse.serial import Config, apart, array_of, batches, check, configs, training, ways
 from tests.threads import one_thread
 
@@ -250,7 +250,7 @@ def test_a_factory_that_fails_is_told_with_the_configuration():
     assert caught.value.__notes__ == [f"raised by factory({configs()[0]!r}), for model 0 of array"]
 
 
-def test_the_local_models_are_stale_until_sync():
+def test_the_local_models_are_fetched_when_they_are_read():
     made = []
 
     def factory(config: Config) -> Any:
@@ -259,16 +259,15 @@ def test_the_local_models_are_stale_until_sync():
 
     with array_of(factory, configs(), DATA[0]) as array:
         array.step(*DATA[0])
-        with pytest.raises(StaleState, match=r"array\[1\] holds newer state — call the array's sync"):
-            made[1][1](DATA[0][0])
-        array.sync()
         made[1][1](DATA[0][0])
         assert torch.equal(made[1][1].state_dict()["0.weight"], array.state_dict(1)["model"]["0.weight"])
         with torch.no_grad():
             made[1][1][0].weight.zero_()
         with pytest.raises(LocalWrite):
             array.step(*DATA[0])
-    made[1][1](DATA[0][0])
+        array.load(1, array.state_dict(0))
+        array.step(*DATA[0])
+    assert torch.equal(made[1][1].state_dict()["0.weight"], array.state_dict(1)["model"]["0.weight"])
 
 
 @pytest.mark.parametrize("part", [nn.Linear(5, 5).requires_grad_(False), nn.ReLU()])

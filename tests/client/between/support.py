@@ -136,4 +136,4 @@ def assert_equal(ours: Any, plain: Any) -> None:
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine, theirs), f"{mine} is {theirs} in the plain run"
         else:
-            assert mine == theirs
+            assert mine == theirs, f"{mine} is {theirs} in the plain run"

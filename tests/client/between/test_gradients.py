@@ -10,7 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpumux import errors
-from tests.client.between.support import DATA, Script, X, Y, adam, made, momentum, same, whole, without_zeroing
+from tests.client.between.support import (
+    DATA,
+    Script,
+    X,
+    Y,
+    adam,
+    detached,
+    made,
+    momentum,
+    same,
+    whole,
+    without_zeroing,
+)
 
 
 def zeroing_last(model: Any, optimizer: Any) -> Any:
@@ -41,10 +53,32 @@ def test_g1_a_gradient_that_the_job_keeps(read: Any, endpoint: str) -> None:
         for i in range(4):
             s.optimizer.zero_grad()
             s.train(1, i)
-            out.append(read(s.model))
+            out.append(detached(read(s.model)))
             s.model[0].weight.sum()  # the parameters are plain from here, and say the same
-            out.append(read(s.model))
+            out.append(read(s.model))  # and what was read stays what it was, though later steps make other gradients
         return out
+
+    same(script, endpoint, step=without_zeroing)
+
+
+def test_g1_a_gradient_that_is_held_and_read_when_there_is_another(endpoint: str) -> None:
+    with made(endpoint, step=without_zeroing) as s:
+        s.train(1)
+        grad = s.model[0].weight.grad
+        s.optimizer.zero_grad()
+        s.train(1, 1)
+        with pytest.raises(errors.StaleGradient):
+            grad.sum()
+        s.model[0].weight.grad.sum()
+
+
+def test_g1_a_gradient_that_is_held_while_steps_add_to_it(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(1)
+        grad = s.model[0].weight.grad
+        out = [grad.sum()]
+        s.train(1, 1)
+        return [*out, grad.sum(), grad is s.model[0].weight.grad]
 
     same(script, endpoint, step=without_zeroing)
 

@@ -98,7 +98,7 @@ def test_m1_after_the_fetch_all_is_as_without_gpumux(endpoint: str) -> None:
     "reference",
     [
         lambda m: m[0].weight,
-        lambda m: list(m.parameters())[0],
+        lambda m: next(iter(m.parameters())),
         lambda m: m[0].weight.data,
         lambda m: m[0].weight.detach(),
         lambda m: m[0].weight.view(-1)[3:],
@@ -306,8 +306,8 @@ def test_m6_vector_to_parameters_puts_them_into_other_memory(endpoint: str) -> N
         torch.nn.utils.vector_to_parameters(vector, s.model.parameters())
         with pytest.raises(errors.LocalWrite):
             s.step(X, Y)
+        assert s.job is not None
         with pytest.raises(errors.CaptureError, match="close the job and submit the step again"):
-            assert s.job is not None
             s.job.load_state()
 
 
