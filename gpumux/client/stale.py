@@ -236,25 +236,33 @@ class StaleGuard:
             self._sums[Part.OPTIMIZER].forget()
             self._sums[Part.OPTIMIZER].note({(s := t.untyped_storage())._cdata: s for t in self._inner}.values())
 
-    def _model_now(self) -> list[int]:
-        return [*map(_VERSION, self._tensors), *map(torch.Tensor.data_ptr, self._tensors)]
+    def _model_now(self) -> tuple[list[int], list[int]]:
+        """(versions, addresses)."""
+        return list(map(_VERSION, self._tensors)), list(map(torch.Tensor.data_ptr, self._tensors))
 
-    def _optimizer_now(self) -> list[int]:
+    def _optimizer_now(self) -> tuple[list[int], list[int]]:
         inner = self._inner
-        return [*map(_VERSION, inner), *map(torch.Tensor.data_ptr, inner), *map(len, self._states)]
+        return list(map(_VERSION, inner)), [*map(torch.Tensor.data_ptr, inner), *map(len, self._states)]
 
     def check_writes(self, *, bytes_too: bool = False) -> None:
-        """Raises LocalWrite when local state was written or replaced since the last verb. `bytes_too`: also where no counter
-        shows it."""
+        """Raises LocalWrite when local state was written or replaced since the last verb; a write that was taken back since (an
+        average put in for an evaluation) is none. `bytes_too`: also where no counter shows it."""
         if self._stateless:
             return
         with plainly():
-            written = self._table.replaced() or self._model_now() != self._model or self._optimizer_written()
-            if written or (bytes_too and any(s.changed() for s in self._sums.values())):
+            versions, addresses = self._model_now()
+            counted = versions != self._model[0]
+            written = addresses != self._model[1] or self._table.replaced() or self._optimizer_written()
+            written = written or (counted and Part.MODEL in self.stale)
+            if Part.OPTIMIZER not in self.stale and not written:
+                counted = counted or self._optimizer_now()[0] != self._optimizer[0]
+            if written or ((bytes_too or counted) and any(s.changed() for s in self._sums.values())):
                 raise LocalWrite(
                     f"the local model or optimizer was changed while {self.words.holder} holds its state{self.words.where}",
                     self.words.load,
                 )
+            if counted:
+                self._settle()
 
     def _optimizer_written(self) -> bool:
         """Whether an optimizer holds other state than it did."""
@@ -262,7 +270,7 @@ class StaleGuard:
             return True
         if Part.OPTIMIZER in self.stale:
             return False
-        if self._optimizer_now() != self._optimizer:
+        if self._optimizer_now()[1] != self._optimizer[1]:
             return True
         try:
             leaves = self._leaves_now()

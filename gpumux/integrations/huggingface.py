@@ -113,15 +113,11 @@ class Steps:
         if self.job is not None:
             self.job.sync()
 
-    def end(self, in_order: bool) -> None:
-        """Close the job; with its state here, if all went well. Idempotent."""
+    def end(self) -> None:
+        """Close the job, which brings home what was trained. Idempotent."""
         job, self.job, self._calls = self.job, None, None
         if job is not None:
-            try:
-                if in_order:
-                    job.sync()
-            finally:
-                job.close()
+            job.close()
 
 
 def _backward(trainer: Any, model: Any) -> Callable[..., Tensor]:
@@ -155,13 +151,10 @@ class OnGpumux:
     _gpumux: Steps
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        done = False
         try:
-            result = super().train(*args, **kwargs)  # type: ignore[misc]
-            done = True
+            return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self._gpumux.end(done)
-        return result
+            self._gpumux.end()
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         last = self.accelerator.gradient_state.sync_gradients  # type: ignore[attr-defined]
@@ -194,7 +187,7 @@ class OnGpumux:
         return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
-        self._gpumux.end(True)  # no step comes after it, and what it loads must not be overwritten
+        self._gpumux.end()  # no step comes after it, and what it loads must not be overwritten
         return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
 
 

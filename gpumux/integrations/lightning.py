@@ -50,6 +50,10 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
+        if (
+            self._job is not None and not module.automatic_optimization
+        ):  # StochasticWeightAveraging, which goes on without an optimizer
+            return super().training_step(*args, **kwargs)
         given = [a for a in args if not isinstance(a, int)]  # batch, batch_idx, dataloader_idx
         module.train()
         if self._job is None:
@@ -111,27 +115,23 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
 
     def on_train_end(self) -> None:
-        self._end(in_order=True)
+        self._end()
         super().on_train_end()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._end(in_order=False)
+        self._end()
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        self._end(in_order=False)
+        self._end()
         super().teardown()
 
-    def _end(self, in_order: bool) -> None:
+    def _end(self) -> None:
         job, self._job = self._job, None
         if job is None:
             return
-        try:
-            if in_order:
-                job.sync()
-        finally:
-            self._log.give_back()
-            job.close()
+        self._log.give_back()
+        job.close()  # which brings home what was trained, and leaves alone what a callback has put there since
 
 
 def _step(
