@@ -89,7 +89,7 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def seeded_script(run: Run) -> list[Any]:
-    """R1, R3: seeds, builds, then three epochs with dropout over a shuffling DataLoader, with noise and draws of its own."""
+    """Seeds, builds, then three epochs with dropout over a shuffling DataLoader, with noise and draws of its own."""
     torch.manual_seed(7)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -104,12 +104,12 @@ def seeded_script(run: Run) -> list[Any]:
 
 
 @pytest.mark.usefixtures("either_way")
-def test_a_script_that_seeds_builds_and_shuffles_gets_the_plain_bits(endpoint: str) -> None:
+def test_r1_r3_a_script_that_seeds_builds_and_shuffles_gets_the_plain_bits(endpoint: str) -> None:
     same_in_both(seeded_script, endpoint)
 
 
-def test_batches_stacked_where_the_device_reads_them_draw_alike(endpoint: str) -> None:
-    """R3, with `job.collate`, whose batches lie in a slot before the generator's state is known."""
+def test_r3_batches_stacked_where_the_device_reads_them_draw_alike(endpoint: str) -> None:
+    """With `job.collate`, whose batches lie in a slot before the generator's state is known."""
 
     def script(loader_of: Callable[[Any], DataLoader[Any]], step: Any) -> list[Any]:
         seen: list[Any] = []
@@ -137,8 +137,7 @@ def test_batches_stacked_where_the_device_reads_them_draw_alike(endpoint: str) -
 
 
 @pytest.mark.usefixtures("either_way")
-def test_seeding_and_states_between_steps_are_obeyed(endpoint: str) -> None:
-    """R2, R4."""
+def test_r2_r4_seeding_and_states_between_steps_are_obeyed(endpoint: str) -> None:
 
     def script(run: Run) -> list[Any]:
         torch.manual_seed(5)
@@ -162,16 +161,13 @@ def test_seeding_and_states_between_steps_are_obeyed(endpoint: str) -> None:
     same_in_both(script, endpoint)
 
 
-def test_a_step_with_a_generator_of_its_own_is_refused(endpoint: str) -> None:
-    """R5."""
+def test_r5_a_step_with_a_generator_of_its_own_is_refused(endpoint: str) -> None:
     own = torch.Generator().manual_seed(1)
     with pytest.raises(CaptureError, match="generator of its own"):
         client.submit(lambda x: x + torch.rand(4, generator=own), example=(torch.ones(4),), endpoint=endpoint)
 
 
-def test_python_and_numpy_draw_between_steps_and_are_refused_inside(endpoint: str) -> None:
-    """R6."""
-
+def test_r6_python_and_numpy_draw_between_steps_and_are_refused_inside(endpoint: str) -> None:
     def script(run: Run) -> list[Any]:
         torch.manual_seed(5)
         random.seed(1)
@@ -191,9 +187,7 @@ def test_python_and_numpy_draw_between_steps_and_are_refused_inside(endpoint: st
             client.submit(lambda x, draw=draw: x * draw(), example=(torch.ones(4),), endpoint=endpoint)
 
 
-def test_two_jobs_in_turn_and_a_local_model_share_the_generator(endpoint: str) -> None:
-    """R7."""
-
+def test_r7_two_jobs_in_turn_and_a_local_model_share_the_generator(endpoint: str) -> None:
     def script(run: Run) -> list[Any]:
         torch.manual_seed(11)
         first, second, local = network(), network(0.5), network(0.2)
@@ -213,7 +207,7 @@ def test_two_jobs_in_turn_and_a_local_model_share_the_generator(endpoint: str) -
 
 
 def noisy_draws(x: torch.Tensor) -> torch.Tensor:
-    """R8: numbers of words that depend on the data, a normal number that is kept for the next call, and recomputation."""
+    """Numbers of words that depend on the data, a normal number that is kept for the next call, and recomputation."""
     noise = torch.randn(3)  # fewer than 16 are drawn in pairs, and one is left over
     counts = torch.poisson(x.abs() * 3)
     again = torch.utils.checkpoint.checkpoint(lambda t: F.dropout(t, 0.5), x, use_reentrant=False)
@@ -221,7 +215,7 @@ def noisy_draws(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def test_draws_of_unknown_length_are_waited_for(endpoint: str) -> None:
+def test_r8_draws_of_unknown_length_are_waited_for(endpoint: str) -> None:
     def script(run: Run) -> list[Any]:
         torch.manual_seed(13)
         seen: list[Any] = []
@@ -234,8 +228,8 @@ def test_draws_of_unknown_length_are_waited_for(endpoint: str) -> None:
 
 
 @pytest.mark.usefixtures("either_way")
-def test_recomputed_dropout_draws_once(endpoint: str) -> None:
-    """R1, under checkpointing: what is recomputed takes no further words."""
+def test_r1_recomputed_dropout_draws_once(endpoint: str) -> None:
+    """Under checkpointing: what is recomputed takes no further words."""
 
     def script(run: Run) -> list[Any]:
         torch.manual_seed(17)
@@ -258,8 +252,8 @@ def test_recomputed_dropout_draws_once(endpoint: str) -> None:
     same_in_both(script, endpoint)
 
 
-def test_steps_in_several_threads_draw_each_number_once(endpoint: str) -> None:
-    """R9: in which order they draw is undefined, as in the plain run; that two draw the same is not."""
+def test_r9_steps_in_several_threads_draw_each_number_once(endpoint: str) -> None:
+    """In which order they draw is undefined, as in the plain run; that two draw the same is not."""
     torch.manual_seed(23)
     start = torch.get_rng_state()
     drawn: list[torch.Tensor] = []

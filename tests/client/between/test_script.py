@@ -10,7 +10,7 @@ import torch
 from clients import script
 from tests.client.between.support import assert_equal
 
-DROPOUT = "0.0"
+DROPOUT = "0.2"
 
 
 def test_a_script_as_people_write_it(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
