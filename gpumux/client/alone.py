@@ -23,9 +23,9 @@ def alone() -> Iterator[None]:
 
             stack.enter_context(temporarily_clear_interpreter_stack())
         if tracing is not None:
-            torch._C._set_tracing_state(None)
+            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         try:
             yield
         finally:
             if tracing is not None:
-                torch._C._set_tracing_state(tracing)
+                torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ OFTEN = 3  # steps in a row, each with a read behind it, after which that is sai
 class Cached:
     _closed: bool
     _guard: StaleGuard
-    _lock: threading.RLock  # type: ignore[valid-type]
+    _lock: threading.RLock
     _pending: Pending
     _remote: Remote
     _session: Session
@@ -60,7 +60,7 @@ class Cached:
     def sync(self) -> None:
         """Bring the trained state back into the local models and optimizers, whatever was done to them meanwhile. Waits for the
         steps submitted so far. What reads the local model fetches what it needs by itself; this brings all of it."""
-        with self._lock:  # type: ignore[attr-defined]
+        with self._lock:
             with alone():
                 self._take_gradients()
             self._bring(ALL)
@@ -68,7 +68,7 @@ class Cached:
     def state_dict(self) -> dict[str, Any]:
         """The trained state as {"model": ..., "optimizer": ...} of CPU tensors (lists of them when
         several were submitted), leaving the local ones alone. Waits for the steps submitted so far."""
-        with self._lock, alone():  # type: ignore[attr-defined]
+        with self._lock, alone():
             self._guard.check_writes(bytes_too=True)
             with self._guard.quiet():
                 found: dict[str, Any] = self._persist(lambda: dictionaries(self._table, self._state, self._remote.pull))
@@ -77,7 +77,7 @@ class Cached:
     def load_state(self, state: dict[str, Any] | None = None) -> None:
         """Push the local models' and optimizers' state to the daemon; with `state` (as state_dict()
         gives it) load that into them first."""
-        with self._lock, alone():  # type: ignore[attr-defined]
+        with self._lock, alone():
             self._persist(nothing)
             behind = self._guard.stale
             replaced = [
@@ -115,7 +115,7 @@ class Cached:
     def _fetch(self, parts: frozenset[Part]) -> None:
         """A read asks for parts of the state. Raises StaleState where they can't be had."""
         guard = self._guard
-        if not self._lock.acquire(timeout=LOCK_S):  # type: ignore[attr-defined]
+        if not self._lock.acquire(timeout=LOCK_S):
             guard.refuse(f"another thread was amid a verb of the job for {LOCK_S:g} s, and the local model was read")
         try:
             parts &= guard.stale
@@ -127,7 +127,7 @@ class Cached:
                 except GpumuxError as error:
                     guard.refuse(f"the local model was read, and could not be fetched ({error.message}),", error)
         finally:
-            self._lock.release()  # type: ignore[attr-defined]
+            self._lock.release()
 
     def _bring(self, parts: frozenset[Part]) -> None:
         if not parts:

@@ -13,8 +13,9 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +35,8 @@ class Keeper(Protocol):
     def has(self, module: torch.nn.Module) -> bool: ...
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Held:
     """What a tensor that is behind knows. `part` None: a gradient that was not kept. `index`: the parameter that this is, or whose
     gradient; -1 for none. The tensor itself holds it: so a job lives for as long as somebody can ask for what it trained."""
 
@@ -162,6 +164,8 @@ def _getters(*names: str) -> Iterator[Any]:
     return (getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name))
 
 
+_TENSOR: Any = torch.Tensor  # whose attributes are descriptors, when asked of the class
+
 # What only describes a tensor, or is about autograd's hooks.
 _DESCRIBES = frozenset(
     (
@@ -177,16 +181,15 @@ _DESCRIBES = frozenset(
             "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
             "storage_offset", "stride",
         ),
-        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        torch.Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
+        _TENSOR.requires_grad.__set__,
+        _TENSOR._backward_hooks.__set__,
         torch.is_complex, torch.is_floating_point, torch.numel, torch.is_inference, torch.is_signed,
         torch._has_compatible_shallow_copy_type,
     )
 )  # fmt: skip
-_GRAD = torch.Tensor.grad
-_GET_GRAD, _SET_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__  # type: ignore[attr-defined]
+_GET_GRAD, _SET_GRAD, _DELETE_GRAD = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__
 _ZERO = frozenset((torch.Tensor.zero_, torch.zero_))
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA = _TENSOR.data.__set__
 # What torch's compilers ask of a gradient to make a fake one like it.
 _OUTSIDE = frozenset(
     (

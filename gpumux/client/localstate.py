@@ -55,8 +55,9 @@ def _merged(old: Any, entry: Any) -> Any:
         return entry
     for key, value in entry.items():
         mine = old.get(key)
-        number = isinstance(value, torch.Tensor) and value.dim() == 0 and isinstance(mine, torch.Tensor)
-        if number and mine is not value and mine.dim() == 0 and mine.dtype == value.dtype:
+        if mine is value or not isinstance(mine, torch.Tensor) or not isinstance(value, torch.Tensor):
+            continue
+        if mine.dim() == value.dim() == 0 and mine.dtype == value.dtype:
             mine.copy_(value)
             entry[key] = mine
     old.clear()

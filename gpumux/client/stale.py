@@ -69,6 +69,7 @@ class StaleGuard:
         self._source = source
         self.stale: frozenset[Part] = frozenset()
         self._mine: dict[int, torch.Tensor] = {}  # what is behind
+        self._inner: list[torch.Tensor] = []  # of the optimizers' state
         self._aliases = Aliases()
         self._modules = {id(m) for model in table.models for m in model.modules()}
         self._others: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()

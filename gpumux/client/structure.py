@@ -173,8 +173,8 @@ def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tu
     for i, p in enumerate(table.params):
         if lost and i in lost and p.grad is table.local(lost[i]):
             dropped.append((i, lost[i]))
-        elif is_lost(p.grad):  # of another job on the same model
-            g, name = p.grad, f"grad.{table.param_names[i]}"
+        elif (g := p.grad) is not None and is_lost(g):  # of another job on the same model
+            name = f"grad.{table.param_names[i]}"
             place = table.place(table.placeholder(("grad", i), name, g.dtype, tuple(g.shape), g.stride()))
             assert place is not None
             dropped.append((i, place))

@@ -17,7 +17,7 @@ from gpumux.client.state import ALL, Part, Place, StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.trace import Tracer
 from gpumux.client.variants import Choice, KeepMore, State, StepFunction
-from gpumux.errors import LocalWrite
+from gpumux.errors import LocalWrite, StaleState
 from gpumux.program import allowlist
 
 
@@ -44,7 +44,7 @@ class Member:
         devices: tuple[str, str] = ("cpu", "cpu"),
         twice: bool = True,
         *,
-        bring: Callable[[Member], None],
+        bring: Callable[[Member], None] | None = None,
     ) -> None:
         self.name = name
         self.bring = bring
@@ -139,6 +139,10 @@ class _Source:
         return self._member.state.structure
 
     def fetch(self, parts: frozenset[Part]) -> None:
+        if self._member.bring is None:
+            raise StaleState(
+                f"the model of {self._member.name} was read, and its steps are only tried", "read it afterwards"
+            )
         self._member.bring(self._member)
 
 

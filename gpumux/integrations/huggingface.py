@@ -5,8 +5,8 @@
     trainer.train()
 
 The Trainer keeps its loop: data, schedules, logging, callbacks, checkpoints and evaluation are its own. What it does between two batches
-that computes (loss, backward pass, clipping, optimizer) is one captured step. Before anything reads the model in this process (evaluating,
-predicting, saving), the state is fetched from the daemon; `train()` ends with the trained state in the model and the job closed.
+that computes (loss, backward pass, clipping, optimizer) is one captured step. What reads the model in this process (evaluating,
+predicting, saving, callbacks) has the state fetched from the daemon; `train()` ends with the trained state in the model and the job closed.
 
 Nothing of transformers is imported here: the Trainer is the caller's, of whatever class.
 """
@@ -108,11 +108,6 @@ class Steps:
         optimizer = self._trainer.optimizer
         return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
 
-    def sync(self) -> None:
-        """The daemon's state into the model and the optimizer here."""
-        if self.job is not None:
-            self.job.sync()
-
     def end(self) -> None:
         """Close the job, which brings home what was trained. Idempotent."""
         job, self.job, self._calls = self.job, None, None
@@ -169,22 +164,6 @@ class OnGpumux:
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Tensor | None:
         return self._gpumux.norm
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self._gpumux.sync()
-        return super().evaluate(*args, **kwargs)  # type: ignore[misc]
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        self._gpumux.sync()
-        return super().predict(*args, **kwargs)  # type: ignore[misc]
-
-    def save_model(self, *args: Any, **kwargs: Any) -> Any:
-        self._gpumux.sync()
-        return super().save_model(*args, **kwargs)  # type: ignore[misc]
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        self._gpumux.sync()
-        return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
         self._gpumux.end()  # no step comes after it, and what it loads must not be overwritten

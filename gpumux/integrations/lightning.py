@@ -6,7 +6,7 @@
 
 Lightning keeps its loop: data, schedulers, loggers, callbacks, checkpoints, validation. `training_step`, the backward pass, gradient
 clipping and the optimizer's step are one captured step. What `training_step` logs (`self.log`) comes out of the step as a result and is logged then.
-Before anything reads the model in this process (validating, testing, saving), its state is fetched from the daemon.
+What reads the model in this process (validating, testing, saving, callbacks) has its state fetched from the daemon.
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
-        if (
-            self._job is not None and not module.automatic_optimization
-        ):  # StochasticWeightAveraging, which goes on without an optimizer
-            return super().training_step(*args, **kwargs)
+        if self._job is not None and getattr(module.trainer.fit_loop, "_skip_backward", False):
+            return super().training_step(*args, **kwargs)  # StochasticWeightAveraging, which only looks at activations
         given = [a for a in args if not isinstance(a, int)]  # batch, batch_idx, dataloader_idx
         module.train()
         if self._job is None:
@@ -95,24 +93,7 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Runs the closure, which is the whole step."""
         return closure()
 
-    # ---- what reads the model here
-
-    def sync(self) -> None:
-        """The daemon's state into the module and its optimizer."""
-        if self._job is not None:
-            self._job.sync()
-
-    def on_validation_start(self) -> None:
-        self.sync()
-        super().on_validation_start()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.sync()
-        return super().lightning_module_state_dict()  # type: ignore[no-any-return]
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        self.sync()
-        return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
+    # ---- the end
 
     def on_train_end(self) -> None:
         self._end()
