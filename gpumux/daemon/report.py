@@ -250,7 +250,9 @@ def _promise(job: dict[str, Any]) -> PromiseFigures | None:
     )
 
 
-def _figures(job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int], held: MemoryFigures) -> JobFigures:
+def _figures(
+    job: dict[str, Any], books: Books, named: bool, saved: tuple[float, int], held: MemoryFigures
+) -> JobFigures:
     return JobFigures(
         short=books.jobs[job["job"]].short,
         name=job["name"] if named else "",
