@@ -239,6 +239,8 @@ def run_part(part: str, model: str, size: str, daemon: RunningDaemon | None) -> 
         if process.poll() is None:
             process.kill()
             process.wait()
+        process.stdin.close()
+        process.stdout.close()
     return said, sampler
 
 
@@ -328,14 +330,14 @@ def show(model: str, r: dict[str, Any]) -> None:
     if "first" in r:
         rate = r["rate_over_plain"]
         print(
-            f"  first three {r['first']['job']:.1f} s, plain {r['first']['plain']:.1f} s ({r['first_over_plain']:.2f}); steady rate "
+            f"{model}: first three {r['first']['job']:.1f} s, plain {r['first']['plain']:.1f} s ({r['first_over_plain']:.2f}); steady rate "
             f"{rate.median:.3f} of plain ({rate.low:.3f} to {rate.high:.3f}); bits "
             + (f"equal in all {r['tensors']} tensors" if r["equal"] else f"UNEQUAL in {r['unequal']} of {r['tensors']}")
         )
     if "lengths" in r:
         found = r["lengths"]
         print(
-            f"  five lengths: peak {megabytes(found['job']['peak'])} MB, plain {megabytes(found['plain']['peak'])} "
+            f"{model}: five lengths: peak {megabytes(found['job']['peak'])} MB, plain {megabytes(found['plain']['peak'])} "
             f"({found['over_plain']:.2f})"
         )
     sys.stdout.flush()
