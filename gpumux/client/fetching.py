@@ -222,12 +222,12 @@ def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs
     if func in _ZERO or func is torch._foreach_zero_:
         _zeroed(args)
         return func(*args, **kwargs)
-    if func == _SET_DATA and args[1] is args[0]:  # as model.to(where it is) does
-        return None
-    if func in _MOVES and type(args[0]) in _plain:
+    if func == _SET_DATA or func in _MOVES:  # as model.to() does, whatever to
         with plainly():
-            if func(*args, **kwargs) is args[0]:
-                return args[0]
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and out is not args[0]:
+            object.__setattr__(out, "__class__", lost(type(out)))
+        return out
     return _refuse()
 
 

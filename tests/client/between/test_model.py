@@ -364,7 +364,6 @@ def test_m11_buffers_are_read(endpoint: str) -> None:
 def test_m12_another_type_is_noticed(move: Any, endpoint: str) -> None:
     with made(endpoint) as s:
         s.train(1)
-        s.optimizer.zero_grad()
         move(s.model)
         with pytest.raises(errors.LocalWrite):
             s.step(X, Y)
