@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from gpumux.device.cuda.faults import fault
 from gpumux.errors import ConfigError
 
+NO_DRIVER = "there is no NVIDIA driver on this machine"
 NEEDED = "pip install 'gpumux[cuda]', or use --device cpu"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -140,9 +141,7 @@ class CudaDriver:
         try:
             self._call("cuInit", 0)
         except RuntimeError as error:  # cuda-bindings found no libcuda
-            raise ConfigError(
-                "there is no NVIDIA driver on this machine", "install one, or use --device cpu"
-            ) from error
+            raise ConfigError(NO_DRIVER, "install one (nvidia-smi shows it), or use --device cpu") from error
         self._device = self._call("cuDeviceGet", ordinal)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self.enter()
@@ -281,7 +280,11 @@ class CudaDriver:
 
 
 def bindings() -> Any:
-    """The module of driver calls. Raises ConfigError when cuda-bindings is not installed."""
+    """The module of driver calls. Raises ConfigError where there is no driver, or cuda-bindings is not installed."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # looked for first: without a driver, installing the package would not help
+    except OSError as error:
+        raise ConfigError(NO_DRIVER, "install one (nvidia-smi shows it), or use --device cpu") from error
     try:
         from cuda.bindings import driver
     except ImportError as error:
