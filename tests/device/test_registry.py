@@ -21,7 +21,6 @@ from gpumux.device.sim.device import SimDevice
 from gpumux.device.sim.spec import PRESETS
 from gpumux.errors import ConfigError
 
-
 GPU = Nvidia("580.1", ("nvidia0",), False, "2.11.0+cu130", "13.0", True)  # a machine that has all that a GPU takes
 
 

@@ -102,6 +102,9 @@ class CudaCompute:
                 "install the torch build that fits the driver (nvidia-smi says which CUDA it has), or use --device cpu",
             )
         torch.cuda.init()  # the default generators are there afterwards
+        # What kernels of attention it would choose are called here by name (fused.py), and cuDNN's is not among them. With it
+        # out of the choice torch takes flash where it would take cuDNN's, also with dropout.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._driver = driver
         self.device = torch.device("cuda", ordinal)
         self._streams: dict[int, Any] = {}
@@ -114,7 +117,9 @@ class CudaCompute:
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        with self._driver.within(stream), torch.cuda.stream(self._stream(stream)):
+        # The primary context stays current also for a stream of a green context, which brings its multiprocessors along: a
+        # green context may be current in one thread only, and both of the device's threads use such streams.
+        with torch.cuda.stream(self._stream(stream)):
             yield
 
     def _stream(self, stream: int) -> Any:
@@ -207,8 +212,7 @@ class CudaCompute:
     def _upload(self, graph: Any, stream: int) -> None:
         executable = getattr(graph, "raw_cuda_graph_exec", None)
         if executable is not None:  # else the first replay uploads it
-            with self._driver.within(stream):
-                self._driver.upload(int(executable()), stream)
+            self._driver.upload(int(executable()), stream)
 
 
 def _is_captured(graph: Any) -> bool:

@@ -143,10 +143,6 @@ class FakeDriver:
         assert not [s for s in self.streams.values() if s.partition == partition], "it has streams yet"
         del self.partitions[partition]
 
-    @contextmanager
-    def within(self, stream: int) -> Iterator[None]:
-        yield
-
     def destroy_stream(self, stream: int) -> None:
         self._check("destroy_stream")
         del self.streams[stream]

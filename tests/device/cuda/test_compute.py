@@ -56,9 +56,10 @@ def gpu() -> FakeDriver:
 
 
 @pytest.fixture
-def given_back(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What torch's allocator is told of pools."""
     told: list[Any] = []
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
     @contextmanager
     def stream(which: Any) -> Iterator[None]:
@@ -73,7 +74,8 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *args, name=name: told.append((name, *args)), raising=False)
-    return told
+    yield told
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 @pytest.fixture
@@ -92,6 +94,12 @@ def capture(gpu: FakeDriver, given_back: list[Any]) -> Callable[..., Any]:
 def whole() -> Iterator[None]:
     yield
     Graph.breaks, Graph.empty, Graph.fails = False, False, ""
+
+
+def test_torch_leaves_cudnn_out_when_it_chooses_attention(gpu: FakeDriver, given_back: list[Any]) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    CudaCompute(gpu, 0)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_graph_is_replayed_by_a_thread_that_is_not_in_inference_mode(
