@@ -305,8 +305,14 @@ class CudaDevice(Dispatch):
         self._keeper = Keeper(self._epoll, self, self._allow_ops)
         self._keeper.start()
         self._parts += [self._checks.close, self._keeper.close]
-        self._epoll.poll(OPEN_S)
-        self._keeper.hear()
+        end = monotonic() + OPEN_S
+        while self._warm is not None and self._warm.facts is None and monotonic() < end:
+            for fd, _ in self._epoll.poll(max(0.0, end - monotonic())):
+                if fd == self._bell:
+                    os.eventfd_read(self._bell)
+                else:
+                    self._keeper.hear()
+            self._worker.finished()  # the likeliest failure on a new machine: its thread can't begin
         if self._warm is None or self._warm.facts is None:
             remedy = "see what it printed; try python -c 'import torch'"
             raise ConfigError("the process that checks programs did not start", remedy)

@@ -10,6 +10,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
@@ -32,7 +33,7 @@ from gpumux.device.cuda.loaded import LoadedProgram, wait
 from gpumux.device.cuda.operands import Operands, SharedSegment
 from gpumux.device.cuda.partitions import Partitions
 from gpumux.device.cuda.worker import PENDING
-from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
+from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.model import GENERATOR_BYTES, Priority
 from gpumux.program.codec import decode
 from gpumux.program.ir import aligned
@@ -149,7 +150,7 @@ class Engine:
             if launch.piece == 0:
                 loaded.operands.feed(launch.slot, launch.scalars, stream)
             with self._compute.drawing_from(job.generator):
-                loaded.run(launch.piece, stream)
+                loaded.run(launch.cut, launch.piece, stream)
             if last:
                 loaded.operands.collect(launch.slot, stream)
         except GpumuxError:
@@ -228,15 +229,22 @@ class Engine:
         return dumps(loaded.profile(device)).encode()
 
     def release(self, job: CudaJob, stream: int) -> None:
-        """Give all of a job's memory back, once nothing of it runs any more."""
+        """Give all of a job's memory back, once nothing of it runs any more. Where one part of it can't be, the others are, and
+        that error is raised."""
         for used in {stream, job.capture_stream, *job.confined.values(), *self._copy_streams.values()} - {0}:
             wait(self._driver, used)
+        parts = [partial(self.sweep, job), *[loaded.close for loaded in job.programs.values()]]
         if job.order:
-            self._driver.destroy_event(job.order)
+            parts.insert(0, partial(self._driver.destroy_event, job.order))
             job.order = 0
-        self.sweep(job)
-        for loaded in job.programs.values():
-            loaded.close()
+        failed: GpumuxError | None = None
+        for part in parts:
+            try:
+                part()
+            except DeviceLost:
+                raise
+            except GpumuxError as error:
+                failed = failed or error
         job.programs.clear()
         job.buffers.clear()
         job.pool = job.generator = None
@@ -246,6 +254,8 @@ class Engine:
         for share, confined in job.confined.items():
             self._confined_free.setdefault(share, []).append(confined)
         job.confined.clear()
+        if failed is not None:
+            raise failed
 
     def sweep(self, job: CudaJob) -> None:
         """Drop graphs and twins that no step can use any more. Nothing of the job runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from itertools import pairwise
 from time import monotonic
@@ -10,12 +11,13 @@ import pytest
 
 from gpumux.device.contract import JobLost, JobUnloaded, Recut
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
+from gpumux.device.cuda.faults import fault
 from gpumux.device.cuda.feeding import FORMS
-from gpumux.errors import DeviceLost
+from gpumux.errors import DeviceLost, JobFailed
 from gpumux.model import Priority
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
-from tests.device.cuda.fake import fake_device, poll_wait
-from tests.device.cuda.running import captured, chain, compute_of, gpu_of
+from tests.device.cuda.fake import FakeCompute, fake_device, poll_wait
+from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Case, Driver
 from tests.device.test_contract import floats, numbers
 from tests.program import samples
@@ -169,25 +171,124 @@ def test_unloading_during_a_capture_gives_everything_back(driver: Driver, shared
     assert not [event for event in driver.unread if isinstance(event, Recut) and event.job == job.job]
 
 
-def test_a_capture_that_fails_ends_its_job_alone(driver: Driver, shared: CudaDevice) -> None:
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1, 2}, {3, 4}, set(range(40)), set(range(999))], ids=len)
+def test_pieces_that_cant_be_captured_stay_operator_by_operator(
+    failing: set[int], driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever they are, steps compute what they did, in whatever order, and the log says once why they are slower."""
+    compute, gpu = compute_of(shared), gpu_of(shared)
+    job = driver.open()
+    number = job.load(crossing())
+    shared._jobs[job.job].programs[number].cuts.aim(1e-9)  # a piece for each operator
+    captures = itertools.count()
+
+    def fail() -> None:
+        if next(captures) in failing:
+            raise JobFailed("a piece can't be captured: CUDA error: operation not permitted when stream is capturing")
+
+    def step(value: float, slot: int) -> tuple[float, ...]:
+        job.put(number, 0, floats(1, 2, 3, 4), slot)
+        job.step(number, [value], slot=slot)
+        return numbers(job.get(number, 0, 16, slot))
+
+    compute.before_capture = fail
+    try:
+        for value in (0.25, 4.0):
+            assert step(value, 0) == pytest.approx(crossed((1, 2, 3, 4), value))
+        driver.until(Recut, job.job)
+    finally:
+        compute.before_capture = lambda: None
+    cut = shared._jobs[job.job].programs[number]._graphs[1]
+    assert set(cut.uncaptured) == {n for n in failing if n < len(job.pieces[number])}
+    assert len(job.pieces[number]) >= 5
+    gpu.log.clear()
+    for slot, value in enumerate((0.5, -2.0, 3.0)):
+        assert step(value, slot % 2) == pytest.approx(crossed((1, 2, 3, 4), value))
+    graphs = len([call for call, _ in gpu.log if call == "graph"])
+    assert graphs == 3 * (len(job.pieces[number]) - len(cut.uncaptured))
+    said = [record for record in caplog.records if "stay operator by operator" in record.message]
+    assert len(said) == 1
+    assert said[0].exc_info is not None
+
+
+def test_a_failure_of_all_of_a_capture_leaves_the_program_as_it_was(
+    driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     compute = compute_of(shared)
     other, kept = captured(driver, samples.counter(), [4])
     job = driver.open()
     number = job.load(chain())
     job.step(number, [1.0])
+    tried = threading.Event()
 
     def fail() -> None:
-        raise RuntimeError("this can't be captured")
+        tried.set()
+        raise RuntimeError("an error nobody thought of")
 
     compute.before_capture = fail
     try:
         job.step(number, [1.0])
-        lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+        while not tried.is_set() or shared._jobs[job.job].busy:
+            driver.poll()
     finally:
         compute.before_capture = lambda: None
-    assert isinstance(lost, JobLost)
-    assert "can't be captured" in lost.fault.message
+    for _ in range(3):
+        job.put(number, 0, floats(1, 2, 3, 4))
+        job.step(number, [1.0])
+        assert numbers(job.get(number, 0, 16)) == (41, 42, 43, 44)
+    assert job.cut[number] == 0
+    assert [record.exc_info is not None for record in caplog.records if "Capture of job" in record.message] == [True]
     other.step(kept, [1.0])
+
+
+def test_a_launch_whose_events_fail_ends_its_job_alone_and_the_log_has_the_traceback_once(
+    driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, kept = captured(driver, samples.counter(), [4])
+    job, number = captured(driver, chain())
+    gpu = gpu_of(shared)
+
+    def fail(start: int, end: int) -> float:
+        raise fault("CUDA_ERROR_INVALID_HANDLE", "cuEventElapsedTime", "the fake was told so")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu, "elapsed", fail)
+        job.launch(number, [1.0])
+        lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert "INVALID_HANDLE" in lost.fault.message  # type: ignore[union-attr]
+    other.step(kept, [1.0])
+    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert str(job.job) in said.message
+    assert said.exc_info is not None
+    assert said.exc_info[1].message.startswith("cuEventElapsedTime failed")  # type: ignore[union-attr]
+
+
+def test_what_a_job_held_and_cant_be_given_back_does_not_end_the_device(
+    driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, kept = captured(driver, samples.counter(), [4])
+    job, _ = captured(driver, chain())
+
+    def fail(released: object) -> None:
+        raise JobFailed("cuEventDestroy failed: CUDA_ERROR_INVALID_HANDLE")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared._engine, "sweep", fail)
+        driver.unload(job.job)
+    assert [record.exc_info is not None for record in caplog.records if "given back" in record.message] == [True]
+    other.step(kept, [1.0])
+
+
+def test_a_worker_that_cant_begin_says_why_when_the_device_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FakeCompute) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(FakeCompute, "enter", fail)
+    device = fake_device()
+    with pytest.raises(DeviceLost, match="worker can't begin: RuntimeError: CUDA error: invalid device ordinal"):
+        device.open()
+    device.close()
 
 
 def test_a_number_no_form_can_read_is_refused_at_load(driver: Driver) -> None:
