@@ -36,7 +36,7 @@ from gpumux.device.cuda.worker import PENDING
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.model import GENERATOR_BYTES, Priority
 from gpumux.program.codec import decode
-from gpumux.program.ir import aligned
+from gpumux.program.ir import Numerics, aligned
 from gpumux.program.profile import dumps
 
 CHUNK = 4 << 20
@@ -144,7 +144,7 @@ class Engine:
         self, job: CudaJob, launch: Launch, loaded: LoadedProgram, stream: int, *, last: bool
     ) -> tuple[float, float]:
         """A piece of cut 0. Its start and end. Raises JobFailed and its kin."""
-        self._numerics.apply(loaded.program.numerics)
+        self._apply(loaded.program.numerics)
         started = monotonic()
         try:
             if launch.piece == 0:
@@ -191,7 +191,7 @@ class Engine:
                 self.sweep(job)
                 run = begin()
                 before = self._compute.reserved()
-            self._numerics.apply(loaded.program.numerics)
+            self._apply(loaded.program.numerics)
             with self._compute.drawing_from(job.generator):
                 more = run.part()
             if more is not None:
@@ -273,6 +273,11 @@ class Engine:
         self._driver.unpin(self._chunk)
         if self._code is not None:
             self._code.close()
+
+    def _apply(self, wanted: Numerics) -> None:
+        """Set what the program's results depend on, for this thread's operators and captures."""
+        self._numerics.apply(wanted)
+        torch._C._set_cudnn_allow_tf32(wanted.conv_precision == "tf32")  # also of recurrent layers
 
     def _compiles(self) -> None:
         """Before the first program that is compiled."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 from time import monotonic
 
 import pytest
+import torch
 
 from gpumux.device.contract import JobLost, JobUnloaded, Recut
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
@@ -289,6 +290,22 @@ def test_a_worker_that_cant_begin_says_why_when_the_device_is_opened(monkeypatch
     with pytest.raises(DeviceLost, match="worker can't begin: RuntimeError: CUDA error: invalid device ordinal"):
         device.open()
     device.close()
+
+
+def test_convolutions_are_rounded_as_the_program_says(driver: Driver, shared: CudaDevice) -> None:
+    """Both step by step and where its pieces are captured; other programs in between have their own."""
+    compute, before = compute_of(shared), torch.backends.cudnn.allow_tf32
+    seen: list[bool] = []
+    compute.before_capture = lambda: seen.append(torch.backends.cudnn.allow_tf32)
+    try:
+        for make, wanted in ((samples.full_precision, False), (samples.add_one, True), (samples.full_precision, False)):
+            job, number = captured(driver, make())
+            assert seen
+            assert set(seen) == {wanted}
+            seen.clear()
+    finally:
+        compute.before_capture = lambda: None
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def test_a_number_no_form_can_read_is_refused_at_load(driver: Driver) -> None:
