@@ -49,7 +49,14 @@ class Compute(Protocol):
         """Operators called inside draw from it."""
 
     def pool(self) -> Any:
-        """A pool of memory for one job's graphs, which never run at once."""
+        """A pool of memory for one job's first steps and graphs, which never run at once; there until `drop_pool`."""
+
+    def allocating(self, pool: Any) -> AbstractContextManager[None]:
+        """Operators called inside take their memory from the pool, outside of a capture. A capture on the same stream takes the
+        same blocks again. No graph may be under way, or half a step of graphs: what lies in the pool then is theirs."""
+
+    def drop_pool(self, pool: Any) -> None:
+        """What is left in it goes back with the next `trim` after its last graph."""
 
     def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
         """The operators that `body` calls as one graph. They are not run. Raises what `body` does, JobFailed."""
@@ -142,7 +149,25 @@ class CudaCompute:
             default.graphsafe_set_state(before)
 
     def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+        # torch counts who uses a pool. One use is held for the job: it takes no pool that was used and is so no more, as after
+        # a first capture that failed.
+        pool = torch.cuda.graph_pool_handle()
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
+        torch._C._cuda_endAllocateToPool(self.device.index, pool)
+        return pool
+
+    @contextmanager
+    def allocating(self, pool: Any) -> Iterator[None]:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
+        try:
+            yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()  # they would stay in the pool, and be another job's to use
+            torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            torch._C._cuda_releasePool(self.device.index, pool)
+
+    def drop_pool(self, pool: Any) -> None:
+        torch._C._cuda_releasePool(self.device.index, pool)
 
     def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
         # Not the context manager torch.cuda.graph: it synchronises the device and empties the cache first.
@@ -195,7 +220,8 @@ class CudaCompute:
             ) from error
 
     def _end(self, graph: Any, pool: Any) -> None:
-        """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool."""
+        """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool. (It also leaves a
+        filter in its allocator of page-locked memory, which does no harm while nothing here pins memory through torch.)"""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a piece may be views alone

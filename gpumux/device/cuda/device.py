@@ -175,13 +175,17 @@ class CudaDevice(Dispatch):
             return self._tell(dev.ProgramRefused(job, program, UNKNOWN))
         footprint = self._checks.footprint(job, program, encoded)
         wanted = sum(new_buffers) + (3 * footprint.slot_bytes if footprint is not None else 0)
-        fault = held.refuses(program, wanted, footprint, self.memory().free_bytes)
+        free = self.memory().free_bytes
+        fault = held.refuses(program, wanted, footprint, free)
         if fault is not None or footprint is None:
             return self._tell(dev.ProgramRefused(job, program, fault or UNKNOWN))
         held.charged += wanted
         held.transients[program] = footprint.transient_bytes
         duplicate = Descriptors((os.dup(data.fd),))
-        load = Load(program, encoded, tuple(new_buffers), tuple(binding), duplicate, data.nbytes, slots, wanted)
+        transient = footprint.transient_bytes
+        load = Load(
+            program, encoded, tuple(new_buffers), tuple(binding), duplicate, data.nbytes, slots, wanted, transient, free - wanted,
+        )  # fmt: skip
         return self._submit(job, load, None)
 
     def launch(self, launch: Launch) -> None:

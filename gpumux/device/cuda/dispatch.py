@@ -209,6 +209,7 @@ class Dispatch:
             job.programs[load.program] = value
             value.operands.copies = self._engine.copies(job.spec.priority)  # it may have changed while this was loaded
             job.charged += sum(load.new_buffers) + value.operands.held_bytes - load.charge
+            job.transients[load.program] = max(job.transients[load.program], value.transient)
             bounds = value.cuts.bounds(0)
             self._events.append(dev.ProgramLoaded(job.id, load.program, value.cuts.seconds(0), bounds))
         self._after(job, None)

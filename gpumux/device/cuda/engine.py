@@ -22,7 +22,7 @@ from gpumux.device.cpu.interp import first_lines
 from gpumux.device.cpu.jobs import Move
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.randomness import move_generator
-from gpumux.device.cuda.capturing import CaptureRun
+from gpumux.device.cuda.capturing import WHOLE, CaptureRun
 from gpumux.device.cuda.compiled import CompiledRunner
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
@@ -125,8 +125,14 @@ class Engine:
                 whole = compiled.units
             else:
                 runner = Runner(program, operands, self._compute)
+            transient = max(load.transient, runner.transient_bytes())
+            if transient > load.room:
+                raise AdmissionRefused(
+                    f"the program's temporaries need {transient} bytes and {load.room} are free on the GPU",
+                    "use smaller batches, or wait for other jobs to end",
+                )
             cuts = Cuts(len(program.ops), HIGH_S if high else LOW_S, HIGH_LEAST_S if high else None, gates, whole)
-            loaded = LoadedProgram(program, operands, self._driver, self._compute, runner, cuts)
+            loaded = LoadedProgram(program, operands, self._driver, self._compute, runner, cuts, transient)
             wait(self._driver, job.capture_stream)  # what was zeroed there is so before another stream reads it
             return loaded
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
@@ -143,14 +149,21 @@ class Engine:
     def run(
         self, job: CudaJob, launch: Launch, loaded: LoadedProgram, stream: int, *, last: bool
     ) -> tuple[float, float]:
-        """A piece of cut 0. Its start and end. Raises JobFailed and its kin."""
+        """A piece of cut 0, or one that could not be captured. Its start and end. Raises JobFailed and its kin.
+        Pieces of cut 0 run on the stream and from the pool that their captures will use, which so take the same memory again; confined
+        ones run where they are confined."""
         self._apply(loaded.program.numerics)
+        pool = None
+        if not launch.cut and launch.share >= WHOLE:
+            stream, pool = self._capture_stream(job), job.pool
+            if loaded.cuts.warming and not launch.piece:
+                self._make_room(job)
         started = monotonic()
         try:
             if launch.piece == 0:
                 loaded.operands.feed(launch.slot, launch.scalars, stream)
             with self._compute.drawing_from(job.generator):
-                loaded.run(launch.cut, launch.piece, stream)
+                loaded.run(launch.cut, launch.piece, stream, pool)
             if last:
                 loaded.operands.collect(launch.slot, stream)
         except GpumuxError:
@@ -247,6 +260,8 @@ class Engine:
                 failed = failed or error
         job.programs.clear()
         job.buffers.clear()
+        if job.pool is not None:
+            self._compute.drop_pool(job.pool)
         job.pool = job.generator = None
         if job.capture_stream:
             self._capture_streams.setdefault(job.capture_class, []).append(job.capture_stream)
@@ -273,6 +288,13 @@ class Engine:
         self._driver.unpin(self._chunk)
         if self._code is not None:
             self._code.close()
+
+    def _make_room(self, job: CudaJob) -> None:
+        """Before a program's first step: it was let in by what jobs hold, and torch may keep what others have left. It can't give
+        that back while it allocates from a job's pool."""
+        free, _ = self._driver.memory()
+        if free < max(job.transients.values(), default=0):
+            self._compute.trim()
 
     def _apply(self, wanted: Numerics) -> None:
         """Set what the program's results depend on, for this thread's operators and captures."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from gpumux.device.cpu.frame import Liveness
 from gpumux.device.cpu.interp import failed, outputs
 from gpumux.device.cuda import asking, retarget
 from gpumux.device.cuda.compute import Compute
+from gpumux.device.cuda.feeding import made_beside
 from gpumux.device.cuda.operands import Operands
 from gpumux.errors import JobFailed, ProgramError
-from gpumux.program.ir import Op, Program
+from gpumux.program.ir import Op, Program, aligned
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError)
 
@@ -118,6 +120,17 @@ class Runner:
         for slot, there in after.drawn.items():
             if frame.drawn[slot] is not there:
                 there.copy_(frame.drawn[slot])
+
+    def transient_bytes(self) -> int:
+        """The most that temporaries hold at an operator that makes some the Program knows nothing of (feeding.py); 0 without any."""
+        made = {index: made_beside(self.program, op) for index, op in enumerate(self.program.ops)}
+        changes = [0] * (len(self.program.ops) + 2)
+        for storage, born in self._live.born.items():
+            nbytes = aligned(self.program.storages[storage].nbytes)
+            changes[born] += nbytes
+            changes[self._live.last[storage] + 1] -= nbytes
+        held = accumulate(changes)
+        return max([live + made[index] for index, live in zip(made, held, strict=False) if made[index]], default=0)
 
     def _arguments(self, frame: Frame, index: int, op: Op) -> tuple[list[Any], dict[str, Any]]:
         def tensor(view: int) -> torch.Tensor:

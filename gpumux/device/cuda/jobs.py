@@ -27,6 +27,8 @@ class Load:
     nbytes: int
     slots: int
     charge: int  # bytes it was admitted with
+    transient: int  # bytes of temporaries it was admitted with, and what it could have had
+    room: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ same addresses, so that each piece of a step may run on another share: see `reca
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from time import gmtime, sleep, strftime
 from typing import Any
@@ -38,9 +39,11 @@ class LoadedProgram:
     thread; `check`, `feed`, `replay` and `collect` never wait and may be called by the daemon's."""
 
     def __init__(
-        self, program: Program, operands: Operands, driver: Driver, compute: Compute, runner: Runner, cuts: Cuts
-    ) -> None:
+        self, program: Program, operands: Operands, driver: Driver, compute: Compute, runner: Runner, cuts: Cuts,
+        transient: int,
+    ) -> None:  # fmt: skip
         self.program, self.operands, self.cuts = program, operands, cuts
+        self.transient = transient  # bytes its temporaries need, those of forms included
         self.driver, self._compute = driver, compute
         self._runner = runner
         self._frame: Frame | None = None
@@ -87,12 +90,13 @@ class LoadedProgram:
         """Compile some of the program; whether any is left. Raises ProgramError."""
         return self._runner.compile_next()
 
-    def run(self, cut: int, piece: int, stream: int) -> None:
-        """Run a piece of cut 0, or one that could not be captured, on `stream`, operator by operator. Raises JobFailed."""
+    def run(self, cut: int, piece: int, stream: int, pool: Any | None) -> None:
+        """Run a piece of cut 0, or one that could not be captured, on `stream`, operator by operator. Raises JobFailed.
+        `pool`: what pieces of cut 0 take their memory from, if it is not the device's."""
         bounds = self.cuts.bounds(cut)
         assert bounds is not None
         start, stop = bounds[piece], bounds[piece + 1]
-        if cut:
+        if cut:  # not from the pool: captured pieces of the same step have their memory there
             uncaptured = self._graphs[cut].uncaptured[piece]
             frame = uncaptured.before.copy()
             with self._compute.on(stream):
@@ -110,7 +114,8 @@ class LoadedProgram:
             self.driver.record(event, stream)
 
         try:
-            with self._compute.on(stream):
+            own = self._compute.allocating(pool) if pool is not None else nullcontext()
+            with self._compute.on(stream), own:
                 self._runner.run(frame, start, stop, mark if timing else None)
             if timing:
                 mark()

@@ -10,14 +10,15 @@ from time import monotonic
 import pytest
 import torch
 
-from gpumux.device.contract import JobLost, JobUnloaded, Recut
+from gpumux.device.contract import JobLost, JobUnloaded, ProgramLoaded, ProgramRefused, Recut
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
 from gpumux.device.cuda.faults import fault
 from gpumux.device.cuda.feeding import FORMS
 from gpumux.errors import DeviceLost, JobFailed
 from gpumux.model import Priority
-from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
-from tests.device.cuda.fake import FakeCompute, fake_device, poll_wait
+from gpumux.program.builder import ProgramBuilder
+from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View, slot_layout
+from tests.device.cuda.fake import MEMORY, FakeCompute, fake_device, poll_wait
 from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Case, Driver
 from tests.device.test_contract import floats, numbers
@@ -299,13 +300,87 @@ def test_convolutions_are_rounded_as_the_program_says(driver: Driver, shared: Cu
     compute.before_capture = lambda: seen.append(torch.backends.cudnn.allow_tf32)
     try:
         for make, wanted in ((samples.full_precision, False), (samples.add_one, True), (samples.full_precision, False)):
-            job, number = captured(driver, make())
+            captured(driver, make())
             assert seen
             assert set(seen) == {wanted}
             seen.clear()
     finally:
         compute.before_capture = lambda: None
         torch.backends.cudnn.allow_tf32 = before
+
+
+def test_first_steps_take_their_memory_where_their_graphs_will(driver: Driver, shared: CudaDevice) -> None:
+    """So that a capture, which asks for the same blocks in the same order, needs no second set of temporaries."""
+    compute = compute_of(shared)
+    eager, captures = len(compute.eager), len(compute.captures)
+    job, _ = captured(driver, chain())
+    (place,) = set(compute.eager[eager:])
+    assert set(compute.captures[captures:]) == {place}
+    assert place == (shared._jobs[job.job].capture_stream, shared._jobs[job.job].pool)
+    assert place[1] in compute.held
+    driver.unload(job.job)
+    assert place[1] not in compute.held
+
+
+def test_pieces_among_captured_ones_take_nothing_from_the_graphs_memory(driver: Driver, shared: CudaDevice) -> None:
+    """What a graph has left there for a later piece lies in it, and torch holds that memory for free."""
+    compute = compute_of(shared)
+    job = driver.open()
+    number = job.load(crossing())
+    shared._jobs[job.job].programs[number].cuts.aim(1e-9)
+    captures = itertools.count()
+
+    def fail() -> None:
+        if next(captures) == 2:
+            raise JobFailed("a piece can't be captured")
+
+    compute.before_capture = fail
+    try:
+        for _ in range(2):
+            job.step(number, [1.0])
+        driver.until(Recut, job.job)
+    finally:
+        compute.before_capture = lambda: None
+    before = len(compute.eager)
+    job.step(number, [1.0])
+    assert len(compute.eager) == before
+
+
+@pytest.mark.parametrize("room", [0, 200 * 4 - 1, 200 * 4])
+def test_temporary_lists_of_an_optimizers_form_are_charged(
+    room: int, driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = ProgramBuilder()
+    lists = [tuple(b.state("float32", (100,)) for _ in range(2)) for _ in range(2)]
+    b.add_op("aten._foreach_lerp_.Scalar", *lists, b.scalar("float"))
+    program = b.build()
+    buffers = [400] * 4
+    job = driver.open()
+    taken = sum(shared.memory().by_job.values())
+    slot = 3 * slot_layout(program).nbytes
+    monkeypatch.setattr(shared, "_total", taken + sum(buffers) + slot + room)
+    job.try_load(program, buffers)
+    answer = driver.wait_for(lambda e: isinstance(e, ProgramLoaded | ProgramRefused) and e.job == job.job)
+    if room < 800:
+        assert isinstance(answer, ProgramRefused)
+        assert answer.fault.code == "admission_refused"
+        assert "temporaries need 800 bytes" in answer.fault.message
+    else:
+        assert isinstance(answer, ProgramLoaded)
+        assert shared._jobs[job.job].transients == {answer.program: 800}
+
+
+def test_memory_that_others_left_is_given_back_before_a_first_step_that_needs_it(
+    driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = compute_of(shared)
+    for free, trims in ((1 << 30, 0), (1, 1)):
+        job = driver.open()
+        number = job.load(chain())
+        monkeypatch.setattr(gpu_of(shared), "memory", lambda free=free: (free, MEMORY))
+        before = compute.trims
+        job.step(number, [1.0])
+        assert compute.trims == before + trims
 
 
 def test_a_number_no_form_can_read_is_refused_at_load(driver: Driver) -> None:
