@@ -6,12 +6,13 @@ back. `capturing` alone only makes such work.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import torch
@@ -221,7 +222,9 @@ class Engine:
         would hold up the driver."""
         try:
             with mmap.mmap(move.held.fds[0], move.nbytes) as memory:
-                at = 0
+                mapped = (ctypes.c_char * move.nbytes).from_buffer(memory)
+                base, at = ctypes.addressof(mapped), 0
+                del mapped  # `memory` stays until the end, and could not be closed while there is a window onto it
                 for index in move.buffers:
                     if index == GENERATOR:  # it is the host's to advance, so launches before this one have done that
                         self._equip(job)
@@ -233,7 +236,7 @@ class Engine:
                         raise JobFailed(
                             f"the transfer's segment has {move.nbytes} bytes, too few for its buffers", "make it larger"
                         )
-                    self._move(memory, at, buffer.data_ptr(), buffer.numel(), stream, move.into_device)
+                    self._move(base + at, buffer.data_ptr(), buffer.numel(), stream, move.into_device)
                     at += aligned(buffer.numel())
         finally:
             move.held.close()
@@ -339,19 +342,19 @@ class Engine:
                 job.confined[share] = free.pop() if free else self._partitions.stream(share)
         return job.confined
 
-    def _move(self, memory: mmap.mmap, at: int, address: int, nbytes: int, stream: int, into_device: bool) -> None:
+    def _move(self, memory: int, address: int, nbytes: int, stream: int, into_device: bool) -> None:
+        """`memory`: where the shared memory lies. ctypes lets go of the interpreter's lock while it copies, which a copy between
+        memoryviews does not, and the thread that launches would wait for each chunk."""
         for start in range(0, nbytes, CHUNK):
             size = min(CHUNK, nbytes - start)
-            chunk = self._chunk.view()[:size]
             if into_device:
-                chunk[:] = memoryview(memory)[at + start : at + start + size]
+                ctypes.memmove(self._chunk.address, memory + start, size)
                 self._driver.copy_in(address + start, self._chunk.address, size, stream)
                 wait(self._driver, stream)
             else:
                 self._driver.copy_out(self._chunk.address, address + start, size, stream)
                 wait(self._driver, stream)
-                memory[at + start : at + start + size] = chunk
-            sleep(0)  # let the thread that launches have the interpreter
+                ctypes.memmove(memory + start, self._chunk.address, size)
 
 
 def _buffer(job: CudaJob, index: int) -> torch.Tensor:

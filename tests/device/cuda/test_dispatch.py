@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from itertools import pairwise
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpumux.device.contract import JobLost, JobUnloaded, ProgramLoaded, ProgramRefused, Recut
+from gpumux.device.cuda import engine
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
 from gpumux.device.cuda.faults import fault
 from gpumux.device.cuda.feeding import FORMS
@@ -381,6 +384,32 @@ def test_memory_that_others_left_is_given_back_before_a_first_step_that_needs_it
         before = compute.trims
         job.step(number, [1.0])
         assert compute.trims == before + trims
+
+
+def test_state_is_copied_without_holding_the_interpreter(
+    driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call that lets go of its lock, chunk by chunk: the thread that launches goes on meanwhile."""
+    nbytes = 10_000_000
+    job = driver.open()
+    b = ProgramBuilder()
+    b.add_op("aten.add_.Scalar", x := b.state("uint8", (nbytes,)), 1, outs=[x.view])
+    number = job.load(b.build(), [nbytes])
+    moved: list[int] = []
+    memmove = ctypes.memmove
+
+    def count(target: int, source: int, size: int) -> None:
+        moved.append(size)
+        memmove(target, source, size)
+
+    pattern = bytes(range(250)) * (nbytes // 250)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "ctypes", SimpleNamespace(memmove=count, c_char=ctypes.c_char, addressof=ctypes.addressof))
+        job.transfer([0], [nbytes], pattern)
+        job.step(number)
+        assert job.transfer([0], [nbytes])[:nbytes] == bytes(range(1, 251)) * (nbytes // 250)
+    assert sum(moved) == 2 * nbytes
+    assert max(moved) <= engine.CHUNK
 
 
 def test_a_number_no_form_can_read_is_refused_at_load(driver: Driver) -> None:
