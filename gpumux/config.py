@@ -72,7 +72,7 @@ class Config:
     gpu: int = _setting(0, "index of the GPU this daemon owns; naming one means a GPU", low=0, high=1023)
     device: str = _setting(
         "auto",
-        "what runs the work; auto takes the GPU where there are a driver and a CUDA build of torch, and means cuda where gpu is set",
+        "what runs the work; auto takes the GPU where a driver and a CUDA build of torch are, and is cuda if gpu is set",
         choices=DEVICES,
     )
     endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")

@@ -42,7 +42,7 @@ Settings come from the --config file, then GPUMUX_* variables, then these flags;
 GPUMUX_METRICS_PORT=off and --metrics-port off mean the same.
 
 examples:
-  gpumux serve                                     GPU 0 where there are a driver and a CUDA build of torch, else the CPU
+  gpumux serve                                     GPU 0 where a driver and a CUDA build of torch are, else the CPU
   gpumux serve --gpu 0                             GPU 0, never the CPU; needs gpumux[cuda], new and unproven
   gpumux serve --device cpu --threads 1
   gpumux serve --config gpumux.toml --policy fifo

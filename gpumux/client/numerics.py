@@ -46,7 +46,8 @@ def numerics_now(device: str = "cpu") -> Numerics:
 
 
 def uses_tf32(program: Program) -> bool:
-    """Whether a GPU rounds float32 to TF32 in it, where algorithms for the same operator differ by more than in float32."""
+    """Whether a GPU rounds float32 to TF32 in it, where algorithms for the same operator differ by more than in
+    float32."""
     rounded: tuple[str, ...] = _CONVOLUTIONS if program.numerics.conv_precision == "tf32" else ()
     if program.numerics.matmul_precision != "highest":
         rounded += _PRODUCTS
@@ -63,8 +64,8 @@ def _of_convolutions(backend: str) -> str:
     if backend == "cuda":
         if _CONV[conv] != _CONV[rnn]:
             raise CaptureError(
-                f"torch.backends.cudnn.conv.fp32_precision is {conv!r} and torch.backends.cudnn.rnn.fp32_precision {rnn!r}, and jobs take "
-                "one setting along for both",
+                f"torch.backends.cudnn.conv.fp32_precision is {conv!r} and torch.backends.cudnn.rnn.fp32_precision "
+                f"{rnn!r}, and jobs take one setting along for both",
                 "set both to the same before you submit, as torch.backends.cudnn.allow_tf32 does",
             )
         return _CONV[conv]

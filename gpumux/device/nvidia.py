@@ -1,6 +1,7 @@
 """What this machine has of what the CUDA device needs, found without importing torch or loading the driver's library.
 
-`--device auto` decides by it, and `gpumux doctor` shows it. The device itself looks again when it is opened, through the driver.
+`--device auto` decides by it, and `gpumux doctor` shows it. The device itself looks again when it is opened, through
+the driver.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ _ASSIGNED = r"^{name}\s*(?::[^=]*)?=\s*(.+)$"
 
 @dataclass(frozen=True, slots=True)
 class Nvidia:
-    """`driver`: its version, empty without one. `gpus`: names of device nodes in /dev. `hidden`: the environment leaves this
-    process no GPU. `torch`, `torch_cuda`: torch's version and that of the CUDA it was built for, empty where there is none."""
+    """`driver`: its version, empty without one. `gpus`: names of device nodes in /dev. `hidden`: the environment leaves
+    this process no GPU. `torch`, `torch_cuda`: torch's version and that of the CUDA it was built for, empty where there
+    is none."""
 
     driver: str
     gpus: tuple[str, ...]

@@ -17,8 +17,8 @@ NAMES = ("auto", "cpu", "cuda", "sim")
 
 
 def choose(name: str, gpu: int = 0, nvidia: Nvidia | None = None) -> tuple[str, str]:
-    """The device that `name` leads to, which is `name` itself unless that is auto, and why, in words. `nvidia`: what the machine
-    has, if that is known already."""
+    """The device that `name` leads to, which is `name` itself unless that is auto, and why, in words. `nvidia`: what
+    the machine has, if that is known already."""
     if name == "cuda":
         return name, f"GPU {gpu}, as asked; the CUDA device is new and unproven"
     if name != "auto":

@@ -25,7 +25,8 @@ from gpumux.program.ir import (
 )
 
 HEADER = struct.Struct(">4sHI")
-# Versions of the encoding: without layers, with them, with a generator (and layers), with a conv_precision (and all of these).
+# Versions of the encoding: without layers, with them, with a generator (and layers), with a conv_precision (and all of
+# these).
 PLAIN, LAYERED, DRAWING, CONVOLVING = 1, 2, 3, 4
 CONV_PRECISION = Numerics().conv_precision  # of Programs of the versions before
 MAGIC = b"gpux"

@@ -127,8 +127,9 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Process-wide settings that change results. The device applies them before the first piece. `conv_precision`: how a GPU's
-    convolutions and recurrent layers may round float32, which torch has a switch of its own for; it means nothing on a CPU."""
+    """Process-wide settings that change results. The device applies them before the first piece. `conv_precision`: how
+    a GPU's convolutions and recurrent layers may round float32, which torch has a switch of its own for; it means
+    nothing on a CPU."""
 
     matmul_precision: str = "highest"
     deterministic: bool = False

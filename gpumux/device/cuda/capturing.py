@@ -1,7 +1,7 @@
 """The capture of a cut: its pieces in order, each for every share of the multiprocessors it may run on.
 
-A piece that can't be captured (an operator of it waits for the GPU, or a library refuses) stays operator by operator: it begins with
-what crosses into it and leaves what crosses out of it where the captured pieces behind it find it.
+A piece that can't be captured (an operator of it waits for the GPU, or a library refuses) stays operator by operator:
+it begins with what crosses into it and leaves what crosses out of it where the captured pieces behind it find it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WHOLE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Uncaptured:
-    """A piece that is run operator by operator among captured ones. `before`: what crosses into it; `after`: what crosses out
-    of it, at the places where the pieces behind it find it."""
+    """A piece that is run operator by operator among captured ones. `before`: what crosses into it; `after`: what
+    crosses out of it, at the places where the pieces behind it find it."""
 
     before: Frame
     after: Frame
@@ -35,8 +35,8 @@ class Uncaptured:
 
 @dataclass(slots=True)
 class Captured:
-    """The pieces of a cut, by share; None for a piece of nothing, and for one that is `uncaptured`. `left_out`: their operators, and
-    why they could not be captured."""
+    """The pieces of a cut, by share; None for a piece of nothing, and for one that is `uncaptured`. `left_out`: their
+    operators, and why they could not be captured."""
 
     by_share: dict[float, list[Graph | None]] = field(default_factory=dict)
     uncaptured: dict[int, Uncaptured] = field(default_factory=dict)

@@ -52,8 +52,9 @@ class Compute(Protocol):
         """A pool of memory for one job's first steps and graphs, which never run at once; there until `drop_pool`."""
 
     def allocating(self, pool: Any) -> AbstractContextManager[None]:
-        """Operators called inside take their memory from the pool, outside of a capture. A capture on the same stream takes the
-        same blocks again. No graph may be under way, or half a step of graphs: what lies in the pool then is theirs."""
+        """Operators called inside take their memory from the pool, outside of a capture. A capture on the same stream
+        takes the same blocks again. No graph may be under way, or half a step of graphs: what lies in the pool then is
+        theirs."""
 
     def drop_pool(self, pool: Any) -> None:
         """What is left in it goes back with the next `trim` after its last graph."""
@@ -109,8 +110,8 @@ class CudaCompute:
                 "install the torch build that fits the driver (nvidia-smi says which CUDA it has), or use --device cpu",
             )
         torch.cuda.init()  # the default generators are there afterwards
-        # What kernels of attention it would choose are called here by name (fused.py), and cuDNN's is not among them. With it
-        # out of the choice torch takes flash where it would take cuDNN's, also with dropout.
+        # What kernels of attention it would choose are called here by name (fused.py), and cuDNN's is not among them.
+        # With it out of the choice torch takes flash where it would take cuDNN's, also with dropout.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self._driver = driver
         self.device = torch.device("cuda", ordinal)
@@ -124,8 +125,8 @@ class CudaCompute:
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        # The primary context stays current also for a stream of a green context, which brings its multiprocessors along: a
-        # green context may be current in one thread only, and both of the device's threads use such streams.
+        # The primary context stays current also for a stream of a green context, which brings its multiprocessors
+        # along: a green context may be current in one thread only, and both of the device's threads use such streams.
         with torch.cuda.stream(self._stream(stream)):
             yield
 
@@ -149,8 +150,8 @@ class CudaCompute:
             default.graphsafe_set_state(before)
 
     def pool(self) -> Any:
-        # torch counts who uses a pool. One use is held for the job: it takes no pool that was used and is so no more, as after
-        # a first capture that failed.
+        # torch counts who uses a pool. One use is held for the job: it takes no pool that was used and is so no more,
+        # as after a first capture that failed.
         pool = torch.cuda.graph_pool_handle()
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
         torch._C._cuda_endAllocateToPool(self.device.index, pool)
@@ -220,8 +221,9 @@ class CudaCompute:
             ) from error
 
     def _end(self, graph: Any, pool: Any) -> None:
-        """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool. (It also leaves a
-        filter in its allocator of page-locked memory, which does no harm while nothing here pins memory through torch.)"""
+        """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool. (It
+        also leaves a filter in its allocator of page-locked memory, which does no harm while nothing here pins memory
+        through torch.)"""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a piece may be views alone

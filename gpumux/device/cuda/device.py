@@ -184,7 +184,8 @@ class CudaDevice(Dispatch):
         duplicate = Descriptors((os.dup(data.fd),))
         transient = footprint.transient_bytes
         load = Load(
-            program, encoded, tuple(new_buffers), tuple(binding), duplicate, data.nbytes, slots, wanted, transient, free - wanted,
+            program, encoded, tuple(new_buffers), tuple(binding), duplicate, data.nbytes, slots, wanted, transient,
+            free - wanted,
         )  # fmt: skip
         return self._submit(job, load, None)
 

@@ -270,7 +270,7 @@ class Dispatch:
             log.warning(text, job.id, what, exc_info=error)
 
     def _log(self, job: CudaJob, command: Command | Chore, error: BaseException) -> None:
-        """With its traceback, which says more than the job is told. Once a job, and not what its Program is refused for."""
+        """With its traceback, which says more than the job is told. Once a job, and no refusal of its Programs."""
         if job.logged or (isinstance(error, ProgramError | AdmissionRefused) and error.__cause__ is None):
             return
         job.logged = True

@@ -150,9 +150,9 @@ class Engine:
     def run(
         self, job: CudaJob, launch: Launch, loaded: LoadedProgram, stream: int, *, last: bool
     ) -> tuple[float, float]:
-        """A piece of cut 0, or one that could not be captured. Its start and end. Raises JobFailed and its kin.
-        Pieces of cut 0 run on the stream and from the pool that their captures will use, which so take the same memory again; confined
-        ones run where they are confined."""
+        """A piece of cut 0, or one that could not be captured. Its start and end. Raises JobFailed and its kin. Pieces
+        of cut 0 run on the stream and from the pool that their captures will use, which so take the same memory again;
+        confined ones run where they are confined."""
         self._apply(loaded.program.numerics)
         pool = None
         if not launch.cut and launch.share >= WHOLE:
@@ -245,8 +245,8 @@ class Engine:
         return dumps(loaded.profile(device)).encode()
 
     def release(self, job: CudaJob, stream: int) -> None:
-        """Give all of a job's memory back, once nothing of it runs any more. Where one part of it can't be, the others are, and
-        that error is raised."""
+        """Give all of a job's memory back, once nothing of it runs any more. Where one part of it can't be, the others
+        are, and that error is raised."""
         for used in {stream, job.capture_stream, *job.confined.values(), *self._copy_streams.values()} - {0}:
             wait(self._driver, used)
         parts = [partial(self.sweep, job), *[loaded.close for loaded in job.programs.values()]]
@@ -293,8 +293,8 @@ class Engine:
             self._code.close()
 
     def _make_room(self, job: CudaJob) -> None:
-        """Before a program's first step: it was let in by what jobs hold, and torch may keep what others have left. It can't give
-        that back while it allocates from a job's pool."""
+        """Before a program's first step: it was let in by what jobs hold, and torch may keep what others have left. It
+        can't give that back while it allocates from a job's pool."""
         free, _ = self._driver.memory()
         if free < max(job.transients.values(), default=0):
             self._compute.trim()
@@ -343,8 +343,8 @@ class Engine:
         return job.confined
 
     def _move(self, memory: int, address: int, nbytes: int, stream: int, into_device: bool) -> None:
-        """`memory`: where the shared memory lies. ctypes lets go of the interpreter's lock while it copies, which a copy between
-        memoryviews does not, and the thread that launches would wait for each chunk."""
+        """`memory`: where the shared memory lies. ctypes lets go of the interpreter's lock while it copies, which a
+        copy between memoryviews does not, and the thread that launches would wait for each chunk."""
         for start in range(0, nbytes, CHUNK):
             size = min(CHUNK, nbytes - start)
             if into_device:

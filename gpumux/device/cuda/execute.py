@@ -92,8 +92,8 @@ class Runner:
         return [storage for storage, born in live.born.items() if born < bound <= live.last[storage]]
 
     def places(self, before: Frame, start: int, stop: int) -> Frame | None:
-        """Memory for what crosses out of operators start..stop-1, which begin with `before`. None where its size is not known
-        before they have run."""
+        """Memory for what crosses out of operators start..stop-1, which begin with `before`. None where its size is not
+        known before they have run."""
         for index in range(start, stop):
             slot = self.program.ops[index].random
             if slot is not None and slot in self._kept and slot not in before.drawn:
@@ -122,7 +122,8 @@ class Runner:
                 there.copy_(frame.drawn[slot])
 
     def transient_bytes(self) -> int:
-        """The most that temporaries hold at an operator that makes some the Program knows nothing of (feeding.py); 0 without any."""
+        """The most that temporaries hold at an operator that makes some the Program knows nothing of (feeding.py); 0
+        without any."""
         made = {index: made_beside(self.program, op) for index, op in enumerate(self.program.ops)}
         changes = [0] * (len(self.program.ops) + 2)
         for storage, born in self._live.born.items():

@@ -152,7 +152,7 @@ class Flights(Generic[T]):
         return failed
 
     def _land(self, flight: _Flight[T], stream: int) -> Landed[T] | None:
-        """None where the driver is not done yet with an event that tells its times. An error of its events is its own."""
+        """None where the driver is not done yet with an event that tells its times. Their errors are its own."""
         elapsed, anchor = self._driver.elapsed, flight.anchor
         try:
             if not self._driver.reached(anchor.event):

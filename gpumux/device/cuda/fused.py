@@ -60,8 +60,9 @@ def choice(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None
 
 
 def _torchs_choice(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> int:
-    """With what stands in for cuDNN's attention where torch would take that. Flash attention aligns a causal mask with the last
-    row and column, where torch's operator and the other kernels align it with the first ones: it is only for equal lengths."""
+    """With what stands in for cuDNN's attention where torch would take that. Flash attention aligns a causal mask with
+    the last row and column, where torch's operator and the other kernels align it with the first ones: it is only for
+    equal lengths."""
     way = int(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal, scale=scale))
     if way in (FLASH, CUDNN):
         return EFFICIENT if is_causal and q.shape[2] != k.shape[2] else FLASH
@@ -182,8 +183,8 @@ def chosen(
     out, sums, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention.default(
         q, k, v, dropout_p, is_causal, False, scale=scale
     )
-    # Outside a capture the kernels leave both in host memory, and their backward reads them there. What a step leaves goes to
-    # its backward as it is, so steps that run operator by operator and captured ones each fit themselves.
+    # Outside a capture the kernels leave both in host memory, and their backward reads them there. What a step leaves
+    # goes to its backward as it is, so steps that run operator by operator and captured ones each fit themselves.
     if seed.numel() == 2:  # both in one
         seed, offset = seed.view(torch.int64).unbind()
     rows = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % ROW), value=float("inf"))

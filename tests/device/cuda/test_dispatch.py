@@ -404,7 +404,8 @@ def test_state_is_copied_without_holding_the_interpreter(
 
     pattern = bytes(range(250)) * (nbytes // 250)
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "ctypes", SimpleNamespace(memmove=count, c_char=ctypes.c_char, addressof=ctypes.addressof))
+        counted = SimpleNamespace(memmove=count, c_char=ctypes.c_char, addressof=ctypes.addressof)
+        patched.setattr(engine, "ctypes", counted)
         job.transfer([0], [nbytes], pattern)
         job.step(number)
         assert job.transfer([0], [nbytes])[:nbytes] == bytes(range(1, 251)) * (nbytes // 250)

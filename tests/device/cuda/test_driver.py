@@ -128,7 +128,8 @@ def test_an_event_recorded_again_is_reached_again(card: Card) -> None:
 
 
 class Calls:
-    """Stands in for the module of driver calls: every call succeeds, returns handles, and is written down with its thread."""
+    """Stands in for the module of driver calls: every call succeeds, returns handles, and is written down with its
+    thread."""
 
     class CUresult:
         CUDA_ERROR_NOT_READY = 600

@@ -195,7 +195,8 @@ def test_torchs_choice_is_followed_where_every_kernel_has_a_backward(monkeypatch
 def test_a_causal_mask_of_unequal_lengths_never_goes_to_flash(
     taken: int, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flash aligns it with the last row and column. Torch's operator, and the kernel that is taken instead, with the first ones."""
+    """Flash aligns it with the last row and column. Torch's operator, and the kernel that is taken instead, with the
+    first ones."""
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: taken)
 
     def ways(columns: int, causal: bool) -> tuple[int, bool]:
