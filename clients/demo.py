@@ -132,7 +132,7 @@ def _close(child: subprocess.Popen[str]) -> None:
 
 def share(clients: Sequence[Client], scratch: Path) -> None:
     """All clients at once, through one daemon."""
-    with running_daemon(device="auto", threads=THREADS) as daemon:
+    with running_daemon(device="cpu", threads=THREADS) as daemon:
         device = daemon.status()["device"]
         print(f"gpumux serve: {device['name']} ({device['kind']}), listening on {daemon.endpoint}\n", flush=True)
         commands = {

@@ -69,8 +69,12 @@ def _setting(
 class Config:
     """All settings of a daemon. Sizes are bytes and times are seconds."""
 
-    gpu: int = _setting(0, "index of the GPU this daemon owns", low=0, high=1023)
-    device: str = _setting("auto", "what runs the work; auto takes the GPU where there is one", choices=DEVICES)
+    gpu: int = _setting(0, "index of the GPU this daemon owns; naming one means a GPU", low=0, high=1023)
+    device: str = _setting(
+        "auto",
+        "what runs the work; auto takes the GPU where a driver and a CUDA build of torch are, and is cuda if gpu is set",
+        choices=DEVICES,
+    )
     endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")
     gpu_shares: str = _setting(
         "off", "whether low jobs may be confined to parts of a GPU (green contexts; not yet proven on one)",
@@ -295,6 +299,8 @@ def load(
     values: dict[str, Any] = from_file(Path(path)) if path else {}
     values.update(from_environment(environ))
     values.update(from_flags(flags or {}))
+    if "gpu" in values and values.get("device", "auto") == "auto":
+        values["device"] = "cuda"  # a daemon that was given a GPU never serves the CPU instead
     config = Config(**values)
     _together(config)
     return config

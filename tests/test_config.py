@@ -30,6 +30,22 @@ def test_each_source_beats_the_one_below(tmp_path):
     assert (got.gpu, got.threads, got.policy, got.metrics_port, got.max_jobs) == (1, 2, "paced", 3, 7)
 
 
+@pytest.mark.parametrize(
+    ("flags", "environ", "text", "device"),
+    [
+        ({}, {}, "", "auto"),
+        ({"gpu": "0"}, {}, "", "cuda"),
+        ({}, {"GPUMUX_GPU": "0"}, "", "cuda"),
+        ({}, {}, "gpu = 0", "cuda"),
+        ({"gpu": "0"}, {}, "device = 'auto'", "cuda"),
+        ({"gpu": "1"}, {}, "device = 'cpu'", "cpu"),
+        ({"gpu": "1"}, {"GPUMUX_DEVICE": "sim"}, "", "sim"),
+    ],
+)
+def test_naming_a_gpu_means_a_gpu_unless_another_device_is_named(flags, environ, text, device, tmp_path):
+    assert load(flags, environ, written(tmp_path, f"[daemon]\n{text}\n")).device == device
+
+
 def test_the_environment_names_the_file_and_an_argument_beats_it(tmp_path):
     path = written(tmp_path, "[daemon]\ngpu = 3\n")
     assert load({}, {"GPUMUX_CONFIG": str(path)}).gpu == 3

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gpumux import compiled, config, hostmemory
 from gpumux.cli.text import size
+from gpumux.device import nvidia, registry
 from gpumux.errors import ConfigError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -49,23 +50,44 @@ def _read(path: Path) -> str:
 
 def gpu(root: Path = Path("/")) -> Finding:
     """The NVIDIA driver and its devices, without loading CUDA."""
-    driver = _read(root / "proc/driver/nvidia/version")
-    if not driver:
+    has = nvidia.look(root)
+    if not has.driver:
         return Finding(
-            "gpu", WARN, "no NVIDIA driver: --device auto takes the CPU",
+            "gpu", WARN, "no NVIDIA driver",
             "install the driver if this machine has a GPU; else nothing is wrong",
         )  # fmt: skip
-    nodes = sorted(path.name for path in (root / "dev").glob("nvidia[0-9]*"))
-    if not nodes:
+    if not has.gpus:
         return Finding(
             "gpu", FAIL, "an NVIDIA driver but no /dev/nvidiaN",
             "load nvidia-modprobe, or pass the devices into this container",
         )  # fmt: skip
-    shut = [name for name in nodes if not os.access(root / "dev" / name, os.R_OK | os.W_OK)]
+    shut = [name for name in has.gpus if not os.access(root / "dev" / name, os.R_OK | os.W_OK)]
     if shut:
         return Finding("gpu", FAIL, f"no access to /dev/{shut[0]}", "join the group that owns it (often video)")
-    words = driver.splitlines()[0].split("  ")
-    return Finding("gpu", OK, f"{len(nodes)} GPU(s), driver {words[1].strip() if len(words) > 1 else driver}")
+    return Finding("gpu", OK, f"{len(has.gpus)} GPU(s), driver {has.driver}")
+
+
+def device(settings: config.Config, has: nvidia.Nvidia | None = None) -> Finding:
+    """Which device `gpumux serve` takes with these settings, and whether it can have it."""
+    has = has or nvidia.look()
+    name, why = registry.choose(settings.device, settings.gpu, has)
+    if name != "cuda":
+        buildable = settings.device == "auto" and has.driver and has.gpus and not has.hidden
+        remedy = "for the GPU install a CUDA build of torch; else nothing is wrong" if buildable else ""
+        return Finding("device", WARN if remedy else OK, f"`gpumux serve` takes {why}", remedy)
+    if has.missing:
+        remedy = "install the NVIDIA driver" if not has.driver else "pass the GPU into this container or process"
+        if has.driver and has.gpus and not has.hidden:
+            remedy = "install a CUDA build of torch"
+        detail = f"`gpumux serve` can't take GPU {settings.gpu}: {has.missing}"
+        return Finding("device", FAIL, detail, f"{remedy}, or set device to cpu")
+    if settings.gpu >= len(has.gpus):
+        detail = f"`gpumux serve` can't take GPU {settings.gpu}: there are {len(has.gpus)}, numbered from 0"
+        return Finding("device", FAIL, detail, "set gpu to one of them; nvidia-smi -L lists them")
+    if not has.bindings:
+        detail = f"`gpumux serve` can't take GPU {settings.gpu}: the package cuda-bindings is missing"
+        return Finding("device", FAIL, detail, "pip install 'gpumux[cuda]', or set device to cpu")
+    return Finding("device", OK, f"`gpumux serve` takes {why}")
 
 
 def cpu() -> Finding:

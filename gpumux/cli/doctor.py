@@ -34,7 +34,8 @@ def examine(path: str | None, endpoint: str | None, timeout: float) -> list[Find
     address = endpoint or endpoints.preferred(config.endpoint) or endpoints.default_endpoint(config.gpu)
     findings = [Finding("gpumux", OK, f"{__version__}, Python {platform.python_version()}")]
     findings += [valid, *place.trusted_files(path or os.environ.get(ENV_CONFIG), config)]
-    findings += [checks.gpu(), checks.cpu(), checks.torch(), checks.core(), place.versions()]
+    findings += [checks.gpu(), checks.cpu(), checks.torch(), checks.device(config)]
+    findings += [checks.core(), place.versions()]
     findings += [*checks.shared_memory(), checks.temp_dir(), *checks.limits(), *checks.cgroup(), checks.memory()]
     findings.append(checks.state_dir(config.state_dir))
     try:

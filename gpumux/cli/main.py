@@ -42,8 +42,8 @@ Settings come from the --config file, then GPUMUX_* variables, then these flags;
 GPUMUX_METRICS_PORT=off and --metrics-port off mean the same.
 
 examples:
-  gpumux serve                                     the CPU: a GPU has to be asked for as yet (it says which)
-  gpumux serve --device cuda --gpu 0               GPU 0; needs cuda-bindings, and has not run on a GPU yet
+  gpumux serve                                     GPU 0 where a driver and a CUDA build of torch are, else the CPU
+  gpumux serve --gpu 0                             GPU 0, never the CPU; needs cuda-bindings, new and unproven
   gpumux serve --device cpu --threads 1
   gpumux serve --config gpumux.toml --policy fifo
   gpumux serve --device sim --gpu-model h200       a simulated GPU: keeps time, computes nothing, warns its clients
@@ -165,7 +165,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     """One flag for each setting an operator changes from day to day; the rest is for the file."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="TOML file with settings (also GPUMUX_CONFIG)")
-    add("--gpu", metavar="N", help="index of the GPU to own (default 0)")
+    add("--gpu", metavar="N", help="index of the GPU to own; means --device cuda where no device is named")
     add("--device", metavar="|".join(config.DEVICES), help="what runs the work (default auto)")
     add("--gpu-shares", metavar="off|on", help="whether low jobs may be confined to parts of a GPU (default off)")
     add("--gpu-model", metavar="|".join(config.GPU_MODELS), help="the GPU that --device sim simulates (default a100)")

@@ -8,6 +8,9 @@ from typing import Any
 from gpumux.client.microbatch.split import TOLERANCE
 from gpumux.client.state import StateTable
 
+TF32_TOLERANCE = (
+    5e-3  # of float32: two algorithms for one convolution that keep ten bits of each factor differ by so much
+)
 BIT_EQUAL, EQUIVALENT = "bit-equal", "equivalent"
 
 
@@ -36,4 +39,5 @@ def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool
         )
     if not because:
         return {"exactness": BIT_EQUAL}
-    return {"exactness": EQUIVALENT, "because": because, "tolerance": dict(TOLERANCE), **more}
+    tolerance = {**TOLERANCE, "float32": TF32_TOLERANCE} if table.tf32 else dict(TOLERANCE)
+    return {"exactness": EQUIVALENT, "because": because, "tolerance": tolerance, **more}

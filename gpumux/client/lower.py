@@ -20,7 +20,7 @@ from gpumux.client.fingerprint import Change
 from gpumux.client.generator import STATE_BYTES, words_drawn
 from gpumux.client.host import Evaluator, Expr
 from gpumux.client.ledger import RawOp, RawStorage, Record
-from gpumux.client.numerics import numerics_now
+from gpumux.client.numerics import numerics_now, uses_tf32
 from gpumux.client.state import Place, StateTable
 from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, path_name
 from gpumux.client.trace import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
@@ -158,8 +158,9 @@ def lower(
     program = Program(
         storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
         results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
-        numerics=numerics_now(_precision_of(table, device)), device=device, layers=layers, spans=found,
+        numerics=numerics_now("cuda" if table.gpu else device), device=device, layers=layers, spans=found,
     )  # fmt: skip
+    table.tf32 = table.tf32 or (table.gpu and uses_tf32(program))
     words = words_drawn(program) if clients_generator else 0
     if words != 0:
         program = with_generator(program)
@@ -180,11 +181,6 @@ def with_generator(program: Program) -> Program:
         views=(*program.views, View(storage, "uint8", (STATE_BYTES,), (1,))),
         inputs=(*program.inputs, view), results=(*program.results, view), generator=view,
     )  # fmt: skip
-
-
-def _precision_of(table: StateTable, device: str) -> str:
-    """Whose settings say how float32 is to be rounded: those of where the plain loop would run."""
-    return "cuda" if table.home is not None and table.home.type == "cuda" else device
 
 
 def _results(raw: RawTrace) -> tuple[tuple[Any, ...], list[Expr]]:

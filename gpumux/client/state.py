@@ -77,6 +77,7 @@ class StateTable:
         self._device = device
         self.runs_on = runs_on
         self.home: torch.device | None = None  # where the local tensors lie; None while there are none
+        self.tf32 = False  # whether a GPU rounds float32 to TF32 in a Program of the job
         self.twins: Twins | None = None
         self._slots = [
             (owner, name, tensor)

@@ -45,7 +45,6 @@ from gpumux.wire.router import Router
 
 EX_OK, EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL, EX_CONFIG = 0, 70, 74, 75, 78
 SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
-DRIVER = Path("/proc/driver/nvidia/version")
 
 log = logging.getLogger("gpumux.daemon")
 
@@ -195,11 +194,11 @@ class OpenDevice:
 
 def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     """Choose and open the device, saying which and why."""
-    check_gpu(config)
-    log.info("device: %s", choice(config.device))
+    name, why = registry.choose(config.device, config.gpu)
+    log.info("device: %s", why)
     low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo: no job comes before another
     device = registry.make(
-        config.device,
+        name,
         gpu=config.gpu,
         threads=config.threads,
         low_nice=low_nice,
@@ -218,27 +217,6 @@ def open_device(config: Config, stack: ExitStack) -> OpenDevice:
     if info.kind == "sim":
         log.warning("this daemon SIMULATES its device: steps take time and compute nothing, and every result is zero")
     return opened
-
-
-def check_gpu(config: Config, driver: Path = DRIVER) -> None:
-    """Who asks for the second GPU should not get the CPU instead. Raises ConfigError."""
-    gpus = driver.parent / "gpus"
-    count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
-    if config.device == "auto" and config.gpu and config.gpu >= count:
-        there = f"has {count} GPU(s)" if driver.exists() else "has no NVIDIA driver"
-        raise ConfigError(
-            f"there is no GPU {config.gpu}: this machine {there}",
-            "choose another --gpu, or name the device (--device cpu)",
-        )
-
-
-def choice(name: str, driver: Path = DRIVER) -> str:
-    """Which device `name` leads to, and why, in words."""
-    if name != "auto":
-        return f"{name}, as asked"
-    if driver.exists():
-        return "the CPU: there is an NVIDIA driver, but the GPU has to be asked for (--device cuda): it is new and unproven"
-    return "the CPU: there is no NVIDIA driver on this machine"
 
 
 def curve_keys(config: Config) -> ServerCurve | None:

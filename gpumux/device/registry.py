@@ -8,11 +8,26 @@ from gpumux.device.contract import Device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.partitions import WANTED
+from gpumux.device.nvidia import Nvidia, look
 from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
 
 NAMES = ("auto", "cpu", "cuda", "sim")
+
+
+def choose(name: str, gpu: int = 0, nvidia: Nvidia | None = None) -> tuple[str, str]:
+    """The device that `name` leads to, which is `name` itself unless that is auto, and why, in words. `nvidia`: what
+    the machine has, if that is known already."""
+    if name == "cuda":
+        return name, f"GPU {gpu}, as asked; the CUDA device is new and unproven"
+    if name != "auto":
+        return name, f"{name}, as asked"
+    nvidia = nvidia or look()
+    if nvidia.missing:
+        return "cpu", f"the CPU: {nvidia.missing}"
+    has = f"driver {nvidia.driver} and torch {nvidia.torch} are there"
+    return "cuda", f"GPU {gpu}: {has}; the CUDA device is new and unproven, and --device cpu takes the CPU"
 
 
 def make(
@@ -35,7 +50,8 @@ def make(
     gpu_model, profiles: what a simulated GPU is, and profiles whose times count more than its cost model's.
     allow_ops: operators allowed beside the built-in list.
     """
-    if name in ("auto", "cpu"):  # auto: nothing of the cuda device has run on a GPU yet, so it has to be asked for
+    name, _ = choose(name, gpu)
+    if name == "cpu":
         return CpuDevice(threads=threads, low_nice=low_nice, allow_ops=allow_ops)
     if name == "sim":
         return SimDevice(gpu_model, known=profiles, allow_ops=allow_ops)

@@ -10,6 +10,8 @@ import msgpack
 from gpumux.errors import ProgramError
 from gpumux.program.encoder import (
     COMPLEX,
+    CONV_PRECISION,
+    CONVOLVING,
     DRAWING,
     DTYPES,
     GATE_KINDS,
@@ -46,7 +48,7 @@ from gpumux.program.ir import (
 from gpumux.program.limits import DEFAULT, Limits
 
 _ONLY_INT, _ONLY_LIST = {int}, {list}
-_LENGTHS = {PLAIN: 12, LAYERED: 14, DRAWING: 15}  # of the body, by version
+_LENGTHS = {PLAIN: 12, LAYERED: 14, DRAWING: 15, CONVOLVING: 15}  # of the body, by version
 
 
 def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
@@ -59,7 +61,7 @@ def decode(data: bytes, limits: Limits = DEFAULT) -> Program:
         raise malformed("not an encoded Program")
     if version not in _LENGTHS:
         raise ProgramError(
-            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} to {DRAWING}",
+            f"a Program of encoding version {version}; this gpumux reads versions {PLAIN} to {CONVOLVING}",
             "run the same gpumux version at both ends",
         )
     end = HEADER.size + length
@@ -131,12 +133,12 @@ class _Decoder:
             scalars=tuple([SCALAR_KINDS[code] for code in self._nats(scalars, limits.tensors)]),
             consts=self._consts(self._nats(lengths, limits.tensors), data, at),
             gates=tuple([self._gate(g) for g in self._list(gates, limits.tensors)]),
-            numerics=self._numerics(numerics),
+            numerics=self._numerics(numerics, version),
             device=self._text(device),
             kind=kind,
             layers=tuple([self._text(name) for name in self._list(layers, limits.layers)]),
             spans=self._spans(spans),
-            generator=self._nat(rest[2]) if version == DRAWING else None,
+            generator=self._generator(rest, version),
         )
         if self._named != len(self._names) or len(set(self._names)) != len(self._names):
             raise malformed("the table of names has unused or repeated entries")
@@ -188,10 +190,18 @@ class _Decoder:
             at += length
         return tuple(consts)
 
-    def _numerics(self, value: Any) -> Numerics:
-        precision, deterministic, flush, mkldnn, dtype = self._list(value, 5, exact=True)
+    def _generator(self, rest: list[Any], version: int) -> int | None:
+        if version < DRAWING or (version == CONVOLVING and rest[2] is None):
+            return None
+        return self._nat(rest[2])
+
+    def _numerics(self, value: Any, version: int) -> Numerics:
+        length = 5 if version < CONVOLVING else 6
+        precision, deterministic, flush, mkldnn, dtype, *conv = self._list(value, length, exact=True)
         flags = (self._flag(deterministic), self._flag(flush), self._flag(mkldnn))
-        return Numerics(self._text(precision), *flags, self._text(dtype))
+        if conv and conv[0] == CONV_PRECISION:
+            raise malformed("a version for another precision of convolutions, and the usual one")
+        return Numerics(self._text(precision), *flags, self._text(dtype), *map(self._text, conv))
 
     def _storages(self, value: Any) -> tuple[Storage, ...]:
         rows = self._table(value, self._limits.storages, lowest=-1)

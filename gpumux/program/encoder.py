@@ -15,6 +15,7 @@ from gpumux.program.ir import (
     ITEM_BYTES,
     Arg,
     Complex,
+    Numerics,
     Op,
     Program,
     ScalarRef,
@@ -24,7 +25,10 @@ from gpumux.program.ir import (
 )
 
 HEADER = struct.Struct(">4sHI")
-PLAIN, LAYERED, DRAWING = 1, 2, 3  # versions of the encoding: without layers, with them, with a generator (and layers)
+# Versions of the encoding: without layers, with them, with a generator (and layers), with a conv_precision (and all of
+# these).
+PLAIN, LAYERED, DRAWING, CONVOLVING = 1, 2, 3, 4
+CONV_PRECISION = Numerics().conv_precision  # of Programs of the versions before
 MAGIC = b"gpux"
 
 # Wire numbers. Append only: a number once given never changes its meaning.
@@ -72,20 +76,30 @@ def _parts(program: Program) -> list[bytes]:
     if program.version != IR_VERSION:
         raise malformed(f"version {program.version!r}, this gpumux writes {IR_VERSION}")
     body = _body(program)
-    version = DRAWING if program.generator is not None else LAYERED if program.layers or program.spans else PLAIN
-    return [HEADER.pack(MAGIC, version, len(body)), body, *program.consts]
+    return [HEADER.pack(MAGIC, _version(program), len(body)), body, *program.consts]
+
+
+def _version(program: Program) -> int:
+    """The first that can say all of it: a Program without anything new keeps its bytes and its hash."""
+    if program.numerics.conv_precision != CONV_PRECISION:
+        return CONVOLVING
+    if program.generator is not None:
+        return DRAWING
+    return LAYERED if program.layers or program.spans else PLAIN
 
 
 def _body(program: Program) -> bytes:
     names: dict[str, int] = {}
     n = program.numerics
+    version = _version(program)
+    settings = [n.matmul_precision, n.deterministic, n.flush_denormal, n.mkldnn, n.default_dtype]
     try:
         # Operators first: they fill the table of names.
         ops = [_encode_op(op, names) for op in program.ops]
         body: list[object] = [
             program.kind,
             program.device,
-            [n.matmul_precision, n.deterministic, n.flush_denormal, n.mkldnn, n.default_dtype],
+            settings if version < CONVOLVING else [*settings, n.conv_precision],
             [(_STORAGE_CODE[s.kind], s.nbytes, s.slot) for s in program.storages],
             list(names),
             [(v.storage, _DTYPE_CODE[v.dtype], v.offset, *v.size, *v.stride) for v in program.views],
@@ -96,9 +110,9 @@ def _body(program: Program) -> bytes:
             [len(data) for data in program.consts],
             [(g.op, _GATE_CODE[g.kind], g.name) for g in program.gates],
         ]
-        if program.layers or program.spans or program.generator is not None:
+        if version >= LAYERED:
             body += [program.layers, [(s.first, s.count, s.layer, int(s.backward)) for s in program.spans]]
-        if program.generator is not None:
+        if version >= DRAWING:
             body.append(program.generator)
         packed: bytes = msgpack.packb(body)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:

@@ -127,13 +127,16 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Process-wide settings that change results. The device applies them before the first piece."""
+    """Process-wide settings that change results. The device applies them before the first piece. `conv_precision`: how
+    a GPU's convolutions and recurrent layers may round float32, which torch has a switch of its own for; it means
+    nothing on a CPU."""
 
     matmul_precision: str = "highest"
     deterministic: bool = False
     flush_denormal: bool = False
     mkldnn: bool = True
     default_dtype: str = "float32"
+    conv_precision: str = "tf32"
 
 
 @dataclass(frozen=True, slots=True)

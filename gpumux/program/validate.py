@@ -33,6 +33,7 @@ from gpumux.program.limits import DEFAULT, Limits
 
 DEVICES = frozenset({"cpu", "cuda"})
 MATMUL_PRECISIONS = frozenset({"highest", "high", "medium"})
+CONV_PRECISIONS = frozenset({"tf32", "ieee"})
 DEFAULT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 MEMORY_FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"})
 _TAG_NAMES = {
@@ -135,6 +136,7 @@ def _settings(program: Program) -> None:
         and program.kind in ("aten", "compiled")
         and n.matmul_precision in MATMUL_PRECISIONS
         and n.default_dtype in DEFAULT_DTYPES
+        and n.conv_precision in CONV_PRECISIONS
         and all(type(flag) is bool for flag in (n.deterministic, n.flush_denormal, n.mkldnn))
     )
     if not known:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 from gpumux.cli import checks, doctor
 from gpumux.cli.checks import FAIL, OK, WARN
 from gpumux.cli.main import main
+from gpumux.config import Config
+from gpumux.device.nvidia import Nvidia
 
 
 def machine(tmp_path, **files):
@@ -24,9 +27,9 @@ def machine(tmp_path, **files):
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1  Thu\nGCC version: 13\n"
 
 
-def test_no_driver_is_a_warning_that_names_the_fallback(tmp_path):
+def test_no_driver_is_a_warning(tmp_path):
     found = checks.gpu(tmp_path)
-    assert (found.level, "CPU" in found.detail) == (WARN, True)
+    assert (found.level, found.detail) == (WARN, "no NVIDIA driver")
 
 
 def test_a_driver_without_devices_fails(tmp_path):
@@ -36,6 +39,29 @@ def test_a_driver_without_devices_fails(tmp_path):
 def test_a_driver_with_devices_is_well(tmp_path):
     found = checks.gpu(machine(tmp_path, proc__driver__nvidia__version=DRIVER, dev__nvidia0="", dev__nvidiactl=""))
     assert (found.level, found.detail) == (OK, "1 GPU(s), driver 580.1")
+
+
+GPU = Nvidia("580.1", ("nvidia0",), False, "2.11.0+cu130", "13.0", True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lacks", "level", "says"),
+    [
+        ({}, {}, OK, "takes GPU 0"),
+        ({}, {"driver": ""}, OK, "takes the CPU: there is no NVIDIA driver"),
+        ({}, {"torch": "2.13.0+cpu", "torch_cuda": ""}, WARN, "built without CUDA"),
+        ({}, {"bindings": False}, FAIL, "cuda-bindings is missing"),
+        ({"device": "cpu"}, {}, OK, "takes cpu, as asked"),
+        ({"device": "cuda"}, {"driver": ""}, FAIL, "can't take GPU 0: there is no NVIDIA driver"),
+        ({"device": "cuda"}, {"gpus": ()}, FAIL, "no GPU in /dev"),
+        ({"device": "cuda"}, {"torch": "2.13.0+cpu", "torch_cuda": ""}, FAIL, "built without CUDA"),
+        ({"device": "cuda", "gpu": 1}, {}, FAIL, "can't take GPU 1: there are 1"),
+    ],
+)
+def test_the_doctor_says_which_device_serve_takes_and_what_it_lacks(settings, lacks, level, says):
+    found = checks.device(Config(**settings), replace(GPU, **lacks))
+    assert (found.level, says in found.detail) == (level, True), found
+    assert bool(found.remedy) == (level != OK)
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,16 @@ def test_the_form_of_a_log_is_guessed_from_a_command_line_that_is_wrong(tmp_path
         assert wrong.log_format(argv, {}) == "text"
 
 
-def test_a_device_that_is_not_there_is_78(runtime_dir, capsys):
-    flags = ["--device", "cuda", "--endpoint", f"ipc://{runtime_dir}/g.sock", "--metrics-port", "off"]
+@pytest.mark.parametrize("named", [("--device", "cuda"), ("--gpu", "0"), ("--gpu", "0", "--device", "auto")])
+def test_a_gpu_that_is_named_and_cant_be_had_is_78_and_never_the_cpu(named, runtime_dir):
+    """On a machine without a GPU; the environment hides those of one that has some."""
+    flags = [*named, "--endpoint", f"ipc://{runtime_dir}/g.sock", "--metrics-port", "off"]
     done = subprocess.run(
-        [sys.executable, "-m", "gpumux.cli.main", "serve", *flags], capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, "-m", "gpumux.cli.main", "serve", *flags], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
     assert done.returncode == EX_CONFIG
+    assert "serves" not in done.stderr
     assert "--device cpu" in done.stderr
 
 

@@ -147,6 +147,8 @@ def _values(run: tuple[list[Any], list[Any]]) -> dict[str, torch.Tensor]:
     results, states = run
     kept: list[Any] = []
     for state in states:  # learning rates are numbers in one run and tensors in the other
+        if isinstance(state, torch.Tensor):
+            continue  # the random generator: a job on a GPU has one of its own
         moments = state.get("state") if "param_groups" in state else None
         kept.append(state if moments is None else moments)
     found = {}

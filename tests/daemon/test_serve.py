@@ -41,27 +41,6 @@ def test_the_policies_of_the_configuration_are_the_cores():
     assert set(config.POLICIES) == set(POLICIES)
 
 
-def test_auto_says_what_it_chose_and_why(tmp_path):
-    assert serve.choice("cpu") == "cpu, as asked"
-    assert "no NVIDIA driver" in serve.choice("auto", tmp_path / "none")
-    (tmp_path / "version").write_text("x")
-    assert "has to be asked for" in serve.choice("auto", tmp_path / "version")
-
-
-def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(tmp_path):
-    absent, driver = tmp_path / "none" / "version", tmp_path / "version"
-    with pytest.raises(ConfigError, match="no GPU 1: this machine has no NVIDIA driver"):
-        serve.check_gpu(Config(gpu=1), absent)
-    driver.write_text("x")
-    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no GPU 1: this machine has 1 GPU"):
-        serve.check_gpu(Config(gpu=1), driver)
-    serve.check_gpu(Config(gpu=0), absent)
-    serve.check_gpu(Config(gpu=1, device="cpu"), absent)
-    (tmp_path / "gpus" / "0000:02:00.0").mkdir()
-    serve.check_gpu(Config(gpu=1), driver)
-
-
 def test_a_state_directory_that_can_not_be_made_is_a_configuration_error(tmp_path):
     (tmp_path / "file").write_text("")
     code = serve.run(Config(state_dir=str(tmp_path / "file"), endpoint=(f"ipc://{tmp_path}/s",)))

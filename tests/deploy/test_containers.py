@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gpumux.cli.main import build_parser
+from gpumux.config import load
 
 from .packages import ROOT, need
 
@@ -75,6 +76,12 @@ def commands():
 @pytest.mark.parametrize("command", list(commands()), ids=" ".join)
 def test_commands_are_ones_the_program_takes(command):
     build_parser().parse_args(command)
+
+
+def test_the_daemonset_names_its_gpu_and_the_image_takes_what_is_there():
+    for command, device in ((CONTAINER["args"], "cuda"), (json.loads(instruction("CMD")), "auto")):
+        args = build_parser().parse_args(command)
+        assert load({"gpu": args.gpu, "device": args.device}, {}).device == device
 
 
 def test_nobody_runs_as_root_and_clients_are_in_the_daemons_group():

@@ -15,7 +15,7 @@ import pytest
 
 from gpumux.cli.main import EX_CONFIG, EX_USAGE, build_parser
 from gpumux.client.session import Session
-from gpumux.config import Config, from_file
+from gpumux.config import Config, from_file, load
 from tests.daemon.live import SOON_S, LiveJob, floats, serving
 from tests.program import samples
 from tests.users import become
@@ -79,6 +79,16 @@ def test_the_command_is_one_the_program_takes():
     _, *command = only("ExecStart").replace("%i", "1").replace("%S", "/var/lib").split()
     args = build_parser().parse_args(command)
     assert (args.command, args.gpu, args.state_dir) == ("serve", "1", "/var/lib/gpumux/1")
+
+
+def test_a_unit_for_a_gpu_never_serves_the_cpu_unless_its_configuration_says_so(tmp_path):
+    _, *command = only("ExecStart").replace("%i", "0").replace("%S", "/var/lib").split()
+    args = build_parser().parse_args(command)
+    flags = {"gpu": args.gpu, "device": args.device}
+    shipped = SYSTEMD / "gpumux.toml"
+    assert load(flags, {}, shipped).device == "cuda"
+    (tmp_path / "gpumux.toml").write_text(shipped.read_text().replace('# device = "cpu"', 'device = "cpu"'))
+    assert load(flags, {}, tmp_path / "gpumux.toml").device == "cpu"
 
 
 def test_the_directory_is_where_clients_look(monkeypatch, tmp_path):

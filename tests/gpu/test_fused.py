@@ -27,10 +27,13 @@ def captured(body: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rows", [128, 197])
-def test_attention(dtype: torch.dtype, causal: bool, rows: int, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (197, 197), (128, 197), (197, 128)])
+def test_attention(
+    dtype: torch.dtype, causal: bool, rows: int, columns: int, record_property: Callable[[str, object], None]
+) -> None:
     draw = torch.Generator("cuda").manual_seed(1)
-    q, k, v, grad = (torch.randn(2, 12, rows, 64, device="cuda", generator=draw).to(dtype) for _ in range(4))
+    lengths = (rows, columns, columns, rows)
+    q, k, v, grad = (torch.randn(2, 12, long, 64, device="cuda", generator=draw).to(dtype) for long in lengths)
     way = fused.choice(q, k, v, causal, None, None)
     record_property("torch chooses", NAMES[way])
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2

@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, ScalarRef, Span, Storage, StorageKind, TensorRef, View
+from gpumux.program.ir import (
+    ITEM_BYTES,
+    Arg,
+    Numerics,
+    Op,
+    Out,
+    Program,
+    ScalarRef,
+    Span,
+    Storage,
+    StorageKind,
+    TensorRef,
+    View,
+)
 
 
 class _Draft:
@@ -161,8 +174,13 @@ def given_generator(size: int = 64, state_bytes: int = 5056) -> Program:
     )  # fmt: skip
 
 
+def full_precision() -> Program:
+    """`add_one` of a client that has turned TF32 off for convolutions, which makes its encoding another version."""
+    return replace(add_one(), numerics=Numerics(conv_precision="ieee"))
+
+
 ALL = {
     "empty": empty, "add_one": add_one, "counter": counter, "sgd_linear": sgd_linear,
     "crash_maxpool": crash_maxpool, "crash_div": crash_div, "dropout": dropout,
-    "layered": layered, "given_generator": given_generator,
+    "layered": layered, "given_generator": given_generator, "full_precision": full_precision,
 }  # fmt: skip

@@ -56,6 +56,7 @@ def programs(draw: st.DrawFn, max_ops: int = 12) -> Program:
             draw(st.booleans()),
             draw(st.booleans()),
             draw(st.sampled_from(["float32", "float64"])),
+            draw(st.sampled_from(["tf32", "tf32", "ieee"])),
         ),
     )
     views: list[int] = []

@@ -142,6 +142,38 @@ def test_layers_make_another_version_and_nothing_else():
     assert labels(LAYERS) == [Label("features.0", True)]
 
 
+def test_a_precision_of_convolutions_makes_another_version_and_nothing_else():
+    plain, data = encode(samples.add_one()), encode(samples.full_precision())
+    assert (plain[5], data[5]) == (1, 4)
+    settings, body = body_of(plain)[2], body_of(plain)
+    body[2] = [*settings, "ieee"]
+    assert body_of(data) == [*body, [], [], None]
+    assert decode(data) == samples.full_precision()
+    drawing = replace(samples.given_generator(), numerics=Numerics(conv_precision="ieee"))
+    assert decode(encode(drawing)) == drawing
+    assert body_of(encode(drawing))[-1] == drawing.generator
+
+
+@pytest.mark.parametrize(
+    ("conv", "generator"),
+    [(["tf32"], None), ([], None), (["ieee", 1], None), ([7], None), (["ieee"], -1), (["ieee"], "a")],
+)
+def test_ill_formed_precisions_are_program_errors(conv, generator):
+    body = body_of(encode(samples.full_precision()))
+    body[2], body[-1] = [*body[2][:5], *conv], generator
+    with pytest.raises(ProgramError):
+        decode(framed(body, version=4))
+
+
+def test_earlier_versions_have_no_precision_of_convolutions():
+    for sample in (samples.add_one, samples.layered, samples.given_generator):
+        data = encode(sample())
+        body = body_of(data)
+        body[2].append("ieee")
+        with pytest.raises(ProgramError, match="an array of 6"):
+            decode(framed(body, version=data[5]))
+
+
 @pytest.mark.parametrize(
     ("layers", "rows"),
     [([], []), ([], [[0, 1, 0, 0]]), ("a", [[0, 1, 0, 0]]), ([7], [[0, 1, 0, 0]]), (["a" * 257], [[0, 1, 0, 0]]),
@@ -164,8 +196,8 @@ def test_what_no_program_can_hold_is_left_out_of_the_layers():
 
 def test_a_newer_version_is_named():
     data = bytearray(encode(samples.add_one()))
-    data[5] = 4
-    with pytest.raises(ProgramError, match="version 4"):
+    data[5] = 5
+    with pytest.raises(ProgramError, match="version 5"):
         decode(bytes(data))
     with pytest.raises(ProgramError, match="version"):
         encode(replace(samples.add_one(), version=2))

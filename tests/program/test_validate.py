@@ -148,6 +148,7 @@ BROKEN = {
     "gate of unknown kind": replace(ADD, gates=(Gate(0, "hold", "x"),)),
     "unknown precision": replace(ADD, numerics=Numerics(matmul_precision="lowest")),
     "unknown default dtype": replace(ADD, numerics=Numerics(default_dtype="int8")),
+    "unknown precision of convolutions": replace(ADD, numerics=Numerics(conv_precision="fp8")),
     "a flag that is none": replace(ADD, numerics=Numerics(deterministic=1)),
     "unknown device": replace(ADD, device="xla"),
     "unknown kind": replace(ADD, kind="cuda"),

@@ -1,4 +1,8 @@
-"""The capture of a cut: its pieces in order, each for every share of the multiprocessors it may run on."""
+"""The capture of a cut: its pieces in order, each for every share of the multiprocessors it may run on.
+
+A piece that can't be captured (an operator of it waits for the GPU, or a library refuses) stays operator by operator:
+it begins with what crosses into it and leaves what crosses out of it where the captured pieces behind it find it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gpumux.device.cuda.compute import Graph
 from gpumux.device.cuda.execute import Frame
 from gpumux.device.cuda.measuring import Twin
 from gpumux.device.cuda.worker import PENDING
+from gpumux.errors import DeviceLost, GpumuxError
 
 if TYPE_CHECKING:
     from gpumux.device.cuda.loaded import LoadedProgram
@@ -21,11 +24,23 @@ if TYPE_CHECKING:
 WHOLE = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Uncaptured:
+    """A piece that is run operator by operator among captured ones. `before`: what crosses into it; `after`: what
+    crosses out of it, at the places where the pieces behind it find it."""
+
+    before: Frame
+    after: Frame
+
+
 @dataclass(slots=True)
 class Captured:
-    """The pieces of a cut, by share; None for a piece of nothing."""
+    """The pieces of a cut, by share; None for a piece of nothing, and for one that is `uncaptured`. `left_out`: their
+    operators, and why they could not be captured."""
 
     by_share: dict[float, list[Graph | None]] = field(default_factory=dict)
+    uncaptured: dict[int, Uncaptured] = field(default_factory=dict)
+    left_out: list[tuple[int, int, GpumuxError]] = field(default_factory=list)
 
     def drop(self) -> None:
         """Nothing of it may be running."""
@@ -33,6 +48,7 @@ class Captured:
             if graph is not None:
                 graph.drop()
         self.by_share.clear()
+        self.uncaptured.clear()
 
 
 class CaptureRun:
@@ -66,15 +82,33 @@ class CaptureRun:
 
     def _capture(self, start: int, stop: int, share: float) -> Graph | None:
         loaded, pool = self._loaded, self._pool
+        piece = len(self.graphs.by_share[share])
         if share != WHOLE:
+            if piece in self.graphs.uncaptured:
+                return None
             return loaded.recapture(self._before, self._frame, start, stop, self._confined[share], pool)
-        if self._confined:
-            self._before = Frame([*self._frame.temps], dict(self._frame.drawn))
+        self._before = self._frame.copy()
         if self.marks is None:
-            return loaded.capture(self._frame, start, stop, self._stream, pool)
+            try:
+                return loaded.capture(self._frame, start, stop, self._stream, pool)
+            except DeviceLost:
+                raise
+            except GpumuxError as error:
+                self._leave_out(piece, start, stop, error)
+                return None
         graph, marks = loaded.instrument(self._frame, start, stop, self._stream, pool)
         self.marks.append(marks)
         return graph
+
+    def _leave_out(self, piece: int, start: int, stop: int, error: GpumuxError) -> None:
+        """Have the piece run operator by operator. Raises `error` where that can't be among captured ones."""
+        self._loaded.driver.idle(self._stream)  # raises DeviceLost when it was no matter of this capture
+        after = self._loaded.places(self._before, start, stop, self._stream)
+        if after is None:
+            raise error
+        self.graphs.uncaptured[piece] = Uncaptured(self._before, after)
+        self.graphs.left_out.append((start, stop, error))
+        self._frame = after.copy()
 
     def stop(self) -> None:
         """Give up, and drop what was captured."""
@@ -87,9 +121,3 @@ class CaptureRun:
         """Of all its pieces, when `part` has said None."""
         assert self.marks is not None
         return Twin(self._loaded.cuts.newest, self.graphs.by_share[WHOLE], self.marks, self._loaded.driver)
-
-
-def whole_bytes(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The first bytes of the storage a tensor lies on."""
-    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return made.set_(tensor.untyped_storage(), 0, (nbytes,), (1,))

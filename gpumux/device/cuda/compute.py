@@ -49,7 +49,15 @@ class Compute(Protocol):
         """Operators called inside draw from it."""
 
     def pool(self) -> Any:
-        """A pool of memory for one job's graphs, which never run at once."""
+        """A pool of memory for one job's first steps and graphs, which never run at once; there until `drop_pool`."""
+
+    def allocating(self, pool: Any) -> AbstractContextManager[None]:
+        """Operators called inside take their memory from the pool, outside of a capture. A capture on the same stream
+        takes the same blocks again. No graph may be under way, or half a step of graphs: what lies in the pool then is
+        theirs."""
+
+    def drop_pool(self, pool: Any) -> None:
+        """What is left in it goes back with the next `trim` after its last graph."""
 
     def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
         """The operators that `body` calls as one graph. They are not run. Raises what `body` does, JobFailed."""
@@ -102,6 +110,9 @@ class CudaCompute:
                 "install the torch build that fits the driver (nvidia-smi says which CUDA it has), or use --device cpu",
             )
         torch.cuda.init()  # the default generators are there afterwards
+        # What kernels of attention it would choose are called here by name (fused.py), and cuDNN's is not among them.
+        # With it out of the choice torch takes flash where it would take cuDNN's, also with dropout.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._driver = driver
         self.device = torch.device("cuda", ordinal)
         self._streams: dict[int, Any] = {}
@@ -114,7 +125,9 @@ class CudaCompute:
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        with self._driver.within(stream), torch.cuda.stream(self._stream(stream)):
+        # The primary context stays current also for a stream of a green context, which brings its multiprocessors
+        # along: a green context may be current in one thread only, and both of the device's threads use such streams.
+        with torch.cuda.stream(self._stream(stream)):
             yield
 
     def _stream(self, stream: int) -> Any:
@@ -137,7 +150,25 @@ class CudaCompute:
             default.graphsafe_set_state(before)
 
     def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+        # torch counts who uses a pool. One use is held for the job: it takes no pool that was used and is so no more,
+        # as after a first capture that failed.
+        pool = torch.cuda.graph_pool_handle()
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
+        torch._C._cuda_endAllocateToPool(self.device.index, pool)
+        return pool
+
+    @contextmanager
+    def allocating(self, pool: Any) -> Iterator[None]:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
+        try:
+            yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()  # they would stay in the pool, and be another job's to use
+            torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            torch._C._cuda_releasePool(self.device.index, pool)
+
+    def drop_pool(self, pool: Any) -> None:
+        torch._C._cuda_releasePool(self.device.index, pool)
 
     def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
         # Not the context manager torch.cuda.graph: it synchronises the device and empties the cache first.
@@ -190,7 +221,9 @@ class CudaCompute:
             ) from error
 
     def _end(self, graph: Any, pool: Any) -> None:
-        """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool."""
+        """End a capture. Where torch can't, it would go on to look for this capture's memory, and keep the pool. (It
+        also leaves a filter in its allocator of page-locked memory, which does no harm while nothing here pins memory
+        through torch.)"""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a piece may be views alone
@@ -207,8 +240,7 @@ class CudaCompute:
     def _upload(self, graph: Any, stream: int) -> None:
         executable = getattr(graph, "raw_cuda_graph_exec", None)
         if executable is not None:  # else the first replay uploads it
-            with self._driver.within(stream):
-                self._driver.upload(int(executable()), stream)
+            self._driver.upload(int(executable()), stream)
 
 
 def _is_captured(graph: Any) -> bool:

@@ -175,13 +175,18 @@ class CudaDevice(Dispatch):
             return self._tell(dev.ProgramRefused(job, program, UNKNOWN))
         footprint = self._checks.footprint(job, program, encoded)
         wanted = sum(new_buffers) + (3 * footprint.slot_bytes if footprint is not None else 0)
-        fault = held.refuses(program, wanted, footprint, self.memory().free_bytes)
+        free = self.memory().free_bytes
+        fault = held.refuses(program, wanted, footprint, free)
         if fault is not None or footprint is None:
             return self._tell(dev.ProgramRefused(job, program, fault or UNKNOWN))
         held.charged += wanted
         held.transients[program] = footprint.transient_bytes
         duplicate = Descriptors((os.dup(data.fd),))
-        load = Load(program, encoded, tuple(new_buffers), tuple(binding), duplicate, data.nbytes, slots, wanted)
+        transient = footprint.transient_bytes
+        load = Load(
+            program, encoded, tuple(new_buffers), tuple(binding), duplicate, data.nbytes, slots, wanted, transient,
+            free - wanted,
+        )  # fmt: skip
         return self._submit(job, load, None)
 
     def launch(self, launch: Launch) -> None:
@@ -305,8 +310,14 @@ class CudaDevice(Dispatch):
         self._keeper = Keeper(self._epoll, self, self._allow_ops)
         self._keeper.start()
         self._parts += [self._checks.close, self._keeper.close]
-        self._epoll.poll(OPEN_S)
-        self._keeper.hear()
+        end = monotonic() + OPEN_S
+        while self._warm is not None and self._warm.facts is None and monotonic() < end:
+            for fd, _ in self._epoll.poll(max(0.0, end - monotonic())):
+                if fd == self._bell:
+                    os.eventfd_read(self._bell)
+                else:
+                    self._keeper.hear()
+            self._worker.finished()  # the likeliest failure on a new machine: its thread can't begin
         if self._warm is None or self._warm.facts is None:
             remedy = "see what it printed; try python -c 'import torch'"
             raise ConfigError("the process that checks programs did not start", remedy)

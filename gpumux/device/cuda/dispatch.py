@@ -18,12 +18,13 @@ from gpumux.device.cpu.checks import Checks
 from gpumux.device.cpu.jobs import Move, Profile
 from gpumux.device.cpu.keeper import Keeper
 from gpumux.device.cpu.schedule import Schedule
+from gpumux.device.cuda.faults import as_fault
 from gpumux.device.cuda.flights import Flights, Landed
 from gpumux.device.cuda.jobs import Capture, Chore, Command, CudaJob, Instrument, Load, release, unanswered
 from gpumux.device.cuda.profiling import Profiles
 from gpumux.device.cuda.running import Running
 from gpumux.device.cuda.worker import Worker
-from gpumux.errors import DeviceLost, GpumuxError, JobFailed, ProgramError
+from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.model import Fault, JobId, Priority
 
 if TYPE_CHECKING:
@@ -33,15 +34,6 @@ if TYPE_CHECKING:
 ANY_NUMBER = 1 << 20
 log = logging.getLogger(__name__)
 Flown = tuple[CudaJob, Launch, bool]  # the last: it ends its step
-
-
-def as_fault(error: BaseException) -> Fault:
-    if isinstance(error, GpumuxError):
-        return Fault(error.code, error.message, error.remedy)
-    known = JobFailed(
-        f"an error inside gpumux: {type(error).__name__}: {error}"[:500], "report it with the daemon's log"
-    )
-    return Fault(known.code, known.message, known.remedy)
 
 
 class Dispatch:
@@ -94,7 +86,7 @@ class Dispatch:
             try:
                 if isinstance(command, Launch):
                     loaded = self._program(job, command)
-                    if loaded.is_captured(command.cut):
+                    if loaded.is_captured(command.cut, command.piece):
                         self._fly(job, command, loaded)
                         job.backlog.popleft()
                         continue
@@ -108,6 +100,7 @@ class Dispatch:
                 return
             except GpumuxError as error:
                 assert isinstance(command, Launch)
+                self._log(job, command, error)
                 self._lose(job, as_fault(error), command)
 
     def _program(self, job: CudaJob, launch: Launch) -> LoadedProgram:
@@ -138,6 +131,10 @@ class Dispatch:
         job, launch, last = landed.what
         job.airborne -= 1
         if job.over:
+            return
+        if landed.error is not None:
+            self._log(job, launch, landed.error)
+            self._lose(job, as_fault(landed.error), launch)
             return
         self._schedule.done(job.id)
         self._events.append(dev.LaunchDone(launch.launch, landed.started, landed.ended))
@@ -184,6 +181,8 @@ class Dispatch:
             return
         if not isinstance(command, Capture | Instrument):
             self._schedule.done(job.id)
+        if error is not None:
+            self._log(job, command, error)
         fault = None if error is None else as_fault(error)
         self._answers[type(command)](job, command, value, fault)
 
@@ -210,6 +209,7 @@ class Dispatch:
             job.programs[load.program] = value
             value.operands.copies = self._engine.copies(job.spec.priority)  # it may have changed while this was loaded
             job.charged += sum(load.new_buffers) + value.operands.held_bytes - load.charge
+            job.transients[load.program] = max(job.transients[load.program], value.transient)
             bounds = value.cuts.bounds(0)
             self._events.append(dev.ProgramLoaded(job.id, load.program, value.cuts.seconds(0), bounds))
         self._after(job, None)
@@ -225,14 +225,18 @@ class Dispatch:
     def _instrumented(self, job: CudaJob, chore: Instrument, value: Any, fault: Fault | None) -> None:
         twin, grown = value or (None, 0)
         job.transients[chore.program] = max(job.transients[chore.program], grown)
-        self._profiles.instrumented(job, chore.program, twin, fault)
+        self._profiles.instrumented(job, chore.program, twin)
         self._after(job, None)
 
     def _captured(self, job: CudaJob, capture: Capture, value: Any, fault: Fault | None) -> None:
-        if fault is not None:
-            self._lose(job, fault, None)
+        if fault is not None:  # its steps go on as they did: under the cut before, or operator by operator
+            self._say_uncaptured(job, f"program {capture.program} stays as it is: {fault.message}")
+            self._after(job, None)
             return
         graphs, grown = value
+        for start, stop, error in graphs.left_out:
+            where = f"operators {start} to {stop - 1} of program {capture.program} stay operator by operator"
+            self._say_uncaptured(job, f"{where}: {error}", error)
         loaded = job.programs[capture.program]
         old = loaded.accept(capture.bounds, graphs)
         job.garbage += [old] if old is not None else []
@@ -257,6 +261,20 @@ class Dispatch:
         self._advance(job)
         self._hand_over()
         self._running.rest(job)
+
+    def _say_uncaptured(self, job: CudaJob, what: str, error: GpumuxError | None = None) -> None:
+        """Once a job: every cut of every program of it may meet the same."""
+        if not job.warned:
+            job.warned = True
+            text = "a piece of job %s can't be captured, which makes its steps slower; %s"
+            log.warning(text, job.id, what, exc_info=error)
+
+    def _log(self, job: CudaJob, command: Command | Chore, error: BaseException) -> None:
+        """With its traceback, which says more than the job is told. Once a job, and no refusal of its Programs."""
+        if job.logged or (isinstance(error, ProgramError | AdmissionRefused) and error.__cause__ is None):
+            return
+        job.logged = True
+        log.error("%s of job %s failed: %s", type(command).__name__, job.id, error, exc_info=error)
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -305,8 +323,10 @@ class Dispatch:
         self._worker.submit(partial(self._engine.release, job, job.stream), partial(self._released, job), Priority.HIGH)
 
     def _released(self, job: CudaJob, value: None, error: BaseException | None) -> None:
-        if error is not None:
+        if isinstance(error, DeviceLost):
             raise error
+        if error is not None:  # what it held may be lost to other jobs, and that is all
+            log.error("what job %s held can't all be given back: %s", job.id, error, exc_info=error)
         self._running.leave(job)
         del self._jobs[job.id]
         self._untrimmed = True

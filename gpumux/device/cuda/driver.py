@@ -12,14 +12,14 @@ positional: cuda-bindings 12 and 13 name some of them differently.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpumux.device.cuda.faults import fault
 from gpumux.errors import ConfigError
 
+NO_DRIVER = "there is no NVIDIA driver on this machine"
 NEEDED = "pip install cuda-bindings, or use --device cpu"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -116,10 +116,8 @@ class Driver(Protocol):
         """A green context of at least so many multiprocessors, and how many it has. Raises JobFailed where there are
         none."""
 
-    def confined_stream(self, partition: int, priority: int) -> int: ...
-
-    def within(self, stream: int) -> AbstractContextManager[None]:
-        """Inside, what is made in this thread belongs to the stream's partition, if it has one."""
+    def confined_stream(self, partition: int, priority: int) -> int:
+        """A stream of the partition, used with the primary context current: it brings its multiprocessors along."""
 
     def destroy_partition(self, partition: int) -> None: ...
 
@@ -133,16 +131,13 @@ class CudaDriver:
         self._device: Any = None
         self._opening = True
         self._partitions: dict[int, Any] = {}
-        self._confined: dict[int, Any] = {}  # the context of each confined stream
 
     def open(self, ordinal: int) -> Facts:
         self._api = bindings()
         try:
             self._call("cuInit", 0)
         except RuntimeError as error:  # cuda-bindings found no libcuda
-            raise ConfigError(
-                "there is no NVIDIA driver on this machine", "install one, or use --device cpu"
-            ) from error
+            raise ConfigError(NO_DRIVER, "install one (nvidia-smi shows it), or use --device cpu") from error
         self._device = self._call("cuDeviceGet", ordinal)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self.enter()
@@ -175,7 +170,6 @@ class CudaDriver:
         return int(self._call("cuStreamCreateWithPriority", _NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: int) -> None:
-        self._confined.pop(stream, None)
         self._call("cuStreamDestroy", stream)
 
     def idle(self, stream: int) -> bool:
@@ -241,21 +235,7 @@ class CudaDriver:
 
     def confined_stream(self, partition: int, priority: int) -> int:
         context = self._partitions[partition]
-        stream = int(self._call("cuGreenCtxStreamCreate", context, _NON_BLOCKING, priority))
-        self._confined[stream] = self._call("cuCtxFromGreenCtx", context)
-        return stream
-
-    @contextmanager
-    def within(self, stream: int) -> Iterator[None]:
-        context = self._confined.get(stream)
-        if context is None:
-            yield
-            return
-        self._call("cuCtxPushCurrent", context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent")
+        return int(self._call("cuGreenCtxStreamCreate", context, _NON_BLOCKING, priority))
 
     def destroy_partition(self, partition: int) -> None:
         self._call("cuGreenCtxDestroy", self._partitions.pop(partition))
@@ -281,7 +261,11 @@ class CudaDriver:
 
 
 def bindings() -> Any:
-    """The module of driver calls. Raises ConfigError when cuda-bindings is not installed."""
+    """The module of driver calls. Raises ConfigError where there is no driver, or cuda-bindings is not installed."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # looked for first: without a driver, installing the package would not help
+    except OSError as error:
+        raise ConfigError(NO_DRIVER, "install one (nvidia-smi shows it), or use --device cpu") from error
     try:
         from cuda.bindings import driver
     except ImportError as error:

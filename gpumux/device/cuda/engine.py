@@ -6,11 +6,13 @@ back. `capturing` alone only makes such work.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import monotonic, sleep
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from gpumux.device.cpu.interp import first_lines
 from gpumux.device.cpu.jobs import Move
 from gpumux.device.cpu.numerics import CurrentNumerics
 from gpumux.device.cpu.randomness import move_generator
-from gpumux.device.cuda.capturing import CaptureRun
+from gpumux.device.cuda.capturing import WHOLE, CaptureRun
 from gpumux.device.cuda.compiled import CompiledRunner
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
@@ -32,10 +34,10 @@ from gpumux.device.cuda.loaded import LoadedProgram, wait
 from gpumux.device.cuda.operands import Operands, SharedSegment
 from gpumux.device.cuda.partitions import Partitions
 from gpumux.device.cuda.worker import PENDING
-from gpumux.errors import AdmissionRefused, GpumuxError, JobFailed, ProgramError
+from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.model import GENERATOR_BYTES, Priority
 from gpumux.program.codec import decode
-from gpumux.program.ir import aligned
+from gpumux.program.ir import Numerics, aligned
 from gpumux.program.profile import dumps
 
 CHUNK = 4 << 20
@@ -124,8 +126,14 @@ class Engine:
                 whole = compiled.units
             else:
                 runner = Runner(program, operands, self._compute)
+            transient = max(load.transient, runner.transient_bytes())
+            if transient > load.room:
+                raise AdmissionRefused(
+                    f"the program's temporaries need {transient} bytes and {load.room} are free on the GPU",
+                    "use smaller batches, or wait for other jobs to end",
+                )
             cuts = Cuts(len(program.ops), HIGH_S if high else LOW_S, HIGH_LEAST_S if high else None, gates, whole)
-            loaded = LoadedProgram(program, operands, self._driver, self._compute, runner, cuts)
+            loaded = LoadedProgram(program, operands, self._driver, self._compute, runner, cuts, transient)
             wait(self._driver, job.capture_stream)  # what was zeroed there is so before another stream reads it
             return loaded
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
@@ -142,14 +150,21 @@ class Engine:
     def run(
         self, job: CudaJob, launch: Launch, loaded: LoadedProgram, stream: int, *, last: bool
     ) -> tuple[float, float]:
-        """A piece of cut 0. Its start and end. Raises JobFailed and its kin."""
-        self._numerics.apply(loaded.program.numerics)
+        """A piece of cut 0, or one that could not be captured. Its start and end. Raises JobFailed and its kin. Pieces
+        of cut 0 run on the stream and from the pool that their captures will use, which so take the same memory again;
+        confined ones run where they are confined."""
+        self._apply(loaded.program.numerics)
+        pool = None
+        if not launch.cut and launch.share >= WHOLE:
+            stream, pool = self._capture_stream(job), job.pool
+            if loaded.cuts.warming and not launch.piece:
+                self._make_room(job)
         started = monotonic()
         try:
             if launch.piece == 0:
                 loaded.operands.feed(launch.slot, launch.scalars, stream)
             with self._compute.drawing_from(job.generator):
-                loaded.run(launch.piece, stream)
+                loaded.run(launch.cut, launch.piece, stream, pool)
             if last:
                 loaded.operands.collect(launch.slot, stream)
         except GpumuxError:
@@ -190,7 +205,7 @@ class Engine:
                 self.sweep(job)
                 run = begin()
                 before = self._compute.reserved()
-            self._numerics.apply(loaded.program.numerics)
+            self._apply(loaded.program.numerics)
             with self._compute.drawing_from(job.generator):
                 more = run.part()
             if more is not None:
@@ -207,7 +222,9 @@ class Engine:
         would hold up the driver."""
         try:
             with mmap.mmap(move.held.fds[0], move.nbytes) as memory:
-                at = 0
+                mapped = (ctypes.c_char * move.nbytes).from_buffer(memory)
+                base, at = ctypes.addressof(mapped), 0
+                del mapped  # `memory` stays until the end, and could not be closed while there is a window onto it
                 for index in move.buffers:
                     if index == GENERATOR:  # it is the host's to advance, so launches before this one have done that
                         self._equip(job)
@@ -219,7 +236,7 @@ class Engine:
                         raise JobFailed(
                             f"the transfer's segment has {move.nbytes} bytes, too few for its buffers", "make it larger"
                         )
-                    self._move(memory, at, buffer.data_ptr(), buffer.numel(), stream, move.into_device)
+                    self._move(base + at, buffer.data_ptr(), buffer.numel(), stream, move.into_device)
                     at += aligned(buffer.numel())
         finally:
             move.held.close()
@@ -228,17 +245,26 @@ class Engine:
         return dumps(loaded.profile(device)).encode()
 
     def release(self, job: CudaJob, stream: int) -> None:
-        """Give all of a job's memory back, once nothing of it runs any more."""
+        """Give all of a job's memory back, once nothing of it runs any more. Where one part of it can't be, the others
+        are, and that error is raised."""
         for used in {stream, job.capture_stream, *job.confined.values(), *self._copy_streams.values()} - {0}:
             wait(self._driver, used)
+        parts = [partial(self.sweep, job), *[loaded.close for loaded in job.programs.values()]]
         if job.order:
-            self._driver.destroy_event(job.order)
+            parts.insert(0, partial(self._driver.destroy_event, job.order))
             job.order = 0
-        self.sweep(job)
-        for loaded in job.programs.values():
-            loaded.close()
+        failed: GpumuxError | None = None
+        for part in parts:
+            try:
+                part()
+            except DeviceLost:
+                raise
+            except GpumuxError as error:
+                failed = failed or error
         job.programs.clear()
         job.buffers.clear()
+        if job.pool is not None:
+            self._compute.drop_pool(job.pool)
         job.pool = job.generator = None
         if job.capture_stream:
             self._capture_streams.setdefault(job.capture_class, []).append(job.capture_stream)
@@ -246,6 +272,8 @@ class Engine:
         for share, confined in job.confined.items():
             self._confined_free.setdefault(share, []).append(confined)
         job.confined.clear()
+        if failed is not None:
+            raise failed
 
     def sweep(self, job: CudaJob) -> None:
         """Drop graphs and twins that no step can use any more. Nothing of the job runs."""
@@ -263,6 +291,18 @@ class Engine:
         self._driver.unpin(self._chunk)
         if self._code is not None:
             self._code.close()
+
+    def _make_room(self, job: CudaJob) -> None:
+        """Before a program's first step: it was let in by what jobs hold, and torch may keep what others have left. It
+        can't give that back while it allocates from a job's pool."""
+        free, _ = self._driver.memory()
+        if free < max(job.transients.values(), default=0):
+            self._compute.trim()
+
+    def _apply(self, wanted: Numerics) -> None:
+        """Set what the program's results depend on, for this thread's operators and captures."""
+        self._numerics.apply(wanted)
+        torch._C._set_cudnn_allow_tf32(wanted.conv_precision == "tf32")  # also of recurrent layers
 
     def _compiles(self) -> None:
         """Before the first program that is compiled."""
@@ -302,19 +342,19 @@ class Engine:
                 job.confined[share] = free.pop() if free else self._partitions.stream(share)
         return job.confined
 
-    def _move(self, memory: mmap.mmap, at: int, address: int, nbytes: int, stream: int, into_device: bool) -> None:
+    def _move(self, memory: int, address: int, nbytes: int, stream: int, into_device: bool) -> None:
+        """`memory`: where the shared memory lies. ctypes lets go of the interpreter's lock while it copies, which a
+        copy between memoryviews does not, and the thread that launches would wait for each chunk."""
         for start in range(0, nbytes, CHUNK):
             size = min(CHUNK, nbytes - start)
-            chunk = self._chunk.view()[:size]
             if into_device:
-                chunk[:] = memoryview(memory)[at + start : at + start + size]
+                ctypes.memmove(self._chunk.address, memory + start, size)
                 self._driver.copy_in(address + start, self._chunk.address, size, stream)
                 wait(self._driver, stream)
             else:
                 self._driver.copy_out(self._chunk.address, address + start, size, stream)
                 wait(self._driver, stream)
-                memory[at + start : at + start + size] = chunk
-            sleep(0)  # let the thread that launches have the interpreter
+                ctypes.memmove(memory + start, self._chunk.address, size)
 
 
 def _buffer(job: CudaJob, index: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from gpumux.device.cpu.frame import Liveness
 from gpumux.device.cpu.interp import failed, outputs
 from gpumux.device.cuda import asking, retarget
 from gpumux.device.cuda.compute import Compute
+from gpumux.device.cuda.feeding import made_beside
 from gpumux.device.cuda.operands import Operands
 from gpumux.errors import JobFailed, ProgramError
-from gpumux.program.ir import Op, Program
+from gpumux.program.ir import Op, Program, aligned
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError)
 
@@ -26,6 +28,9 @@ class Frame:
 
     temps: list[torch.Tensor | None]
     drawn: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def copy(self) -> Frame:
+        return Frame([*self.temps], dict(self.drawn))
 
 
 class Runner:
@@ -87,6 +92,48 @@ class Runner:
         live = self._live
         return [storage for storage, born in live.born.items() if born < bound <= live.last[storage]]
 
+    def places(self, before: Frame, start: int, stop: int) -> Frame | None:
+        """Memory for what crosses out of operators start..stop-1, which begin with `before`. None where its size is not
+        known before they have run."""
+        for index in range(start, stop):
+            slot = self.program.ops[index].random
+            if slot is not None and slot in self._kept and slot not in before.drawn:
+                return None
+        after = Frame([None] * len(before.temps), dict(before.drawn))
+        for storage in self.live_at(stop):
+            made = before.temps[storage]
+            if made is None:
+                if storage in self.unsized:
+                    return None
+                base = self._compute.allocate(self.program.storages[storage].nbytes)
+                made = retarget.window(base, self._live.birth[storage])
+            after.temps[storage] = made
+        return after
+
+    def leave(self, frame: Frame, after: Frame) -> None:
+        """Copy what crosses out of a piece to where it is expected."""
+        for storage, (here, there) in enumerate(zip(frame.temps, after.temps, strict=True)):
+            if here is not None and there is not None and here is not there:
+                nbytes = self.program.storages[storage].nbytes
+                if storage in self.unsized:
+                    nbytes = here.untyped_storage().nbytes()
+                whole_bytes(there, nbytes).copy_(whole_bytes(here, nbytes))
+        for slot, there in after.drawn.items():
+            if frame.drawn[slot] is not there:
+                there.copy_(frame.drawn[slot])
+
+    def transient_bytes(self) -> int:
+        """The most that temporaries hold at an operator that makes some the Program knows nothing of (feeding.py); 0
+        without any."""
+        made = {index: made_beside(self.program, op) for index, op in enumerate(self.program.ops)}
+        changes = [0] * (len(self.program.ops) + 2)
+        for storage, born in self._live.born.items():
+            nbytes = aligned(self.program.storages[storage].nbytes)
+            changes[born] += nbytes
+            changes[self._live.last[storage] + 1] -= nbytes
+        held = accumulate(changes)
+        return max([live + made[index] for index, live in zip(made, held, strict=False) if made[index]], default=0)
+
     def _arguments(self, frame: Frame, index: int, op: Op) -> tuple[list[Any], dict[str, Any]]:
         def tensor(view: int) -> torch.Tensor:
             return self._tensor(frame, view)
@@ -144,6 +191,12 @@ class Runner:
                     f"operator {index} ({op.target}) returned tensors that share memory otherwise than declared",
                     "write the step without it, or use --device cpu",
                 )
+
+
+def whole_bytes(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The first bytes of the storage a tensor lies on."""
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return made.set_(tensor.untyped_storage(), 0, (nbytes,), (1,))
 
 
 def _memory(arguments: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpumux.errors import AdmissionRefused, ConfigError, DeviceLost, GpumuxError, JobFailed
+from gpumux.model import Fault
 
 _LOOK = (
     "look at the kernel's log (dmesg | grep -i xid); `gpumux serve` starts anew, and the jobs can be submitted again"
@@ -55,6 +56,16 @@ _OPENING: dict[str, tuple[str, str]] = {
     "CUDA_ERROR_MPS_CONNECTION_FAILED": ("the MPS server can't be reached", "start it, or stop it: gpumux needs none"),
     "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED": ("the MPS server has no room", "end other clients, or stop it: gpumux needs none"),
 }  # fmt: skip
+
+
+def as_fault(error: BaseException) -> Fault:
+    """What a job is told of an error."""
+    if isinstance(error, GpumuxError):
+        return Fault(error.code, error.message, error.remedy)
+    known = JobFailed(
+        f"an error inside gpumux: {type(error).__name__}: {error}"[:500], "report it with the daemon's log"
+    )
+    return Fault(known.code, known.message, known.remedy)
 
 
 def _failed(name: str, call: str, said: str) -> JobFailed:

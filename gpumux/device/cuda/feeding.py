@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy
@@ -20,7 +21,7 @@ import torch
 
 from gpumux.device.cuda import asking
 from gpumux.errors import ProgramError
-from gpumux.program.ir import Op, Program, ScalarRef
+from gpumux.program.ir import ITEM_BYTES, Op, Program, ScalarRef, TensorRef
 from gpumux.program.schemas import schema
 from gpumux.program.validate import leaves, op_args
 
@@ -257,6 +258,12 @@ def _out_of_place(run: Callable[..., None]) -> Callable[..., list[Tensor]]:
     return functional
 
 
+def _multiplied(fresh: Sequence[Tensor], value: Tensor) -> Sequence[Tensor]:
+    """The very tensors, of which nothing else knows: a second list of them may be as large as all parameters."""
+    _multiply_all(fresh, value)
+    return fresh
+
+
 def _add_list(xs: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
     torch._foreach_add_(xs, _products(others, alpha))
 
@@ -266,15 +273,15 @@ def _sub_list(xs: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
 
 
 def _addcmul_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Tensor) -> None:
-    torch._foreach_add_(xs, _products(torch._foreach_mul(a, b), value))
+    torch._foreach_add_(xs, _multiplied(torch._foreach_mul(a, b), value))
 
 
 def _addcdiv_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Tensor) -> None:
-    torch._foreach_add_(xs, _products(torch._foreach_div(a, b), value))
+    torch._foreach_add_(xs, _multiplied(torch._foreach_div(a, b), value))
 
 
 def _lerp_list(xs: list[Tensor], ends: list[Tensor], weight: Tensor) -> None:
-    torch._foreach_add_(xs, _products(torch._foreach_sub(ends, xs), weight))
+    torch._foreach_add_(xs, _multiplied(torch._foreach_sub(ends, xs), weight))
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
@@ -310,6 +317,20 @@ def _functions() -> dict[str, Callable[..., Any]]:
 
 
 FORMS = _functions()
+_LIST_MAKERS = frozenset(
+    f"aten._foreach_{base}{ending}"
+    for base in ("add", "sub", "addcmul", "addcdiv", "lerp")
+    for ending in (".List", "_.List", ".Scalar", "_.Scalar", ".ScalarList", "_.ScalarList")
+    if (base in ("add", "sub")) == ending.endswith(".List")
+)  # fmt: skip
+
+
+def made_beside(program: Program, op: Op) -> int:
+    """Bytes of the temporary list that an operator's form makes, which the Program knows nothing of."""
+    if op.target not in _LIST_MAKERS or not takes_numbers(op) or not isinstance(op.args[0], tuple):
+        return 0
+    views = [program.views[leaf.view] for leaf in op.args[0] if isinstance(leaf, TensorRef)]
+    return sum(prod(view.size) * ITEM_BYTES[view.dtype] for view in views)
 
 
 def takes_numbers(op: Op) -> bool:

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from gpumux.device.cuda.driver import Driver
 from gpumux.device.cuda.ring import Ring, Ticket
-from gpumux.errors import JobFailed
+from gpumux.errors import DeviceLost, GpumuxError, JobFailed
 
 ANCHOR_S = 1.0
 PLACES = 4096  # flights in the air at most; windows keep them to a handful
@@ -47,9 +47,12 @@ class _Flight(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Landed(Generic[T]):
+    """`error`: what became of it can't be told, for its events failed; the times mean nothing then."""
+
     what: T
     started: float
     ended: float
+    error: GpumuxError | None = None
 
 
 class Flights(Generic[T]):
@@ -106,12 +109,13 @@ class Flights(Generic[T]):
             for stream, flights in self._air.items():
                 while flights and self._ring.reached(flights[0].ticket):
                     flight = flights[0]
-                    if not self._driver.reached(flight.anchor.event):
+                    landed = self._land(flight, stream)
+                    if landed is None:
                         break  # it can't be told when it was; next time
                     flights.popleft()
-                    found.append((flight.number, self._land(flight, stream)))
+                    found.append((flight.number, landed))
                     more = len(self._air) > 1
-        self._ask_after_the_late()
+        found += self._ask_after_the_late()
         if found:
             self._air = {stream: flights for stream, flights in self._air.items() if flights}
         return [landed for _, landed in sorted(found, key=itemgetter(0))]
@@ -132,17 +136,33 @@ class Flights(Generic[T]):
         self._driver.destroy_stream(self._stream)
         self._driver.unpin(self._memory)
 
-    def _ask_after_the_late(self) -> None:
-        now = self._clock()
-        for flight in [flights[0] for flights in self._air.values() if flights]:
-            if now > max(flight.expected, self._asked) + LATE_S:
+    def _ask_after_the_late(self) -> list[tuple[int, Landed[T]]]:
+        """Those the driver says an error of."""
+        now, failed = self._clock(), []
+        for flights in self._air.values():
+            if flights and now > max(flights[0].expected, self._asked) + LATE_S:
                 self._asked = now
-                self._driver.reached(flight.end)
+                try:
+                    self._driver.reached(flights[0].end)
+                except DeviceLost:
+                    raise
+                except GpumuxError as error:
+                    flight = flights.popleft()
+                    failed.append((flight.number, self._failed(flight, error)))
+        return failed
 
-    def _land(self, flight: _Flight[T], stream: int) -> Landed[T]:
+    def _land(self, flight: _Flight[T], stream: int) -> Landed[T] | None:
+        """None where the driver is not done yet with an event that tells its times. Their errors are its own."""
         elapsed, anchor = self._driver.elapsed, flight.anchor
-        started = anchor.host_s + elapsed(anchor.event, flight.start)
-        ended = anchor.host_s + elapsed(anchor.event, flight.end)
+        try:
+            if not self._driver.reached(anchor.event):
+                return None
+            started = anchor.host_s + elapsed(anchor.event, flight.start)
+            ended = anchor.host_s + elapsed(anchor.event, flight.end)
+        except DeviceLost:
+            raise
+        except GpumuxError as error:
+            return None if self._under_way(flight) else self._failed(flight, error)
         # Anchors differ by microseconds: nothing begins before it was launched, or before what it waited for ended.
         started = max(started, flight.launched, self._ended.get(stream, -inf))
         ended = max(started, min(ended, self._clock()))
@@ -151,6 +171,27 @@ class Flights(Generic[T]):
         self._events += [flight.start, flight.end]
         anchor.users -= 1
         return Landed(flight.what, started, ended)
+
+    def _under_way(self, flight: _Flight[T]) -> bool:
+        """Whether the driver is not done yet with one of its events, though the GPU has stored its number."""
+        try:
+            return not (self._driver.reached(flight.start) and self._driver.reached(flight.end))
+        except DeviceLost:
+            raise
+        except GpumuxError:
+            return False
+
+    def _failed(self, flight: _Flight[T], error: GpumuxError) -> Landed[T]:
+        self._ring.give(flight.ticket)  # what it stores, if it still does, is no later launch's number
+        flight.anchor.users -= 1
+        for event in (flight.start, flight.end):  # no other launch is to meet the same error
+            try:
+                self._driver.destroy_event(event)
+            except DeviceLost:
+                raise
+            except GpumuxError:
+                pass  # there is nothing to destroy, then
+        return Landed(flight.what, flight.launched, flight.launched, error)
 
     def _event(self) -> int:
         return self._events.pop() if self._events else self._driver.event(timed=True)

@@ -55,8 +55,18 @@ def choice(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None
         return MATH
     if q.shape[-1] > WIDEST or q.shape[-1] % 8 or q.shape[-1] != v.shape[-1]:
         return MATH
-    way = int(torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal, scale=scale))
-    return FLASH if way == CUDNN else way if way in FORWARD else MATH
+    way = _torchs_choice(q, k, v, 0.0, is_causal, scale)
+    return way if way in FORWARD else MATH
+
+
+def _torchs_choice(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> int:
+    """With what stands in for cuDNN's attention where torch would take that. Flash attention aligns a causal mask with
+    the last row and column, where torch's operator and the other kernels align it with the first ones: it is only for
+    equal lengths."""
+    way = int(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal, scale=scale))
+    if way in (FLASH, CUDNN):
+        return EFFICIENT if is_causal and q.shape[2] != k.shape[2] else FLASH
+    return way
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -173,6 +183,8 @@ def chosen(
     out, sums, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention.default(
         q, k, v, dropout_p, is_causal, False, scale=scale
     )
+    # Outside a capture the kernels leave both in host memory, and their backward reads them there. What a step leaves
+    # goes to its backward as it is, so steps that run operator by operator and captured ones each fit themselves.
     if seed.numel() == 2:  # both in one
         seed, offset = seed.view(torch.int64).unbind()
     rows = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % ROW), value=float("inf"))
@@ -203,7 +215,7 @@ def _flashes(
 ) -> bool:
     if not q.is_cuda or bias is not None:
         return False
-    return int(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal, scale=scale)) == FLASH
+    return _torchs_choice(q, k, v, dropout_p, is_causal, scale) == FLASH
 
 
 # ---- batch norm

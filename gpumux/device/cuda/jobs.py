@@ -27,6 +27,8 @@ class Load:
     nbytes: int
     slots: int
     charge: int  # bytes it was admitted with
+    transient: int  # bytes of temporaries it was admitted with, and what it could have had
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class CudaJob(Charges):
     releasing: bool = False
     unloading: bool = False
     fault: Fault | None = None  # why it is lost
+    logged: bool = False  # a failure of it is in the log, with its traceback
+    warned: bool = False  # so is that a piece of it can't be captured
     stream: int = 0  # the one it runs on, or ran on last; 0: none
     order: int = 0  # an event between two streams; 0: none was needed yet
     charged: int = 0  # bytes of its buffers and its programs' blocks

@@ -11,6 +11,7 @@ same addresses, so that each piece of a step may run on another share: see `reca
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from time import gmtime, sleep, strftime
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from gpumux import __version__
-from gpumux.device.cuda.capturing import Captured, whole_bytes
+from gpumux.device.cuda.capturing import Captured
 from gpumux.device.cuda.compute import Compute, Graph
 from gpumux.device.cuda.cuts import Cuts
 from gpumux.device.cuda.driver import Driver
@@ -38,9 +39,11 @@ class LoadedProgram:
     thread; `check`, `feed`, `replay` and `collect` never wait and may be called by the daemon's."""
 
     def __init__(
-        self, program: Program, operands: Operands, driver: Driver, compute: Compute, runner: Runner, cuts: Cuts
-    ) -> None:
+        self, program: Program, operands: Operands, driver: Driver, compute: Compute, runner: Runner, cuts: Cuts,
+        transient: int,
+    ) -> None:  # fmt: skip
         self.program, self.operands, self.cuts = program, operands, cuts
+        self.transient = transient  # bytes its temporaries need, those of forms included
         self.driver, self._compute = driver, compute
         self._runner = runner
         self._frame: Frame | None = None
@@ -61,8 +64,8 @@ class LoadedProgram:
         self._next = None if last else (step, cut, piece + 1)
         return last
 
-    def is_captured(self, cut: int) -> bool:
-        return cut in self._graphs
+    def is_captured(self, cut: int, piece: int) -> bool:
+        return cut in self._graphs and piece not in self._graphs[cut].uncaptured
 
     def expected(self, cut: int, piece: int) -> float:
         return self.cuts.seconds(cut)[piece]
@@ -87,11 +90,19 @@ class LoadedProgram:
         """Compile some of the program; whether any is left. Raises ProgramError."""
         return self._runner.compile_next()
 
-    def run(self, piece: int, stream: int) -> None:
-        """Run a piece of cut 0 on `stream`, operator by operator, and wait until it is over."""
-        bounds = self.cuts.bounds(0)
+    def run(self, cut: int, piece: int, stream: int, pool: Any | None) -> None:
+        """Run a piece of cut 0, or one that could not be captured, on `stream`, operator by operator. Raises JobFailed.
+        `pool`: what pieces of cut 0 take their memory from, if it is not the device's."""
+        bounds = self.cuts.bounds(cut)
         assert bounds is not None
         start, stop = bounds[piece], bounds[piece + 1]
+        if cut:  # not from the pool: captured pieces of the same step have their memory there
+            uncaptured = self._graphs[cut].uncaptured[piece]
+            frame = uncaptured.before.copy()
+            with self._compute.on(stream):
+                self._runner.run(frame, start, stop)
+                self._runner.leave(frame, uncaptured.after)
+            return
         if piece == 0 or self._frame is None:
             self._frame = self._runner.frame()
         frame, timing = self._frame, self.cuts.timing
@@ -103,7 +114,8 @@ class LoadedProgram:
             self.driver.record(event, stream)
 
         try:
-            with self._compute.on(stream):
+            own = self._compute.allocating(pool) if pool is not None else nullcontext()
+            with self._compute.on(stream), own:
                 self._runner.run(frame, start, stop, mark if timing else None)
             if timing:
                 mark()
@@ -158,18 +170,11 @@ class LoadedProgram:
     def recapture(self, before: Frame, after: Frame, start: int, stop: int, stream: int, pool: Any) -> Graph | None:
         """Capture a piece again for another share: it begins with what crossed into it, `before`, and leaves what crosses
         out of it where the first capture did, `after`. Raises JobFailed."""
-        frame = Frame([*before.temps], dict(before.drawn))
+        frame = before.copy()
 
         def body() -> None:
             self._runner.run(frame, start, stop)
-            for storage, (here, there) in enumerate(zip(frame.temps, after.temps, strict=True)):
-                if here is not None and there is not None and here is not there:
-                    unsized = storage in self._runner.unsized
-                    nbytes = here.untyped_storage().nbytes() if unsized else self.program.storages[storage].nbytes
-                    whole_bytes(there, nbytes).copy_(whole_bytes(here, nbytes))
-            for slot, there in after.drawn.items():
-                if frame.drawn[slot] is not there:
-                    there.copy_(frame.drawn[slot])
+            self._runner.leave(frame, after)
 
         if start == stop and not (stop == len(self.program.ops) and self.program.results):
             return None
@@ -177,6 +182,11 @@ class LoadedProgram:
 
     def frame(self) -> Frame:
         return self._runner.frame()
+
+    def places(self, before: Frame, start: int, stop: int, stream: int) -> Frame | None:
+        """See Runner.places."""
+        with self._compute.on(stream):
+            return self._runner.places(before, start, stop)
 
     # ---- the daemon's thread
 

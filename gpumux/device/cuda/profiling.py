@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from gpumux.device import contract as dev
 from gpumux.device.contract import DeviceEvent, Launch
+from gpumux.device.cuda.faults import as_fault
 from gpumux.device.cuda.jobs import CudaJob, Instrument
 from gpumux.device.cuda.measuring import Twin
+from gpumux.errors import DeviceLost
 from gpumux.model import Fault, JobId, ProgramId
 
 if TYPE_CHECKING:
@@ -44,12 +46,12 @@ class Profiles:
         if len(job.profiling) == 1:
             self._start(job)
 
-    def instrumented(self, job: CudaJob, program: ProgramId, twin: Twin | None, fault: Fault | None) -> None:
-        """The twin was captured, or could not be."""
+    def instrumented(self, job: CudaJob, program: ProgramId, twin: Twin | None) -> None:
+        """The twin was captured, or could not be; then the times of the first steps are told."""
         if not job.profiling or job.profiling[0] != program:
             job.garbage += [twin] if twin is not None else []
         elif twin is None:
-            self._answer(job, program, b"", fault)
+            self._write_timed(job, program)
         else:
             self._retire(job, program)
             job.programs[program].twin = twin
@@ -103,18 +105,30 @@ class Profiles:
         loaded = job.programs.get(program)
         if loaded is None:
             fault = Fault("program", f"no program {program} is loaded", "name one that is")
-        elif not loaded.cuts.newest:
+        elif not loaded.cuts.op_s:
             fault = Fault("program", "the program's operators are not measured yet", "run two steps of it first")
+        elif not loaded.cuts.newest:  # it can't be captured
+            self._write_timed(job, program)
+            return
         else:
             job.backlog.append(Instrument(program))
             return
         self._answer(job, program, b"", fault)
 
+    def _write_timed(self, job: CudaJob, program: ProgramId) -> None:
+        """Answer with the times of the steps that ran operator by operator: the program has no twin."""
+        loaded = job.programs[program]
+        self._work(job, partial(self._write, loaded), partial(self._written, job, program, loaded.twin))
+
     def _written(
         self, job: CudaJob, program: ProgramId, twin: Twin | None, text: bytes | None, error: BaseException | None
     ) -> None:
-        if error is not None:
+        if isinstance(error, DeviceLost):
             raise error
+        if error is not None and not job.over and job.profiling:
+            self._answer(job, program, b"", as_fault(error))
+            self._go_on(job)
+            return
         if job.over or text is None or job.programs[program].twin is not twin or not job.profiling:
             return
         self._answer(job, program, text, None)

@@ -7,6 +7,7 @@ The thread that launches never waits for it. Work of more important jobs goes fi
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 from gpumux.errors import DeviceLost, GpumuxError
 
+log = logging.getLogger(__name__)
 PENDING = object()  # what a part of work returns that wants to be called again
 
 
@@ -74,7 +76,8 @@ class Worker:
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._inside())
-            except BaseException as error:  # noqa: BLE001  nobody else would hear of it
+            except BaseException as error:
+                log.error("the GPU's worker can't begin", exc_info=error)
                 self._broken = error if isinstance(error, DeviceLost) else _no_entry(error)
                 self._ring()
                 return

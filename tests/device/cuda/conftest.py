@@ -8,7 +8,7 @@ import pytest
 
 from gpumux.device.cuda.device import CudaDevice
 from tests.device.cuda.fake import FakeDriver, fake_device, poll_wait
-from tests.device.cuda.running import gpu_of
+from tests.device.cuda.running import compute_of, gpu_of
 from tests.device.harness import Case, Driver
 
 
@@ -16,12 +16,14 @@ from tests.device.harness import Case, Driver
 def shared() -> Iterator[CudaDevice]:
     device = fake_device()
     device.open()
+    compute = compute_of(device)
     yield device
     device.close()
     gpu = device._driver
     assert isinstance(gpu, FakeDriver)
     assert [gpu.streams, gpu.events, gpu.pinned, gpu.registered] == [{}] * 4  # all of it was given back
     assert not gpu.opened
+    assert not compute.held
 
 
 @pytest.fixture

@@ -143,10 +143,6 @@ class FakeDriver:
         assert not [s for s in self.streams.values() if s.partition == partition], "it has streams yet"
         del self.partitions[partition]
 
-    @contextmanager
-    def within(self, stream: int) -> Iterator[None]:
-        yield
-
     def destroy_stream(self, stream: int) -> None:
         self._check("destroy_stream")
         del self.streams[stream]
@@ -340,6 +336,10 @@ class FakeCompute:
         self.device = torch.device("cpu")
         self.graphs: list[FakeGraph] = []
         self.pools = 0
+        self.held: set[int] = set()  # pools
+        self.eager: list[tuple[int, int]] = []  # stream and pool of what ran operator by operator in a pool
+        self.captures: list[tuple[int, int]] = []  # and of what was captured
+        self._on = 0
         self.trims = 0
         self.before_capture: Callable[[], None] = lambda: None
         self._generator: Any = None
@@ -354,6 +354,7 @@ class FakeCompute:
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
         self.driver.drain(stream)  # operators called one by one run at once here
+        self._on = stream
         yield
 
     def generator(self, seed: int) -> Any:
@@ -374,10 +375,22 @@ class FakeCompute:
 
     def pool(self) -> Any:
         self.pools += 1
+        self.held.add(self.pools)
         return self.pools
+
+    @contextmanager
+    def allocating(self, pool: Any) -> Iterator[None]:
+        assert pool in self.held
+        self.eager.append((self._on, pool))
+        yield
+
+    def drop_pool(self, pool: Any) -> None:
+        self.held.remove(pool)
 
     def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> FakeGraph:
         assert self._capturing.acquire(blocking=False), "two captures at once"
+        assert pool in self.held
+        self.captures.append((stream, pool))
         try:
             self.before_capture()
             recording, drawn = Recording(), torch.default_generator.get_state()

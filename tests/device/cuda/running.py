@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpumux.device.contract import Recut
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
@@ -27,6 +29,27 @@ def chain(length: int = 40) -> Program:
     views = tuple(View(i, "float32", (4,), (1,)) for i in range(length + 1))
     ops = tuple(Op("aten.add.Scalar", (TensorRef(i), ScalarRef(0)), (), (i + 1,)) for i in range(length))
     return Program(storages, views, ops, (0,), (length,), ("float",))
+
+
+def crossing(length: int = 40) -> Program:
+    """input 0: float32[4] -> result 0: it plus `length` times scalar 0. Every second temporary is also used at the very
+    end, so that many cross every boundary; one is written in place far from its birth."""
+    kinds = ["input", *["temp"] * (length + 1)]
+    storages = tuple(Storage(kind, 16, 0 if kind == "input" else -1) for kind in kinds)
+    views = tuple(View(i, "float32", (4,), (1,)) for i in range(length + 2))
+    ops = [Op("aten.add.Scalar", (TensorRef(i), ScalarRef(0)), (), (i + 1,)) for i in range(length)]
+    ops.append(Op("aten.clone.default", (TensorRef(length),), (), (length + 1,)))
+    for i in range(2, length, 2):
+        ops.append(Op("aten.add_.Tensor", (TensorRef(length + 1), TensorRef(i)), (), (length + 1,)))
+        ops.append(Op("aten.sub_.Tensor", (TensorRef(length + 1), TensorRef(i)), (), (length + 1,)))
+    ops.append(Op("aten.add_.Tensor", (TensorRef(2), TensorRef(2)), (), (2,)))
+    ops.append(Op("aten.sub_.Tensor", (TensorRef(length + 1), TensorRef(2)), (), (length + 1,)))
+    return Program(storages, views, tuple(ops), (0,), (length + 1,), ("float",))
+
+
+def crossed(given: Sequence[float], value: float) -> list[float]:
+    """What `crossing()` makes of its input with that scalar."""
+    return [x + 40 * value - 2 * (x + 2 * value) for x in given]
 
 
 def captured(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.device.cuda import asking, retarget
+from gpumux.device.cuda.feeding import FORMS, made_beside
 from gpumux.errors import ProgramError
+from gpumux.program.builder import ProgramBuilder
 from gpumux.program.ir import Op, TensorRef
 from tests.device.cuda.forms import calls, number_of
 
@@ -45,6 +49,49 @@ def test_forms_compute_what_the_operators_do_and_ask_no_tensor_for_its_value(dty
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, t=call.target: f"{t}: {m}")
         checked += 1
     assert checked > 40
+
+
+class Made(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                nbytes = tensor.untyped_storage().nbytes()
+                self.now += nbytes
+                weakref.finalize(tensor, self._gone, nbytes)
+        self.most = max(self.most, self.now)
+        return out
+
+    def _gone(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+LISTS = {"add_.List": 1, "sub_.List": 1, "addcmul_.Scalar": 2, "addcdiv_.Scalar": 2, "lerp_.Scalar": 1}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_form_over_lists_makes_one_list_beside_and_the_program_is_charged_for_it(name: str) -> None:
+    target = f"aten._foreach_{name}"
+    lists = [[torch.rand(100) + 0.5 for _ in range(3)] for _ in range(1 + LISTS[name])]
+    number = number_of(0.3)
+    option = {"alpha": number} if name.endswith("List") else {}
+    with Made() as made:
+        FORMS[target](*lists, *([] if option else [number]), **option)
+    b = ProgramBuilder()
+    refs = [tuple(b.state("float32", (100,)) for _ in each) for each in lists]
+    scalar = b.scalar("float")
+    b.add_op(target, *refs, *([] if option else [scalar]), kwargs={"alpha": scalar} if option else None)
+    program = b.build()
+    assert made.most == made_beside(program, program.ops[0]) == 3 * 400
 
 
 @pytest.mark.parametrize("in_place", [False, True])

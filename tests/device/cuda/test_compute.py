@@ -56,9 +56,10 @@ def gpu() -> FakeDriver:
 
 
 @pytest.fixture
-def given_back(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What torch's allocator is told of pools."""
     told: list[Any] = []
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
     @contextmanager
     def stream(which: Any) -> Iterator[None]:
@@ -71,9 +72,11 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
+    for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *args, name=name: told.append((name, *args)), raising=False)
-    return told
+    yield told
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 @pytest.fixture
@@ -92,6 +95,12 @@ def capture(gpu: FakeDriver, given_back: list[Any]) -> Callable[..., Any]:
 def whole() -> Iterator[None]:
     yield
     Graph.breaks, Graph.empty, Graph.fails = False, False, ""
+
+
+def test_torch_leaves_cudnn_out_when_it_chooses_attention(gpu: FakeDriver, given_back: list[Any]) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    CudaCompute(gpu, 0)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_graph_is_replayed_by_a_thread_that_is_not_in_inference_mode(
@@ -126,6 +135,30 @@ def test_a_piece_of_views_alone_is_captured_where_warnings_are_errors(capture: C
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture()
+
+
+def test_a_jobs_pool_is_in_use_until_it_is_dropped(gpu: FakeDriver, given_back: list[Any]) -> None:
+    """torch takes no pool for a capture whose last use has ended, as one would have whose first capture failed."""
+    compute = CudaCompute(gpu, 0)
+    uses, most = 0, []
+
+    def count() -> int:
+        nonlocal uses
+        for name, *_ in given_back:
+            uses += {"_cuda_beginAllocateCurrentThreadToPool": 1, "_cuda_releasePool": -1}.get(name, 0)
+        given_back.clear()
+        return uses
+
+    pool = compute.pool()
+    assert count() == 1
+    with compute.allocating(pool):
+        most.append(count())
+    assert (most, count()) == ([2], 1)
+    with pytest.raises(JobFailed), compute.allocating(pool):
+        raise JobFailed("an operator")
+    assert count() == 1
+    compute.drop_pool(pool)
+    assert count() == 0
 
 
 def test_a_body_that_fails_in_a_whole_capture_gives_nothing_back_twice(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import threading
 from itertools import pairwise
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from gpumux.device.contract import JobLost, JobUnloaded, Recut
+from gpumux.device.contract import JobLost, JobUnloaded, ProgramLoaded, ProgramRefused, Recut
+from gpumux.device.cuda import engine
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
+from gpumux.device.cuda.faults import fault
 from gpumux.device.cuda.feeding import FORMS
-from gpumux.errors import DeviceLost
+from gpumux.errors import DeviceLost, JobFailed
 from gpumux.model import Priority
-from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
-from tests.device.cuda.fake import fake_device, poll_wait
-from tests.device.cuda.running import captured, chain, compute_of, gpu_of
+from gpumux.program.builder import ProgramBuilder
+from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View, slot_layout
+from tests.device.cuda.fake import MEMORY, FakeCompute, fake_device, poll_wait
+from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Case, Driver
 from tests.device.test_contract import floats, numbers
 from tests.program import samples
@@ -169,25 +176,241 @@ def test_unloading_during_a_capture_gives_everything_back(driver: Driver, shared
     assert not [event for event in driver.unread if isinstance(event, Recut) and event.job == job.job]
 
 
-def test_a_capture_that_fails_ends_its_job_alone(driver: Driver, shared: CudaDevice) -> None:
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1, 2}, {3, 4}, set(range(40)), set(range(999))], ids=len)
+def test_pieces_that_cant_be_captured_stay_operator_by_operator(
+    failing: set[int], driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever they are, steps compute what they did, in whatever order, and the log says once why they are slower."""
+    compute, gpu = compute_of(shared), gpu_of(shared)
+    job = driver.open()
+    number = job.load(crossing())
+    shared._jobs[job.job].programs[number].cuts.aim(1e-9)  # a piece for each operator
+    captures = itertools.count()
+
+    def fail() -> None:
+        if next(captures) in failing:
+            raise JobFailed("a piece can't be captured: CUDA error: operation not permitted when stream is capturing")
+
+    def step(value: float, slot: int) -> tuple[float, ...]:
+        job.put(number, 0, floats(1, 2, 3, 4), slot)
+        job.step(number, [value], slot=slot)
+        return numbers(job.get(number, 0, 16, slot))
+
+    compute.before_capture = fail
+    try:
+        for value in (0.25, 4.0):
+            assert step(value, 0) == pytest.approx(crossed((1, 2, 3, 4), value))
+        driver.until(Recut, job.job)
+    finally:
+        compute.before_capture = lambda: None
+    cut = shared._jobs[job.job].programs[number]._graphs[1]
+    assert set(cut.uncaptured) == {n for n in failing if n < len(job.pieces[number])}
+    assert len(job.pieces[number]) >= 5
+    gpu.log.clear()
+    for slot, value in enumerate((0.5, -2.0, 3.0)):
+        assert step(value, slot % 2) == pytest.approx(crossed((1, 2, 3, 4), value))
+    graphs = len([call for call, _ in gpu.log if call == "graph"])
+    assert graphs == 3 * (len(job.pieces[number]) - len(cut.uncaptured))
+    said = [record for record in caplog.records if "stay operator by operator" in record.message]
+    assert len(said) == 1
+    assert said[0].exc_info is not None
+
+
+def test_a_failure_of_all_of_a_capture_leaves_the_program_as_it_was(
+    driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     compute = compute_of(shared)
     other, kept = captured(driver, samples.counter(), [4])
     job = driver.open()
     number = job.load(chain())
     job.step(number, [1.0])
+    tried = threading.Event()
 
     def fail() -> None:
-        raise RuntimeError("this can't be captured")
+        tried.set()
+        raise RuntimeError("an error nobody thought of")
 
     compute.before_capture = fail
     try:
         job.step(number, [1.0])
-        lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+        while not tried.is_set() or shared._jobs[job.job].busy:
+            driver.poll()
     finally:
         compute.before_capture = lambda: None
-    assert isinstance(lost, JobLost)
-    assert "can't be captured" in lost.fault.message
+    for _ in range(3):
+        job.put(number, 0, floats(1, 2, 3, 4))
+        job.step(number, [1.0])
+        assert numbers(job.get(number, 0, 16)) == (41, 42, 43, 44)
+    assert job.cut[number] == 0
+    assert [record.exc_info is not None for record in caplog.records if "Capture of job" in record.message] == [True]
     other.step(kept, [1.0])
+
+
+def test_a_launch_whose_events_fail_ends_its_job_alone_and_the_log_has_the_traceback_once(
+    driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, kept = captured(driver, samples.counter(), [4])
+    job, number = captured(driver, chain())
+    gpu = gpu_of(shared)
+
+    def fail(start: int, end: int) -> float:
+        raise fault("CUDA_ERROR_INVALID_HANDLE", "cuEventElapsedTime", "the fake was told so")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu, "elapsed", fail)
+        job.launch(number, [1.0])
+        lost = driver.wait_for(lambda e: isinstance(e, JobLost) and e.job == job.job)
+    assert "INVALID_HANDLE" in lost.fault.message  # type: ignore[union-attr]
+    other.step(kept, [1.0])
+    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert str(job.job) in said.message
+    assert said.exc_info is not None
+    assert said.exc_info[1].message.startswith("cuEventElapsedTime failed")  # type: ignore[union-attr]
+
+
+def test_what_a_job_held_and_cant_be_given_back_does_not_end_the_device(
+    driver: Driver, shared: CudaDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, kept = captured(driver, samples.counter(), [4])
+    job, _ = captured(driver, chain())
+
+    def fail(released: object) -> None:
+        raise JobFailed("cuEventDestroy failed: CUDA_ERROR_INVALID_HANDLE")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared._engine, "sweep", fail)
+        driver.unload(job.job)
+    assert [record.exc_info is not None for record in caplog.records if "given back" in record.message] == [True]
+    other.step(kept, [1.0])
+
+
+def test_a_worker_that_cant_begin_says_why_when_the_device_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FakeCompute) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(FakeCompute, "enter", fail)
+    device = fake_device()
+    with pytest.raises(DeviceLost, match="worker can't begin: RuntimeError: CUDA error: invalid device ordinal"):
+        device.open()
+    device.close()
+
+
+def test_convolutions_are_rounded_as_the_program_says(driver: Driver, shared: CudaDevice) -> None:
+    """Both step by step and where its pieces are captured; other programs in between have their own."""
+    compute, before = compute_of(shared), torch.backends.cudnn.allow_tf32
+    seen: list[bool] = []
+    compute.before_capture = lambda: seen.append(torch.backends.cudnn.allow_tf32)
+    try:
+        for make, wanted in ((samples.full_precision, False), (samples.add_one, True), (samples.full_precision, False)):
+            captured(driver, make())
+            assert seen
+            assert set(seen) == {wanted}
+            seen.clear()
+    finally:
+        compute.before_capture = lambda: None
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def test_first_steps_take_their_memory_where_their_graphs_will(driver: Driver, shared: CudaDevice) -> None:
+    """So that a capture, which asks for the same blocks in the same order, needs no second set of temporaries."""
+    compute = compute_of(shared)
+    eager, captures = len(compute.eager), len(compute.captures)
+    job, _ = captured(driver, chain())
+    (place,) = set(compute.eager[eager:])
+    assert set(compute.captures[captures:]) == {place}
+    assert place == (shared._jobs[job.job].capture_stream, shared._jobs[job.job].pool)
+    assert place[1] in compute.held
+    driver.unload(job.job)
+    assert place[1] not in compute.held
+
+
+def test_pieces_among_captured_ones_take_nothing_from_the_graphs_memory(driver: Driver, shared: CudaDevice) -> None:
+    """What a graph has left there for a later piece lies in it, and torch holds that memory for free."""
+    compute = compute_of(shared)
+    job = driver.open()
+    number = job.load(crossing())
+    shared._jobs[job.job].programs[number].cuts.aim(1e-9)
+    captures = itertools.count()
+
+    def fail() -> None:
+        if next(captures) == 2:
+            raise JobFailed("a piece can't be captured")
+
+    compute.before_capture = fail
+    try:
+        for _ in range(2):
+            job.step(number, [1.0])
+        driver.until(Recut, job.job)
+    finally:
+        compute.before_capture = lambda: None
+    before = len(compute.eager)
+    job.step(number, [1.0])
+    assert len(compute.eager) == before
+
+
+@pytest.mark.parametrize("room", [0, 200 * 4 - 1, 200 * 4])
+def test_temporary_lists_of_an_optimizers_form_are_charged(
+    room: int, driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = ProgramBuilder()
+    lists = [tuple(b.state("float32", (100,)) for _ in range(2)) for _ in range(2)]
+    b.add_op("aten._foreach_lerp_.Scalar", *lists, b.scalar("float"))
+    program = b.build()
+    buffers = [400] * 4
+    job = driver.open()
+    taken = sum(shared.memory().by_job.values())
+    slot = 3 * slot_layout(program).nbytes
+    monkeypatch.setattr(shared, "_total", taken + sum(buffers) + slot + room)
+    job.try_load(program, buffers)
+    answer = driver.wait_for(lambda e: isinstance(e, ProgramLoaded | ProgramRefused) and e.job == job.job)
+    if room < 800:
+        assert isinstance(answer, ProgramRefused)
+        assert answer.fault.code == "admission_refused"
+        assert "temporaries need 800 bytes" in answer.fault.message
+    else:
+        assert isinstance(answer, ProgramLoaded)
+        assert shared._jobs[job.job].transients == {answer.program: 800}
+
+
+def test_memory_that_others_left_is_given_back_before_a_first_step_that_needs_it(
+    driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = compute_of(shared)
+    for free, trims in ((1 << 30, 0), (1, 1)):
+        job = driver.open()
+        number = job.load(chain())
+        monkeypatch.setattr(gpu_of(shared), "memory", lambda free=free: (free, MEMORY))
+        before = compute.trims
+        job.step(number, [1.0])
+        assert compute.trims == before + trims
+
+
+def test_state_is_copied_without_holding_the_interpreter(
+    driver: Driver, shared: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call that lets go of its lock, chunk by chunk: the thread that launches goes on meanwhile."""
+    nbytes = 10_000_000
+    job = driver.open()
+    b = ProgramBuilder()
+    b.add_op("aten.add_.Scalar", x := b.state("uint8", (nbytes,)), 1, outs=[x.view])
+    number = job.load(b.build(), [nbytes])
+    moved: list[int] = []
+    memmove = ctypes.memmove
+
+    def count(target: int, source: int, size: int) -> None:
+        moved.append(size)
+        memmove(target, source, size)
+
+    pattern = bytes(range(250)) * (nbytes // 250)
+    with monkeypatch.context() as patched:
+        counted = SimpleNamespace(memmove=count, c_char=ctypes.c_char, addressof=ctypes.addressof)
+        patched.setattr(engine, "ctypes", counted)
+        job.transfer([0], [nbytes], pattern)
+        job.step(number)
+        assert job.transfer([0], [nbytes])[:nbytes] == bytes(range(1, 251)) * (nbytes // 250)
+    assert sum(moved) == 2 * nbytes
+    assert max(moved) <= engine.CHUNK
 
 
 def test_a_number_no_form_can_read_is_refused_at_load(driver: Driver) -> None:

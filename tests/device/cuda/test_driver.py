@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
-from gpumux.device.cuda.driver import Driver, Pinned
+from gpumux.device.cuda.driver import CudaDriver, Driver, Pinned
 from tests.device.cuda.fake import FakeDriver
 
 
@@ -124,3 +125,43 @@ def test_an_event_recorded_again_is_reached_again(card: Card) -> None:
     assert card.driver.idle(stream)
     card.driver.destroy_event(event)
     card.driver.destroy_stream(stream)
+
+
+class Calls:
+    """Stands in for the module of driver calls: every call succeeds, returns handles, and is written down with its
+    thread."""
+
+    class CUresult:
+        CUDA_ERROR_NOT_READY = 600
+
+    class CUdevResourceType:
+        CU_DEV_RESOURCE_TYPE_SM = 1
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[object, ...]]:
+        if name == "cuDevSmResourceSplitByCount":
+            group = SimpleNamespace(sm=SimpleNamespace(smCount=16))
+            return lambda *_: (0, [group], 1, None)
+
+        def call(*_: object) -> tuple[object, ...]:
+            self.made.append(name)
+            return 0, len(self.made)
+
+        return call
+
+
+def test_streams_of_a_green_context_are_used_with_the_primary_context_current() -> None:
+    """A green context may be current in one thread only; the daemon's and the worker's both use its streams."""
+    driver = CudaDriver()
+    driver._api = calls = Calls()
+    partition, multiprocessors = driver.partition(16)
+    stream = driver.confined_stream(partition, 0)
+    driver.upload(7, stream)
+    driver.destroy_stream(stream)
+    driver.destroy_partition(partition)
+    assert multiprocessors == 16
+    contexts = ("cuCtxPushCurrent", "cuCtxPopCurrent", "cuCtxSetCurrent", "cuCtxFromGreenCtx")
+    assert not set(contexts) & set(calls.made)
+    assert calls.made[-1] == "cuGreenCtxDestroy"

@@ -190,6 +190,28 @@ def test_torchs_choice_is_followed_where_every_kernel_has_a_backward(monkeypatch
         assert fused.choice(wide, wide, wide, False, None, None) == fused.MATH
 
 
+@pytest.mark.parametrize("taken", [fused.FLASH, fused.CUDNN])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_causal_mask_of_unequal_lengths_never_goes_to_flash(
+    taken: int, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flash aligns it with the last row and column. Torch's operator, and the kernel that is taken instead, with the
+    first ones."""
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: taken)
+
+    def ways(columns: int, causal: bool) -> tuple[int, bool]:
+        q, k, v, _ = (t.as_subclass(OnAGpu) for t in batch(24, columns, torch.bfloat16))
+        return fused.choice(q, k, v, causal, None, None), fused._flashes(q, k, v, None, dropout, causal, None)
+
+    assert ways(40, True) == (fused.EFFICIENT, False)
+    assert ways(24, True) == ways(40, False) == (fused.FLASH, True)
+    q, k, v, _ = batch(24, 40)
+    first = torch.ones(24, 40, dtype=torch.bool).tril()  # what the operator means, which `mathematical` computes
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=first)
+    torch.testing.assert_close(fused.mathematical(q, k, v, True, None, None)[0], want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(CPU(q, k, v, 0.0, True)[0], want, rtol=1e-4, atol=1e-5)
+
+
 def test_cudnn_is_taken_by_torchs_own_rule_and_if_it_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.ones(4, 3, 5, 5).as_subclass(OnAGpu), torch.ones(3)
     backends = torch._C._BatchNormBackend  # type: ignore[attr-defined]

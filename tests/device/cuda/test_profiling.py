@@ -10,6 +10,7 @@ from gpumux.device.contract import JobLost, ProgramProfiled, Recut
 from gpumux.device.cuda import profiling
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.measuring import STEPS, Twin
+from gpumux.errors import JobFailed
 from gpumux.model import JobId, Priority, ProgramId
 from gpumux.program.profile import StepProfile, loads
 from tests.device.cuda.fake import FakeDriver
@@ -132,7 +133,9 @@ def test_a_job_that_ends_leaves_no_request_behind(
     assert not [event for event in driver.unread if isinstance(event, ProgramProfiled) and event.job == job.job]
 
 
-def test_a_twin_that_cant_be_captured_costs_its_request_alone(driver: Driver, shared: CudaDevice) -> None:
+def test_where_no_twin_can_be_captured_the_first_steps_times_are_told_and_the_note_says_so(
+    driver: Driver, shared: CudaDevice
+) -> None:
     job, number = captured(driver, samples.counter(), [4])
     compute = compute_of(shared)
 
@@ -142,11 +145,47 @@ def test_a_twin_that_cant_be_captured_costs_its_request_alone(driver: Driver, sh
     compute.before_capture = fail
     try:
         shared.profile(job.job, number)
-        answer = driver.until(ProgramProfiled, job.job)
+        profile = profiled(driver, job.job)
     finally:
         compute.before_capture = lambda: None
+    assert "launched one by one" in profile.note
+    job.step(number, [1.0])
+
+
+def test_a_program_that_runs_operator_by_operator_is_measured_all_the_same(driver: Driver, shared: CudaDevice) -> None:
+    compute = compute_of(shared)
+    job = driver.open()
+    number = job.load(samples.counter(), [4])
+
+    def fail() -> None:
+        raise RuntimeError("an error nobody thought of")
+
+    compute.before_capture = fail
+    try:
+        for _ in range(3):
+            job.step(number, [1.0])
+    finally:
+        compute.before_capture = lambda: None
+    assert job.cut[number] == 0
+    shared.profile(job.job, number)
+    assert "launched one by one" in profiled(driver, job.job).note
+
+
+def test_times_that_cant_be_read_fail_their_request_alone(
+    driver: Driver, shared: CudaDevice, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, number = captured(driver, samples.counter(), [4])
+
+    def fail(self: Twin) -> None:
+        raise JobFailed("cuEventElapsedTime failed: CUDA_ERROR_INVALID_HANDLE")
+
+    monkeypatch.setattr(Twin, "read", fail)
+    shared.profile(job.job, number)
+    while not any(isinstance(event, ProgramProfiled) for event in driver.unread):
+        job.step(number, [1.0])
+    answer = driver.until(ProgramProfiled, job.job)
     assert answer.fault is not None
-    assert "no room" in answer.fault.message
+    assert "INVALID_HANDLE" in answer.fault.message
     job.step(number, [1.0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from types import SimpleNamespace
 
@@ -227,8 +228,20 @@ def test_while_opening_every_error_is_the_machines() -> None:
 
 def test_without_bindings_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda", None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)  # a driver is there
     with pytest.raises(ConfigError, match="cuda-bindings") as raised:
         bindings()
     assert "cuda-bindings" in raised.value.remedy
     with pytest.raises(ConfigError):
         CudaDriver().open(0)
+
+
+def test_without_a_driver_the_error_does_not_send_for_the_bindings_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setitem(__import__("sys").modules, "cuda", None)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(ConfigError, match="no NVIDIA driver") as raised:
+        CudaDriver().open(0)
+    assert "gpumux[cuda]" not in raised.value.remedy

@@ -13,9 +13,9 @@ from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.flights import Flights
 from gpumux.device.cuda.partitions import WANTED, Partitions
 from gpumux.model import LaunchId, Priority, ProgramId, StepId
-from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
+from gpumux.program.ir import Program
 from tests.device.cuda.fake import FakeDriver, fake_device
-from tests.device.cuda.running import captured, compute_of, gpu_of
+from tests.device.cuda.running import captured, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Driver, LoadedJob
 from tests.device.test_contract import floats, numbers
 from tests.program import samples
@@ -32,22 +32,6 @@ def shared() -> Iterator[CudaDevice]:
     device.close()
     gpu = gpu_of(device)
     assert [gpu.streams, gpu.events, gpu.pinned, gpu.registered, gpu.partitions] == [{}] * 5
-
-
-def crossing(length: int = 40) -> Program:
-    """input 0: float32[4] -> result 0: it plus `length` times scalar 0. Every second temporary is also used at the very
-    end, so that many cross every boundary; one is written in place far from its birth."""
-    kinds = ["input", *["temp"] * (length + 1)]
-    storages = tuple(Storage(kind, 16, 0 if kind == "input" else -1) for kind in kinds)
-    views = tuple(View(i, "float32", (4,), (1,)) for i in range(length + 2))
-    ops = [Op("aten.add.Scalar", (TensorRef(i), ScalarRef(0)), (), (i + 1,)) for i in range(length)]
-    ops.append(Op("aten.clone.default", (TensorRef(length),), (), (length + 1,)))
-    for i in range(2, length, 2):
-        ops.append(Op("aten.add_.Tensor", (TensorRef(length + 1), TensorRef(i)), (), (length + 1,)))
-        ops.append(Op("aten.sub_.Tensor", (TensorRef(length + 1), TensorRef(i)), (), (length + 1,)))
-    ops.append(Op("aten.add_.Tensor", (TensorRef(2), TensorRef(2)), (), (2,)))
-    ops.append(Op("aten.sub_.Tensor", (TensorRef(length + 1), TensorRef(2)), (), (length + 1,)))
-    return Program(storages, views, tuple(ops), (0,), (length + 1,), ("float",))
 
 
 def cut_fine(device: CudaDevice, job: LoadedJob, number: ProgramId) -> None:
@@ -91,9 +75,7 @@ def test_pieces_on_any_shares_in_any_order_compute_the_same(driver: Driver, shar
         for value in (0.5, -2.0):
             job.put(number, 0, floats(1, 2, 3, 4))
             step(driver, job, number, value, shares)
-            first = [x + 2 * value for x in (1, 2, 3, 4)]
-            expected = [x + 40 * value - 2 * f for x, f in zip((1, 2, 3, 4), first, strict=True)]
-            assert numbers(job.get(number, 0, 16)) == pytest.approx(expected), shares
+            assert numbers(job.get(number, 0, 16)) == pytest.approx(crossed((1, 2, 3, 4), value)), shares
 
 
 def test_a_confined_piece_runs_in_its_partition_behind_what_the_job_runs_elsewhere(

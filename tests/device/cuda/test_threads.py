@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpumux.device.cuda.faults import fault
 from gpumux.device.cuda.flights import ANCHOR_S, LATE_S, POLL_S, Flights
 from gpumux.device.cuda.worker import PENDING, Worker
 from gpumux.errors import DeviceLost, JobFailed
@@ -74,7 +75,9 @@ def test_what_work_raises_is_told_and_the_thread_goes_on() -> None:
         (JobFailed("no stream", "free some"), "no stream"),
     ],
 )
-def test_a_thread_that_cant_begin_is_the_end_of_the_device(error: Exception, text: str) -> None:
+def test_a_thread_that_cant_begin_is_the_end_of_the_device(
+    error: Exception, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     bell = threading.Event()
 
     @contextmanager
@@ -87,6 +90,7 @@ def test_a_thread_that_cant_begin_is_the_end_of_the_device(error: Exception, tex
     with pytest.raises(DeviceLost, match=text):
         worker.finished()
     assert worker.close(60)
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
 
 
 class Clock:
@@ -167,6 +171,81 @@ def test_a_flight_that_never_lands_is_found_out_though_nothing_more_is_launched(
     driver.broken = ""
     driver.advance()
     assert [flight.what for flight in flights.landed()] == [1]
+    driver.destroy_stream(stream)
+    flights.close()
+
+
+class Failing(FakeDriver):
+    """Whose events fail when they are asked for times, those in `bad`."""
+
+    def __init__(self) -> None:
+        super().__init__(auto=False)
+        self.bad: set[int] = set()
+        self.said = "CUDA_ERROR_INVALID_HANDLE"
+        self.slow = False
+
+    def elapsed(self, start: int, end: int) -> float:
+        if {start, end} & self.bad:
+            raise fault(self.said, "cuEventElapsedTime", "the fake was told so")
+        return super().elapsed(start, end)
+
+    def reached(self, event: int) -> bool:
+        if event in self.bad:
+            if not self.slow:
+                raise fault(self.said, "cuEventQuery", "the fake was told so")
+            return False
+        return super().reached(event)
+
+
+def test_an_event_that_fails_is_its_flights_own_failure(clock: Clock) -> None:
+    driver = Failing()
+    flights: Flights[int] = Flights(driver, clock, -5)
+    streams = [driver.stream(0), driver.stream(0)]
+    flights.launch(1, streams[0], 0.0, lambda: None)
+    driver.bad = set(driver.events) - {flights._anchor.event}  # type: ignore[union-attr]
+    flights.launch(2, streams[1], 0.0, lambda: None)
+    driver.advance()
+    failed, landed = flights.landed()
+    assert isinstance(failed.error, JobFailed)
+    assert "INVALID_HANDLE" in failed.error.message
+    assert landed.error is None
+    assert len(flights) == 0
+    assert not driver.bad & set(driver.events)  # no later launch meets them
+    flights.launch(3, streams[0], 0.0, lambda: None)
+    driver.advance()
+    assert [(flight.what, flight.error) for flight in flights.landed()] == [(3, None)]
+    for stream in streams:
+        driver.destroy_stream(stream)
+    flights.close()
+    assert not driver.events
+
+
+def test_an_event_that_the_driver_is_not_done_with_is_asked_again(clock: Clock) -> None:
+    driver = Failing()
+    driver.said, driver.slow = "CUDA_ERROR_NOT_READY", True
+    flights: Flights[int] = Flights(driver, clock, -5)
+    stream = driver.stream(0)
+    flights.launch(1, stream, 0.0, lambda: None)
+    driver.bad = set(driver.events) - {flights._anchor.event}  # type: ignore[union-attr]
+    driver.advance()
+    assert flights.landed() == []
+    driver.bad = set()
+    assert [(flight.what, flight.error) for flight in flights.landed()] == [(1, None)]
+    driver.destroy_stream(stream)
+    flights.close()
+
+
+def test_a_late_flight_whose_event_fails_is_its_own_failure(clock: Clock) -> None:
+    driver = Failing()
+    flights: Flights[int] = Flights(driver, clock, -5)
+    stream = driver.stream(0)
+    flights.launch(1, stream, 0.0, lambda: None)
+    driver.bad = set(driver.events) - {flights._anchor.event}  # type: ignore[union-attr]
+    clock.now += 2 * LATE_S
+    (failed,) = flights.landed()
+    assert isinstance(failed.error, JobFailed)
+    assert flights.landed() == []
+    driver.drain(stream)
     driver.destroy_stream(stream)
     flights.close()
 
