@@ -1,8 +1,8 @@
 /* A stand-in for libcuda.so.1: cuda-bindings and the driver wrappers of this project run against it where there is no GPU.
  *
- * Device memory is host memory. Kernels compute nothing and take virtual time: a stream has a clock, which its kernels move on, and
- * events take that clock's time. What a stream is given is done at once and in order, or, between stub_hold(1) and stub_hold(0),
- * when it is let go.
+ * Device memory is host memory. Kernels compute nothing and take time: a stream has a clock, which its kernels move on, and an event is
+ * over when the process' clock has come to that of its stream. Calls that wait move the process' clock on instead. What is stored and
+ * copied is so at once and in order, or, between stub_hold(1) and stub_hold(0), when it is let go.
  *
  * It keeps the rules that the documentation states and that a fake of the wrapper can't see, and writes down each call against them
  * (stub_violations): a call needs a current context; streams and events go with contexts of one device; a green context is current
@@ -86,14 +86,17 @@ static int initialized, held, broken, devices = 1;
 static Op *waiting, **waiting_end = &waiting;
 static Range *ranges;
 static Stream *capturing[64]; /* those under way */
+static double latest; /* the greatest clock of all streams */
 static char violations[1 << 14];
 static struct Count { char name[64]; int calls, fail_with, fail_after; } counts[256];
 
+static double ahead; /* seconds that were not waited for */
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
+    return t.tv_sec + 1e-9 * t.tv_nsec + ahead;
 }
+static void reach(double at) { if (at > now()) ahead += at - now(); }
 static long self(void) { return syscall(SYS_gettid); }
 
 static int violated(int status, const char *name, const char *format, ...) {
@@ -200,6 +203,7 @@ static void done(Op *op) {
     case FILL: for (size_t i = 0; i < op->nbytes; i++) ((uint32_t *)op->target)[i] = op->value; break;
     case LAUNCH: for (Op *each = ((Graph *)op->target)->ops; each; each = each->next) { each->stream = stream; done(each); } break;
     }
+    if (stream->clock > latest) latest = stream->clock;
 }
 static void let_go(void) {
     while (waiting) {
@@ -304,7 +308,7 @@ int cuCtxGetCurrent(Context **context) { INITIALIZED *context = current(); retur
 int cuCtxPushCurrent(Context *context) { INITIALIZED ALIVE(context, CONTEXT) WANTED(depth < 16) stack[depth++] = context; return take(__func__, context); }
 int cuCtxPopCurrent(Context **context) { CURRENT leave(current()); depth--; if (context) *context = stack[depth]; return SUCCESS; }
 int cuCtxGetDevice(int *device) { CURRENT *device = 0; return SUCCESS; }
-int cuCtxSynchronize(void) { CURRENT SAFE let_go(); return SUCCESS; }
+int cuCtxSynchronize(void) { CURRENT SAFE let_go(); reach(latest); return SUCCESS; }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { CURRENT *least = 0; *greatest = -5; return SUCCESS; }
 int cuMemGetInfo(size_t *unused, size_t *all) { CURRENT *unused = MEMORY / 2; *all = MEMORY; return SUCCESS; }
 
@@ -332,8 +336,8 @@ int cuStreamDestroy(Stream *stream) {
     if (stream->pending) let_go(); /* the real one lets its work end first, too */
     return gone(stream);
 }
-int cuStreamQuery(Stream *stream) { CURRENT ON(stream) NOT_CAPTURED(stream) SAFE return stream->pending ? NOT_READY : SUCCESS; }
-int cuStreamSynchronize(Stream *stream) { CURRENT ON(stream) NOT_CAPTURED(stream) SAFE let_go(); return SUCCESS; }
+int cuStreamQuery(Stream *stream) { CURRENT ON(stream) NOT_CAPTURED(stream) SAFE return stream->pending || stream->clock > now() ? NOT_READY : SUCCESS; }
+int cuStreamSynchronize(Stream *stream) { CURRENT ON(stream) NOT_CAPTURED(stream) SAFE let_go(); reach(stream->clock); return SUCCESS; }
 int cuStreamGetPriority(Stream *stream, int *priority) { CURRENT ON(stream) *priority = stream->priority; return SUCCESS; }
 int cuStreamGetCtx(Stream *stream, Context **context) { CURRENT ALIVE(stream, STREAM) *context = stream->context; return SUCCESS; }
 int cuStreamIsCapturing(Stream *stream, int *status) { CURRENT ON(stream) *status = !stream->capture ? 0 : stream->invalid ? 2 : 1; return SUCCESS; }
@@ -377,16 +381,16 @@ int cuEventQuery(Event *event) {
     ALIVE(event, EVENT)
     if (event->captured) return violated(CAPTURE_UNSUPPORTED, __func__, "the event was recorded in a capture");
     SAFE
-    return event->pending ? NOT_READY : SUCCESS;
+    return event->pending || event->at > now() ? NOT_READY : SUCCESS;
 }
-int cuEventSynchronize(Event *event) { CURRENT ALIVE(event, EVENT) SAFE let_go(); return SUCCESS; }
+int cuEventSynchronize(Event *event) { CURRENT ALIVE(event, EVENT) SAFE let_go(); reach(event->at); return SUCCESS; }
 int cuEventElapsedTime(float *milliseconds, Event *first, Event *last) {
     CURRENT
     ALIVE(first, EVENT)
     ALIVE(last, EVENT)
     if (!first->timed || !last->timed) return violated(INVALID_HANDLE, __func__, "an event without times");
     if (!first->recorded || !last->recorded) return violated(INVALID_HANDLE, __func__, "an event that was never recorded");
-    if (first->pending || last->pending) return NOT_READY;
+    if (first->pending || last->pending || first->at > now() || last->at > now()) return NOT_READY;
     *milliseconds = 1e3 * (last->at - first->at);
     return SUCCESS;
 }
@@ -445,12 +449,13 @@ static int copy(Stream *stream, ptr to, ptr from, size_t nbytes) {
 int cuMemcpyHtoDAsync(ptr to, ptr from, size_t nbytes, Stream *stream) { CURRENT ON(stream) return copy(stream, to, from, nbytes); }
 int cuMemcpyDtoHAsync(ptr to, ptr from, size_t nbytes, Stream *stream) { CURRENT ON(stream) return copy(stream, to, from, nbytes); }
 int cuMemcpyDtoDAsync(ptr to, ptr from, size_t nbytes, Stream *stream) { CURRENT ON(stream) return copy(stream, to, from, nbytes); }
-int cuMemcpyHtoD(ptr to, ptr from, size_t nbytes) { CURRENT SAFE let_go(); memmove((void *)to, (void *)from, nbytes); return SUCCESS; }
-int cuMemcpyDtoH(ptr to, ptr from, size_t nbytes) { CURRENT SAFE let_go(); memmove((void *)to, (void *)from, nbytes); return SUCCESS; }
+int cuMemcpyHtoD(ptr to, ptr from, size_t nbytes) { CURRENT SAFE let_go(); reach(latest); memmove((void *)to, (void *)from, nbytes); return SUCCESS; }
+int cuMemcpyDtoH(ptr to, ptr from, size_t nbytes) { CURRENT SAFE let_go(); reach(latest); memmove((void *)to, (void *)from, nbytes); return SUCCESS; }
 int cuMemsetD32(ptr to, uint32_t value, size_t count) {
     CURRENT
     SAFE
     let_go();
+    reach(latest);
     for (size_t i = 0; i < count; i++) ((uint32_t *)to)[i] = value;
     return SUCCESS;
 }
