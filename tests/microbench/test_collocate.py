@@ -490,7 +490,7 @@ def test_overhead_on_a_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     rates = {
         name: common.figure([value]) for name, value in (("plain_rate", 50.0), ("gpumux_rate", 49.5), ("ratio", 0.99))
     }
-    monkeypatch.setattr(overhead_cuda, "measure", lambda setting, repeats, policy: {"resnet50:train": rates})
+    monkeypatch.setattr(overhead_cuda, "measure", lambda *given: {"resnet50:train": rates})
     out = tmp_path / "overhead.json"
     assert overhead.main(["--device", "cuda", "--repeats", "1", "--out", str(out)]) == 0
     (target,) = json.loads(out.read_text())["targets"].values()
