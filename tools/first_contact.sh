@@ -8,7 +8,7 @@
 # It needs no network. It runs on the Python that is there (PYTHON, default python3); what that lacks is installed from wheels in
 # WHEELS (a folder; default .whl), into a folder of its own. Every step has its time, and one that fails or hangs stops no other. After each
 # step all logs and results are packed anew: OUT/first-contact-N.tgz, with OUT/first-contact-N.txt, a line a step, beside it. Run
-# again with the same OUT, it goes on where it was. No setting of the card is changed.
+# again where WORK (default build/first-contact-work) is still there, the suite goes on where it was. No setting of the card is changed.
 #
 # DRY=1 lists what the longer steps would run instead of running it: with a stand-in for the driver, that is how this file is tested.
 set -u
@@ -29,7 +29,10 @@ DRY=${DRY:-}
 began=$(date +%s)
 mkdir -p "$OUT" || exit 1
 OUT=$(cd "$OUT" && pwd) || exit 1
-work=$OUT/.part-$part
+WORK=${WORK:-build/first-contact-work}
+mkdir -p "$WORK" || exit 1
+WORK=$(cd "$WORK" && pwd) || exit 1
+work=$WORK/part-$part
 mkdir -p "$work" || exit 1
 summary=$OUT/first-contact-$part.txt
 : >"$summary"
@@ -41,7 +44,7 @@ left() {
 }
 
 pack() {
-  tar czf "$OUT/.packing" -C "$OUT" ".part-$part" "first-contact-$part.txt" && mv "$OUT/.packing" "$OUT/first-contact-$part.tgz"
+  tar czf "$WORK/packing" -C "$WORK" "part-$part" -C "$OUT" "first-contact-$part.txt" && mv "$WORK/packing" "$OUT/first-contact-$part.tgz"
 }
 
 # step NAME SECONDS COMMAND...: run it for at most so long, and no longer than what is left; keep its whole output, show its end.
@@ -89,14 +92,17 @@ suite() {
 # long NAME SECONDS COMMAND...: a step that a dry run leaves out.
 long() {
   if [ -n "$DRY" ]; then
-    echo "$1: would run for at most $2 s: $*" | tee -a "$summary"
+    name=$1
+    most=$2
+    shift 2
+    echo "$name: would run for at most $most s: $*" | tee -a "$summary"
     pack
     return
   fi
   step "$@"
 }
 
-site=$OUT/.site
+site=$WORK/site
 if [ ! -d "$site" ] && ls "$WHEELS"/*.whl >/dev/null 2>&1; then
   step wheels 60 "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl
 fi
@@ -123,8 +129,8 @@ case $part in
 3)
   long overhead 210 "$PYTHON" -m microbench.overhead --device cuda --jobs resnet50:train bert_base:infer gpt2:train --repeats 3 \
     --out "$work/overhead.json"
-  long collocate 345 "$PYTHON" -m microbench.collocate --pairs bert_base:infer+resnet50:train --ways "gpumux guarded" "gpumux streams" \
-    "plain streams" "time slicing" MPS --seconds 6 --settle 3 --limit 320 --out "$work/collocate.json"
+  long collocate 345 "$PYTHON" -m microbench.collocate --pairs bert_base:infer+resnet50:train --ways "gpumux guarded" "plain streams" \
+    "time slicing" MPS --seconds 6 --settle 3 --limit 320 --out "$work/collocate.json"
   ;;
 esac
 pack

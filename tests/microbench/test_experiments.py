@@ -35,6 +35,10 @@ def test_every_experiment_is_listed_with_its_question_and_needs_no_driver_to_be(
         "casts",  # asks a build of torch, and no card
         "operators",  # likewise
         "probe",
+        "smoke",
+        "smoke_driver",
+        "smoke_torch",
+        "smoke_triton",
     }
     assert found == set(experiments.NAMES)
     for name in experiments.NAMES:
