@@ -25,6 +25,7 @@ PYTHON=${PYTHON:-python3}
 WHEELS=${WHEELS:-.whl}
 OUT=${OUT:-build/first-contact}
 LIMIT_S=${LIMIT_S:-565}
+LEAST_S=${LEAST_S:-15}
 DRY=${DRY:-}
 began=$(date +%s)
 mkdir -p "$OUT" || exit 1
@@ -53,7 +54,7 @@ step() {
   most=$2
   shift 2
   room=$(left)
-  if [ "$room" -lt 15 ]; then
+  if [ "$room" -lt "$LEAST_S" ]; then
     echo "$name: not run, the time was up" | tee -a "$summary"
     return
   fi

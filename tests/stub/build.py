@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # The last of each minor version that pyproject.toml allows and the index still has, and the one that torch 2.11 for CUDA 13 asks for.
 RELEASES = ("12.8.0", "12.9.10", "13.0.3", "13.1.1", "13.2.0", "13.3.1", "13.4.4", "13.5.0")
-PATHFINDER = "1.6.0"  # what finds CUDA's libraries for most of them
+PATHFINDER = "1.9.0"  # what finds CUDA's libraries for most of them
 INSTALL_S = 100.0
 INSIDE = "GPUMUX_TESTS_ON_A_STUB"  # set where the stand-in is the process' libcuda
 
