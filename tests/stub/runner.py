@@ -9,10 +9,15 @@ import json
 import os
 import sys
 
+import hypothesis
 import pytest
 
-import tests.conftest
-import tests.stub.inside.stub  # noqa: F401
+import gpumux.core
+import gpumux.device.cuda.driver
+import tests.leaks  # noqa: F401
+
+# What is imported above is imported on purpose.
+QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 def main(arguments: list[str]) -> int:
@@ -24,7 +29,7 @@ def main(arguments: list[str]) -> int:
         child = os.fork()
         if child == 0:
             sys.path.insert(0, directory)
-            status = int(pytest.main(arguments[at + 1 :]))
+            status = int(pytest.main([*QUIET, *arguments[at + 1 :]]))
             import cuda.bindings
 
             if cuda.bindings.__version__ != release:
