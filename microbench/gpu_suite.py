@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--list", action="store_true", help="say what would run, and run nothing")
     arguments.add_argument("--check", action="store_true", help="say what the parts lack here, and run nothing")
     arguments.add_argument(
-        "--driver", action="store_true", help="look for the card by the driver alone: torch may lack CUDA, and what needs it fails"
+        "--driver",
+        action="store_true",
+        help="look for the card by the driver alone: torch may lack CUDA, and what needs it fails",
     )
     args = arguments.parse_args(argv)
     parts = args.part or list(PARTS)
@@ -169,7 +171,10 @@ class Suite:
             "suite": self.part, "device": self.device, "machine": common.machine(), "programs": self.found,
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }  # fmt: skip
-        files = {self.file("json"): (json.dumps(body, indent=1) + "\n").encode(), self.file("txt"): (self.text() + "\n").encode()}
+        files = {
+            self.file("json"): (json.dumps(body, indent=1) + "\n").encode(),
+            self.file("txt"): (self.text() + "\n").encode(),
+        }
         if self.logs:
             files[f"gpu-{self.part}-logs.tgz"] = packed(self.logs)
         for name, content in files.items():

@@ -68,7 +68,11 @@ def look() -> list[Finding]:
         tests, card = threads.submit(_tests), threads.submit(_card)
         findings = list(threads.map(lambda package: _package(*package), PACKAGES))
         findings += [*threads.map(_import, OURS), tests.result(), card.result()]
-    for tool, needed_for in (("nvidia-smi", "telling the driver"), ("nvidia-cuda-mps-control", "collocation under MPS"), ("gcc", "Triton")):
+    for tool, needed_for in (
+        ("nvidia-smi", "telling the driver"),
+        ("nvidia-cuda-mps-control", "collocation under MPS"),
+        ("gcc", "Triton"),
+    ):
         there = shutil.which(tool)
         findings.append(Finding(tool, needed_for, there or "not there: what needs it is left out", False))
     return findings
@@ -94,7 +98,13 @@ def _import(module: str) -> Finding:
 def _tests() -> Finding:
     """Collecting the tests imports all that they do."""
     ok, said = _run(["-m", "pytest", "--collect-only", "-q", "-o", "filterwarnings=default", "tests/gpu"])
-    return Finding("tests/gpu", "the tests", said, not ok, "run `python -m pytest --collect-only tests/gpu`, and install what it names")
+    return Finding(
+        "tests/gpu",
+        "the tests",
+        said,
+        not ok,
+        "run `python -m pytest --collect-only tests/gpu`, and install what it names",
+    )
 
 
 def _card() -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -73,7 +73,13 @@ def _experiment(name: str, expected_s: float = 15.0, most_s: float = 120.0) -> J
 
 
 def _benchmark(
-    name: str, title: str, *rest: str, least_s: float = 40.0, most_s: float = 180.0, resumes: bool = False, expected_s: float
+    name: str,
+    title: str,
+    *rest: str,
+    least_s: float = 40.0,
+    most_s: float = 180.0,
+    resumes: bool = False,
+    expected_s: float,
 ) -> Job:
     arguments = ("-m", f"microbench.{name}", "--device", "cuda", *rest, "--out", RESULT)
     return Job(name, title, arguments, least_s, most_s, resumes, expected_s=expected_s)

@@ -85,7 +85,9 @@ class Watch:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = argparse.ArgumentParser(
-        prog="python -m microbench.cuda.smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m microbench.cuda.smoke",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     arguments.add_argument("--out", type=Path, metavar="FILE.json", help="where the findings go, too")
     arguments.add_argument("--only", nargs="+", metavar="NAME", help="these alone, as --list calls them")

@@ -337,7 +337,10 @@ def marks(card: Card) -> str:
     card.gpu.destroy_stream(stream)
     for event in (first, last):
         card.gpu.destroy_event(event)
-    hold(all(0.4e-3 < each < 1e-3 for each in took), f"500 us of kernels are measured as {1e6 * took[0]:.0f} and {1e6 * took[1]:.0f}")
+    hold(
+        all(0.4e-3 < each < 1e-3 for each in took),
+        f"500 us of kernels are measured as {1e6 * took[0]:.0f} and {1e6 * took[1]:.0f}",
+    )
     return f"500 us of kernels are measured as {1e6 * took[0]:.0f} and {1e6 * took[1]:.0f}"
 
 
@@ -422,7 +425,10 @@ def green_launch(card: Card) -> str:
     card.gpu.destroy_stream(stream)
     assert card._share is not None
     wanted = card.told.multiprocessors / card._share[1]
-    hold(took > 0.8e-3 * round(wanted), f"work of 1 ms on the whole takes {1e3 * took:.2f} ms on a share: it is not confined")
+    hold(
+        took > 0.8e-3 * round(wanted),
+        f"work of 1 ms on the whole takes {1e3 * took:.2f} ms on a share: it is not confined",
+    )
     return f"work of 1 ms on the whole takes {1e3 * took:.2f} ms on 1/{wanted:.1f} of it"
 
 

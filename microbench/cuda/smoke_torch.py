@@ -238,19 +238,28 @@ def attention(card: Card) -> str:
     torch = card.torch
     said = []
     with _Streams(card) as (low, high):
-        for dtype, causal, rows in ((torch.float32, False, 128), (torch.bfloat16, False, 128), (torch.bfloat16, True, 197)):
+        for dtype, causal, rows in (
+            (torch.float32, False, 128),
+            (torch.bfloat16, False, 128),
+            (torch.bfloat16, True, 197),
+        ):
             q, k, v = (torch.randn(2, 8, length, 64, device="cuda").to(dtype) for length in (128, rows, rows))
             way = int(torch._fused_sdp_choice(q, k, v, None, 0.0, causal))
             attend = torch.nn.functional.scaled_dot_product_attention
             scores = (q.float() @ k.float().transpose(-2, -1)) * 64**-0.5
             if causal:
-                scores = scores.masked_fill(torch.ones(128, rows, device="cuda", dtype=torch.bool).tril().logical_not(), -torch.inf)
+                scores = scores.masked_fill(
+                    torch.ones(128, rows, device="cuda", dtype=torch.bool).tril().logical_not(), -torch.inf
+                )
             wanted = torch.softmax(scores, -1) @ v.float()
             with _on(card, low):
                 attend(q, k, v, is_causal=causal)
             torch.cuda.synchronize()
             graph, made = _capture(
-                card, low, torch.cuda.graph_pool_handle(), lambda: attend(q, k, v, is_causal=causal)  # noqa: B023
+                card,
+                low,
+                torch.cuda.graph_pool_handle(),
+                lambda: attend(q, k, v, is_causal=causal),  # noqa: B023
             )
             _replay(card, high, graph)
             name = WAYS[way] if 0 <= way < len(WAYS) else str(way)
@@ -269,7 +278,9 @@ def batch_norm(card: Card) -> str:
         def norm() -> Any:
             return torch.ops.aten.cudnn_batch_norm.default(x, weight, bias, mean, var, True, 0.1, 1e-5)[0]
 
-        wanted = torch.ops.aten.native_batch_norm.default(x, weight, bias, mean.clone(), var.clone(), True, 0.1, 1e-5)[0]
+        wanted = torch.ops.aten.native_batch_norm.default(x, weight, bias, mean.clone(), var.clone(), True, 0.1, 1e-5)[
+            0
+        ]
         with _on(card, low):
             norm()
         torch.cuda.synchronize()
@@ -299,7 +310,9 @@ def training(card: Card) -> str:
     """A whole step, forward, backward and optimizer, after two steps one by one on the same stream."""
     torch = card.torch
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 10)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 10)
+    ).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable=True)
     x, y = torch.randn(128, 64, device="cuda"), torch.randint(0, 10, (128,), device="cuda")
 
@@ -313,7 +326,8 @@ def training(card: Card) -> str:
     with _Streams(card) as (low, high):
         torch.cuda.synchronize()
         with _on(card, low):
-            first = [float(step()) for _ in range(2)][0]
+            first = float(step())
+            step()
         graph, loss = _capture(card, low, torch.cuda.graph_pool_handle(), step)
         for _ in range(30):
             _replay(card, high, graph)

@@ -202,7 +202,9 @@ class Driver:
             for index, event in enumerate(self.unread):
                 if wanted(event):
                     return self.unread.pop(index)
-            assert monotonic() < end, f"what is waited for did not come within {self.case.give_up_s:g} s; unread: {self.unread}"
+            assert monotonic() < end, (
+                f"what is waited for did not come within {self.case.give_up_s:g} s; unread: {self.unread}"
+            )
             self.case.wait(self.device)
             self.poll()
 

@@ -40,10 +40,10 @@ SETTLE_S = 2.0  # nothing here takes longer to end, and a check that finds somet
 def prime() -> None:
     """Have the driver and torch's libraries open what they keep open for the process' life, so that it is no test's leak: a context,
     a stream, page-locked memory, and what cuBLAS and cuDNN make."""
-    driver = CudaDriver()
-    facts = driver.open(0)
-    driver.destroy_stream(driver.stream(facts.priorities[0]))
-    driver.unpin(driver.pin(4096))
+    gpu = CudaDriver()
+    facts = gpu.open(0)
+    gpu.destroy_stream(gpu.stream(facts.priorities[0]))
+    gpu.unpin(gpu.pin(4096))
     if torch.cuda.is_available():
         a = torch.ones(64, 64, device="cuda")
         image = torch.ones(1, 3, 8, 8, device="cuda")
@@ -74,7 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def case() -> Case:
     return Case(
-        "cuda", wide=CudaDevice, narrow=lambda: CudaDevice(parallel=1), wait=wait_polled, give_up_s=GIVE_UP_S, shares_process=True
+        "cuda",
+        wide=CudaDevice,
+        narrow=lambda: CudaDevice(parallel=1),
+        wait=wait_polled,
+        give_up_s=GIVE_UP_S,
+        shares_process=True,
     )
 
 

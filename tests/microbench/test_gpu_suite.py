@@ -90,7 +90,9 @@ def test_every_program_of_the_suite_is_there():
 def test_every_file_of_gpu_tests_is_in_a_part_and_a_hang_costs_one_test():
     programs = [each for part in suite_parts.PARTS for each in suite_parts.jobs(part) if each.kind == TEST]
     run = {each.command(Path("FILE"), 100.0)[-1] for each in programs}
-    assert run == {str(path.relative_to(suite_parts.ROOT)) for path in (suite_parts.ROOT / "tests/gpu").glob("test_*.py")}
+    assert run == {
+        str(path.relative_to(suite_parts.ROOT)) for path in (suite_parts.ROOT / "tests/gpu").glob("test_*.py")
+    }
     for each in programs:
         command = " ".join(each.command(Path("FILE"), 100.0))
         (hangs,) = (int(word.removeprefix("timeout=")) for word in command.split() if word.startswith("timeout="))
@@ -111,9 +113,13 @@ def test_the_shortest_answers_come_first_and_no_part_needs_more_than_half_of_its
 def test_what_is_missing_is_said_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(suite_check, "PACKAGES", (("json", "pytest", "all"), ("no_such_module", "pyzmq", "every daemon")))
+    monkeypatch.setattr(
+        suite_check, "PACKAGES", (("json", "pytest", "all"), ("no_such_module", "pyzmq", "every daemon"))
+    )
     monkeypatch.setattr(suite_check, "OURS", ())
-    monkeypatch.setattr(suite_check, "_tests", lambda: suite_check.Finding("tests/gpu", "the tests", "9 collected", False))
+    monkeypatch.setattr(
+        suite_check, "_tests", lambda: suite_check.Finding("tests/gpu", "the tests", "9 collected", False)
+    )
     monkeypatch.setattr(suite_check, "_card", lambda: suite_check.Finding("a GPU", "all of it", "one", False))
     assert gpu_suite.main(["--check"]) == gpu_suite.BROKEN
     said = capsys.readouterr()

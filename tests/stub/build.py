@@ -45,7 +45,15 @@ def release(version: str) -> Path:
         return found
     kept.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept) as unready:
-        flags = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile", "--only-binary=:all:", "--retries", "1"]
+        flags = [
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-compile",
+            "--only-binary=:all:",
+            "--retries",
+            "1",
+        ]
         wanted = [f"cuda-bindings=={version}", f"cuda-pathfinder=={PATHFINDER}"]
         command = [sys.executable, "-m", "pip", "install", *flags, "--target", f"{unready}/all", *wanted]
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)

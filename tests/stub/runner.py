@@ -9,11 +9,9 @@ import json
 import os
 import sys
 
-import hypothesis
+import hypothesis  # noqa: F401
 import pytest
 
-import gpumux.core
-import gpumux.device.cuda.driver
 import tests.leaks  # noqa: F401
 
 # What is imported above is imported on purpose.

@@ -54,7 +54,9 @@ def test_the_driver_wrapper_keeps_its_rules_on_every_release(libraries: Path):
 
 
 def test_the_experiments_run_to_their_ends(libraries: Path):
-    done = run(["-m", "pytest", "-q", "tests/stub/inside/test_experiments.py"], build.environment(libraries, bindings(NEWEST)))
+    done = run(
+        ["-m", "pytest", "-q", "tests/stub/inside/test_experiments.py"], build.environment(libraries, bindings(NEWEST))
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert passed(done.stdout) >= 11
 
@@ -100,7 +102,12 @@ def test_without_a_driver_it_is_a_matter_of_configuration(tmp_path: Path):
 def first_contact(part: str, environment: dict[str, str], out: Path, **more: str) -> subprocess.CompletedProcess[str]:
     given = {"OUT": str(out), "WORK": str(out / "work"), "PYTHON": sys.executable, **more}
     return subprocess.run(
-        ["sh", "tools/first_contact.sh", part], env=environment | given, cwd=build.ROOT, capture_output=True, text=True, timeout=RUN_S
+        ["sh", "tools/first_contact.sh", part],
+        env=environment | given,
+        cwd=build.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
     )
 
 
@@ -108,7 +115,9 @@ def test_a_first_contact_is_rehearsed(libraries: Path, tmp_path: Path):
     """The script on the stand-in: short steps are run, long ones listed; what fails stops no other, and all of it is packed."""
     environment = build.environment(libraries, bindings(NEWEST))
     python = tmp_path / "python"  # importing everything takes long, and has a test of its own
-    python.write_text(f'#!/bin/sh\ncase "$*" in *--check*) echo MISSING all; exit 1;; esac\nexec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *--check*) echo MISSING all; exit 1;; esac\nexec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     done = first_contact("1", environment, tmp_path, DRY="1", PYTHON=str(python))
     said = (tmp_path / "first-contact-1.txt").read_text()

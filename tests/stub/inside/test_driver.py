@@ -14,7 +14,7 @@ import pytest
 
 from gpumux.device.cuda.driver import CudaDriver, Driver, Pinned, bindings
 from gpumux.device.cuda.faults import STICKY
-from gpumux.errors import AdmissionRefused, ConfigError, DeviceLost, GpumuxError, JobFailed
+from gpumux.errors import AdmissionRefused, ConfigError, DeviceLost, JobFailed
 from tests.device.cuda.driver_rules import *  # noqa: F403  its tests run here on the card below
 from tests.device.cuda.driver_rules import Card
 from tests.stub.inside.stub import Stub
@@ -204,7 +204,7 @@ def test_what_a_failure_means_depends_on_which_it_is(gpu: CudaDriver, stub: Stub
     with pytest.raises(AdmissionRefused, match="cuMemHostAlloc"):
         gpu.pin(4096)
     stub.fail("cuStreamCreateWithPriority", NOT_SUPPORTED)
-    with pytest.raises(JobFailed, match="CUDA_ERROR_NOT_SUPPORTED.*operation not supported"):
+    with pytest.raises(JobFailed, match=r"CUDA_ERROR_NOT_SUPPORTED.*operation not supported"):
         gpu.stream(LEAST)
 
 
@@ -237,12 +237,12 @@ def test_what_is_not_over_is_told_from_what_failed(world: World, stub: Stub) -> 
 
 
 def in_a_thread(work: Callable[[], Any]) -> None:
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001  raised below
             errors.append(error)
 
     thread = threading.Thread(target=run)
