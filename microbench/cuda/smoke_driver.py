@@ -303,7 +303,12 @@ def node_priority(card: Card) -> str:
 def relaunch(card: Card) -> str:
     """Captured on one stream, uploaded, launched on another."""
     gpu, stream = card.kernels, card.gpu.stream(card.greatest)
-    graph = gpu.graph(lambda each: [gpu.spin(each, 10e-6, 1) for _ in range(10)] and None, card.least)
+
+    def body(each: Any) -> None:
+        for _ in range(10):
+            gpu.spin(each, 10e-6, 1)
+
+    graph = gpu.graph(body, card.least)
     card.gpu.upload(int(graph.exec), stream)
     card.until(lambda: card.gpu.idle(stream))
     took = []
