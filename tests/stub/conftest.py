@@ -1,4 +1,4 @@
-"""The stand-in for libcuda, compiled once a run. Its `inside` is collected where the stand-in is the process' libcuda alone."""
+"""The stand-in for libcuda, compiled once a run. Its `inside` and `device` are collected where it is the process' libcuda alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.stub import build
 
-collect_ignore = [] if os.environ.get(build.INSIDE) else ["inside"]
+collect_ignore = [] if os.environ.get(build.INSIDE) else ["inside", "device"]
 
 
 @pytest.fixture(scope="session")
