@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu_suite: nothing is called {', '.join(sorted(unknown))}; --list says what there is", file=sys.stderr)
         return USAGE
     if args.only:
-        jobs = {part: [job for job in of if job.name in args.only] for part, of in jobs.items()}
+        chosen = {part: [job for job in of if job.name in args.only] for part, of in jobs.items()}
+        jobs = {part: of for part, of in chosen.items() if of}
     if args.list:
         print(listing(jobs))
         return 0
@@ -104,7 +105,7 @@ def listing(jobs: Mapping[str, Sequence[Job]]) -> str:
     """What there is to run, by part."""
     lines = []
     for part, of in jobs.items():
-        lines.append(f"{part}: {len(of)} programs" if of else f"{part}: nothing to run ({suite_parts.EMPTY[part]})")
+        lines.append(f"{part}: {len(of)} program{'s' * (len(of) != 1)}")
         width = max((len(job.name) for job in of), default=0)
         lines += [f"  {job.name.ljust(width)}  {job.title}" for job in of]
     return "\n".join(lines)
@@ -189,7 +190,7 @@ class Suite:
             ran = self.found.get(job.name)
             rows.append([job.name, ran["status"], f"{ran['seconds']:.0f}"] if ran else [job.name, "not run yet", ""])
         title = f"{self.part} on {self.device['card']}, torch {self.device['torch']}"
-        blocks = [title, common.table(["program", "status", "seconds"], rows) if rows else suite_parts.EMPTY[self.part]]
+        blocks = [title, common.table(["program", "status", "seconds"], rows)]
         for job in self.jobs:
             if (ran := self.found.get(job.name)) and ran["shown"]:
                 blocks.append(f"== {job.name}: {job.title}\n{ran['shown']}")

@@ -61,6 +61,15 @@ def test_the_experiments_run_to_their_ends(libraries: Path):
     assert passed(done.stdout) >= 11
 
 
+def test_the_device_keeps_its_contract_on_the_stand_in(libraries: Path):
+    """With the wrapper's own calls, from the threads that make them; operators run in host memory."""
+    environment = build.environment(libraries, bindings(TORCHS))
+    environment["OMP_NUM_THREADS"] = "1"
+    done = run(["-m", "pytest", "-q", "-r", "N", "tests/stub/device"], environment)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) >= 50
+
+
 def holds(out: Path, version: str) -> None:
     """What `smoke` wrote: all that needs no torch was asked, and holds."""
     told = json.loads(out.read_text())

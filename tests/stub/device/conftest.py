@@ -17,7 +17,13 @@ _first.open(0)  # what a first context opens stays for the process' life, and is
 
 @pytest.fixture(scope="session")
 def case() -> Iterator[Case]:
-    before = _stub.live("stream"), _stub.live("event"), _stub.live("pinned"), _stub.live("registered"), _stub.live("exec")
+    before = (
+        _stub.live("stream"),
+        _stub.live("event"),
+        _stub.live("pinned"),
+        _stub.live("registered"),
+        _stub.live("exec"),
+    )
     yield Case("cuda", wide=stub_device, narrow=lambda: stub_device(parallel=1), wait=wait_polled, shares_process=True)
     kinds = ("stream", "event", "pinned", "registered", "exec")
     assert tuple(map(_stub.live, kinds)) == before, f"{kinds}: what the devices made is not all given back"
