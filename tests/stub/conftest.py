@@ -18,10 +18,3 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return build.libraries(tmp_path_factory.mktemp("stub"))
     except build.Unavailable as error:
         pytest.skip(str(error))
-
-
-def bindings(version: str) -> Path:
-    try:
-        return build.release(version)
-    except build.Unavailable as error:
-        pytest.skip(str(error))

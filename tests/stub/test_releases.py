@@ -14,17 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.stub import build
-from tests.stub.conftest import bindings
-
-NEWEST = build.RELEASES[-1]
-TORCHS = "13.0.3"  # what torch 2.11 for CUDA 13.0 asks for
-RUN_S = 150.0
-
-
-def run(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=build.ROOT, capture_output=True, text=True, timeout=RUN_S
-    )
+from tests.stub.running import NEWEST, RUN_S, TORCHS, bindings, run
 
 
 def passed(output: str) -> int:
@@ -42,6 +32,7 @@ def test_every_release_is_one_that_the_package_allows():
     assert TORCHS in build.RELEASES
 
 
+@pytest.mark.slow
 def test_the_driver_wrapper_keeps_its_rules_on_every_release(libraries: Path):
     """With torch's and the newest the experiments run as well."""
     releases = [f"{version}={bindings(version)}" for version in build.RELEASES]
@@ -53,21 +44,13 @@ def test_the_driver_wrapper_keeps_its_rules_on_every_release(libraries: Path):
         assert passed(part) >= 40
 
 
+@pytest.mark.slow
 def test_the_experiments_run_to_their_ends(libraries: Path):
     done = run(
         ["-m", "pytest", "-q", "tests/stub/inside/test_experiments.py"], build.environment(libraries, bindings(NEWEST))
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert passed(done.stdout) >= 11
-
-
-def test_the_device_keeps_its_contract_on_the_stand_in(libraries: Path):
-    """With the wrapper's own calls, from the threads that make them; operators run in host memory."""
-    environment = build.environment(libraries, bindings(TORCHS))
-    environment["OMP_NUM_THREADS"] = "1"
-    done = run(["-m", "pytest", "-q", "-r", "N", "tests/stub/device"], environment)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) >= 50
 
 
 def holds(out: Path, version: str) -> None:
@@ -88,6 +71,7 @@ def test_what_is_taken_for_granted_holds_on_the_stand_in(libraries: Path, tmp_pa
     assert len(done.stdout.splitlines()) == len(told["found"]) + 2  # a line each, between the card and the sum
 
 
+@pytest.mark.slow
 def test_the_gpu_tests_of_the_driver_leave_nothing_that_the_leak_check_takes_for_theirs(libraries: Path):
     """The stand-in opens a socket and an eventfd with its first context, as the real library does, and keeps them."""
     environment = build.environment(libraries, bindings(NEWEST))
