@@ -79,10 +79,16 @@ def on_cuda(args: argparse.Namespace) -> int:
         print(f"{error.message}: {error.remedy}", file=sys.stderr)
         return 78
     print(f"{card.card}, torch {card.torch}", flush=True)
-    found = overhead_cuda.main(
-        args.repeats, args.policy, jobs, lambda told: common.report("overhead", args.out, told | {"card": card.card})
-    )
-    common.report("overhead", args.out, found | {"card": card.card})
+
+    def save(told: dict[str, Any]) -> None:
+        """Replaces the file in one go: a run that is killed leaves what it had."""
+        if args.out is not None:
+            unready = args.out.with_suffix(args.out.suffix + ".new")
+            common.report("overhead", unready, told | {"card": card.card})
+            unready.replace(args.out)
+
+    found = overhead_cuda.main(args.repeats, args.policy, jobs, save)
+    save(found)
     return 1 if any("error" in job for job in found["jobs"].values()) else 0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import sys
 import tarfile
 import tomllib
@@ -135,6 +137,24 @@ def test_the_preflight_imports_all_that_the_package_says_it_needs():
     project = tomllib.loads(text)["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
     assert {re.split(r"[><=]", each)[0] for each in wanted} <= {package for _, package, _ in suite_check.PACKAGES}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make on this machine")
+@pytest.mark.parametrize("has_all", [True, False], ids=["has all", "lacks something"])
+def test_make_takes_the_python_that_is_there_if_it_has_all_that_is_needed(has_all: bool, tmp_path: Path):
+    """And makes an environment of its own otherwise, for which there is no Python here."""
+    python = tmp_path / "python"
+    status = 0 if has_all else 1
+    python.write_text(f'#!/bin/sh\necho "ran: $*"\ncase "$*" in *--check*) exit {status};; esac\n')
+    python.chmod(0o755)
+    given = [f"VENV={tmp_path}/venv", f"GPU_PYTHON={python}", "PYTHON=false", "GPU_OUT=there"]
+    done = subprocess.run(["make", "gpu", *given], cwd=suite_parts.ROOT, capture_output=True, text=True, timeout=60)
+    ran = [line.removeprefix("ran: ") for line in done.stdout.splitlines() if line.startswith("ran: ")]
+    assert ran[0] == "-m microbench.gpu_suite --check"
+    assert ran[1:] == (["-m microbench.gpu_suite --out there"] if has_all else [])
+    assert (done.returncode == 0) == has_all
+    if not has_all:
+        assert "What is missing above can't be installed" in done.stderr
 
 
 def test_it_runs_all_and_leaves_a_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
