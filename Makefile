@@ -13,8 +13,9 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3 p
 CONSTRAINTS := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; \
 	then echo constraints.txt; else echo constraints-cpu.txt; fi)
 
-# Where `make gpu` leaves and looks for its results.
+# Where `make gpu` leaves and looks for its results, and the Python it takes before .venv is made.
 GPU_OUT ?= build/gpu
+GPU_PYTHON ?= python3
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The tests start hundreds of Python processes, each of which would compile all of gpumux again.
@@ -36,13 +37,13 @@ help: ## this list
 demo: $(VENV)/.demo ## two jobs share one device, bit for bit (about two minutes with set-up)
 	@$(RUN) clients.demo
 
-test: ruff ## everything CI runs: lint, types, all tests
+test: ruff $(VENV)/.bindings ## everything CI runs: lint, types, all tests
 	@echo "$(RUN) mypy, beside the tests"; $(RUN) mypy >$(VENV)/mypy.log 2>&1 & types=$$!; failed=0; trap "kill $$types" INT TERM; \
 	echo "$(CORE) --optional"; $(CORE) --optional || failed=1; \
 	echo "$(RUN) pytest $(BESIDE) --durations=15"; $(RUN) pytest $(BESIDE) --durations=15 || failed=1; \
 	wait $$types || failed=1; cat $(VENV)/mypy.log; exit $$failed
 
-test-fast: $(VENV)/.dev ## the tests that take less than ten seconds each
+test-fast: $(VENV)/.dev $(VENV)/.bindings ## the tests that take less than ten seconds each
 	$(RUN) pytest $(BESIDE) -m "not slow" --durations=5
 
 core: $(VENV)/.dev ## compile the scheduler core, if its sources changed: daemons started from here are quicker (half a minute)
@@ -59,8 +60,13 @@ fmt: $(VENV)/.dev ## format and mend what ruff can
 	$(RUN) ruff check --fix $(SOURCES)
 	$(RUN) ruff format $(SOURCES)
 
-gpu: $(VENV)/.dev ## every GPU test, experiment and benchmark; run it again to go on where it was
-	$(RUN) microbench.gpu_suite --out $(GPU_OUT)
+# The Python that is there is taken if it has all that is needed, since a machine with a GPU may have no network and a torch that fits it.
+gpu: ## every GPU test, experiment and benchmark; run it again to go on where it was
+	@python=$(VENV)/bin/python; [ -e $(VENV)/.dev ] || { python=$(GPU_PYTHON); \
+	echo "$$python -m microbench.gpu_suite --check"; $$python -m microbench.gpu_suite --check || { \
+	$(MAKE) --no-print-directory $(VENV)/.dev && python=$(VENV)/bin/python || { echo "What is missing above can't be installed" \
+	"either. tools/first_contact.sh says how to bring it along as wheels." >&2; exit 1; }; }; }; \
+	echo "$$python -m microbench.gpu_suite --out $(GPU_OUT)"; $$python -m microbench.gpu_suite --out $(GPU_OUT)
 
 clean: ## remove the virtual environment, caches and builds
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .debs
@@ -83,4 +89,10 @@ $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt constraints-cpu.txt
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing what the tests and linters need"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# Releases of cuda-bindings, which tests run on a stand-in for libcuda; without them those tests are skipped, and say so.
+$(VENV)/.bindings: $(VENV)/.dev tests/stub/build.py
+	@echo "installing releases of cuda-bindings to test with"
+	@$(RUN) tests.stub.build
 	@touch $@

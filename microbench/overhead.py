@@ -37,9 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--threads", type=int, default=1, help="torch threads, of both")
     arguments.add_argument("--policy", default="paced", help="of the daemon")
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    arguments.add_argument("--jobs", nargs="+", metavar="MODEL:KIND", help="which of them on cuda (default: all four)")
     args = arguments.parse_args(argv)
     if args.device == "cuda":
         return on_cuda(args)
+    if args.jobs:
+        arguments.error("--jobs is of --device cuda")
     torch.set_num_threads(args.threads)
     facts = common.machine()
     measured = {}
@@ -66,14 +69,27 @@ def on_cuda(args: argparse.Namespace) -> int:
     from microbench import overhead_cuda
     from microbench.cuda import probe
 
+    jobs = args.jobs or overhead_cuda.JOBS
+    if wrong := [job for job in jobs if job.partition(":")[2] not in ("train", "infer")]:
+        print(f"{wrong[0]!r} is no job: write MODEL:train or MODEL:infer", file=sys.stderr)
+        return 64
     try:
         card = probe.card()
     except ConfigError as error:
         print(f"{error.message}: {error.remedy}", file=sys.stderr)
         return 78
-    print(f"{card.card}, torch {card.torch}")
-    common.report("overhead", args.out, overhead_cuda.main(args.repeats, args.policy))
-    return 0
+    print(f"{card.card}, torch {card.torch}", flush=True)
+
+    def save(told: dict[str, Any]) -> None:
+        """Replaces the file in one go: a run that is killed leaves what it had."""
+        if args.out is not None:
+            unready = args.out.with_suffix(args.out.suffix + ".new")
+            common.report("overhead", unready, told | {"card": card.card})
+            unready.replace(args.out)
+
+    found = overhead_cuda.main(args.repeats, args.policy, jobs, save)
+    save(found)
+    return 1 if any("error" in job for job in found["jobs"].values()) else 0
 
 
 def compare(make: Callable[[], Workload], endpoint: str, repeats: int, steps: int) -> dict[str, Any]:

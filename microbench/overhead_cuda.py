@@ -6,17 +6,18 @@ compared by the seconds from their arrival to their answer. Both ways are open a
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from microbench import common
-from microbench.daemon import running_daemon
+from microbench.daemon import DaemonFailed, running_daemon
 from microbench.ways import Setting, is_request
-from microbench.worker import Worker
+from microbench.worker import Worker, WorkerFailed
 
-TRAINING = ("resnet50:train", "gpt2:train")
-REQUESTS = ("bert_base:infer", "resnet50:infer")
+JOBS = ("resnet50:train", "bert_base:infer", "gpt2:train", "resnet50:infer")  # the most telling first
 RATE_TARGET = 0.98  # for steps of STEP_S or more
 STEP_S = 0.010
 ADDED_S = 250e-6
@@ -25,11 +26,29 @@ SETTLE_S, TURN_S = 0.4, 1.6
 
 
 def measure(
-    setting: Setting, jobs: Sequence[str] = (*TRAINING, *REQUESTS), repeats: int = 4, policy: str = "guarded"
-) -> dict[str, dict[str, Any]]:
-    """By job. Raises WorkerFailed, DaemonFailed."""
-    with running_daemon(policy=policy, threads=1, device=setting.device) as daemon:
-        return {job: _compare(setting, job, daemon.endpoint, repeats) for job in jobs}
+    setting: Setting, jobs: Sequence[str] = JOBS, repeats: int = 4, policy: str = "guarded",
+    after: Callable[[dict[str, dict[str, Any]]], None] = lambda measured: None,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """By job; `after` is told what there is after each. A job that can't be measured has an `error`, and the others are measured in a
+    daemon of their own. Raises DaemonFailed where none can be started."""
+    measured: dict[str, dict[str, Any]] = {}
+    while left := [job for job in jobs if job not in measured]:
+        try:
+            with running_daemon(policy=policy, threads=1, device=setting.device) as daemon:
+                for job in left:
+                    print(job, file=sys.stderr, flush=True)
+                    try:
+                        measured[job] = _compare(setting, job, daemon.endpoint, repeats)
+                    except (WorkerFailed, subprocess.TimeoutExpired) as error:
+                        measured[job] = {"error": str(error)}
+                    after(measured)
+                    if "error" in measured[job]:
+                        break  # the daemon may be what failed
+        except DaemonFailed as error:
+            if left[0] not in measured:
+                raise
+            print(f"the daemon: {error}", file=sys.stderr, flush=True)
+    return measured
 
 
 def _compare(setting: Setting, job: str, endpoint: str, repeats: int) -> dict[str, Any]:
@@ -62,7 +81,9 @@ def targets(measured: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Steps shorter than STEP_S are shown without one."""
     found: dict[str, dict[str, Any]] = {}
     for job, m in measured.items():
-        if "added_s" in m:
+        if "error" in m:
+            found[f"{job}, measured"] = {"value": 0.0, "target": 1.0, "met": False}
+        elif "added_s" in m:
             value = m["added_s"].median
             found[f"{job}, seconds added"] = {"value": value, "target": ADDED_S, "met": value <= ADDED_S}
         elif 1 / m["plain_rate"].median >= STEP_S:
@@ -74,6 +95,9 @@ def targets(measured: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def show(measured: dict[str, dict[str, Any]]) -> str:
     rows = []
     for job, m in measured.items():
+        if "error" in m:
+            rows.append([job, f"failed: {m['error'][:60]}", *[""] * 4])
+            continue
         if "added_s" in m:
             plain, ours, gain = m["plain_median_s"].median, m["gpumux_median_s"].median, m["added_s"]
             verdict = [f"{1e6 * each:+.0f} us" for each in (gain.median, gain.low, gain.high)]
@@ -84,12 +108,17 @@ def show(measured: dict[str, dict[str, Any]]) -> str:
     return common.table(["job", "plain ms", "gpumux ms", "rate, or added", "lowest", "highest"], rows)
 
 
-def main(repeats: int, policy: str) -> dict[str, Any]:
-    """Measure on CUDA and print the table; what goes into the file."""
+def main(
+    repeats: int, policy: str, jobs: Sequence[str] = JOBS, save: Callable[[dict[str, Any]], None] = lambda told: None
+) -> dict[str, Any]:
+    """Measure on CUDA and print the table; what goes into the file, which `save` gets after each job, too."""
     setting = Setting("cuda", "full", TURN_S, SETTLE_S)
-    measured = measure(setting, repeats=repeats, policy=policy)
-    found = targets(measured)
-    for name, target in found.items():
+
+    def told(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return {"device": "cuda", "policy": policy, "jobs": measured, "targets": targets(measured)}
+
+    measured = measure(setting, jobs, repeats, policy, lambda measured: save(told(measured)))
+    for name, target in targets(measured).items():
         print(f"{name}: {target['value']:.6g}, target {target['target']:g}: {'met' if target['met'] else 'MISSED'}")
     print(show(measured))
-    return {"device": "cuda", "policy": policy, "jobs": measured, "targets": found}
+    return told(measured)

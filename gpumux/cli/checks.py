@@ -86,7 +86,7 @@ def device(settings: config.Config, has: nvidia.Nvidia | None = None) -> Finding
         return Finding("device", FAIL, detail, "set gpu to one of them; nvidia-smi -L lists them")
     if not has.bindings:
         detail = f"`gpumux serve` can't take GPU {settings.gpu}: the package cuda-bindings is missing"
-        return Finding("device", FAIL, detail, "pip install 'gpumux[cuda]', or set device to cpu")
+        return Finding("device", FAIL, detail, "pip install cuda-bindings, or set device to cpu")
     return Finding("device", OK, f"`gpumux serve` takes {why}")
 
 

@@ -1,7 +1,7 @@
 """Small experiments on one NVIDIA GPU, one question each (docs/gpu-notes.md has the questions and what follows from the
-answers). `python -m microbench.cuda.NAME` runs one; `python -m microbench.gpu_suite --part experiments` runs all."""
+answers). `python -m microbench.cuda.NAME` runs one; `python -m microbench.gpu_suite --part design --part details` runs all. smoke.py asks what is taken for granted."""
 
 NAMES = (
-    "launch_cost", "boundary_gaps", "priorities", "piece_delay", "depth", "completion", "copies", "idle_contexts", "green",
-    "capture", "same_address", "rebuild",
+    "same_address", "rebuild", "priorities", "launch_cost", "boundary_gaps", "completion", "green", "capture", "piece_delay", "depth",
+    "copies", "idle_contexts",
 )  # fmt: skip

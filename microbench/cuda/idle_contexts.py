@@ -13,7 +13,7 @@ from typing import Any
 from microbench.cuda.driver import Counter, Driver, Gpu, Graph
 from microbench.cuda.experiment import Experiment, Row, main, median, spread
 
-CONTEXTS = (0, 1, 4, 8)
+CONTEXTS = (0, 1, 4)
 PIECE_S = 100e-6
 CHAIN = 100
 TICK_S = 10e-3
@@ -106,7 +106,7 @@ def answer(rows: Sequence[Row]) -> str:
 EXPERIMENT = Experiment(
     "idle_contexts",
     "What do clients that hold a CUDA context of their own cost the daemon, idle or now and then busy?",
-    "Pieces of 100 us, one at a time and in chains, beside 0 to 8 other processes with a context: idle, or running a tiny kernel every "
+    "Pieces of 100 us, one at a time and in chains, beside 0 to 4 other processes with a context: idle, or running a tiny kernel every "
     "10 ms. Device memory that each context takes is what less of it is free.",
     measure,
     answer,

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 
+from gpumux.device.cuda.driver import CudaDriver
 from gpumux.errors import ConfigError
 
 PROBE_S = 120.0
@@ -32,9 +34,9 @@ def card() -> Found:
     return found
 
 
-def find() -> Found:
-    """The first GPU, as a new process sees it."""
-    command = [sys.executable, "-m", "microbench.cuda.probe"]
+def find(*, by_driver: bool = False) -> Found:
+    """The first GPU, as a new process sees it: by torch, or by the driver alone."""
+    command = [sys.executable, "-m", "microbench.cuda.probe", *(["--driver"] if by_driver else [])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S)
     except subprocess.TimeoutExpired:
@@ -61,5 +63,18 @@ def look() -> Found:
     return Found(of.name, torch.__version__, capability, of.multi_processor_count, of.total_memory)
 
 
+def look_by_driver() -> Found:
+    """What this process sees without torch."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    try:
+        of = CudaDriver().open(0)
+    except ConfigError as error:
+        return Found(torch=torch, why=error.message)
+    return Found(of.name, torch, f"{of.capability[0]}.{of.capability[1]}", of.multiprocessors, of.memory_bytes)
+
+
 if __name__ == "__main__":
-    print(json.dumps(asdict(look())))
+    print(json.dumps(asdict(look_by_driver() if sys.argv[1:] == ["--driver"] else look())))

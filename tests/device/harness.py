@@ -13,7 +13,7 @@ import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from time import sleep
+from time import monotonic, sleep
 from typing import TypeVar
 
 from gpumux.device.contract import (
@@ -59,13 +59,16 @@ def select_wait(device: Device) -> None:
 @dataclass(frozen=True)
 class Case:
     """`wide()` and `narrow()` make unopened devices; a narrow one has `parallel` 1. `computes`: results
-    are real numbers (a simulated device only keeps time)."""
+    are real numbers (a simulated device only keeps time). `give_up_s`: how long an event is waited for. `shares_process`: a library
+    of the device's opens descriptors of its own in this process."""
 
     name: str
     wide: Callable[[], Device]
     narrow: Callable[[], Device]
     wait: Callable[[Device], None] = select_wait
     computes: bool = True
+    give_up_s: float = GIVE_UP_S
+    shares_process: bool = False
 
 
 class SharedMemory:
@@ -193,11 +196,15 @@ class Driver:
                 held.pieces[event.program], held.cut[event.program] = event.pieces, event.cut
 
     def wait_for(self, wanted: Callable[[DeviceEvent], bool]) -> DeviceEvent:
-        """The oldest unread event that is wanted."""
+        """The oldest unread event that is wanted; waited for, but not for ever: a device that is due all the time is never silent."""
+        end = monotonic() + self.case.give_up_s
         while True:
             for index, event in enumerate(self.unread):
                 if wanted(event):
                     return self.unread.pop(index)
+            assert monotonic() < end, (
+                f"what is waited for did not come within {self.case.give_up_s:g} s; unread: {self.unread}"
+            )
             self.case.wait(self.device)
             self.poll()
 

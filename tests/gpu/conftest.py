@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.cuda.driver import bindings
-from gpumux.errors import ConfigError
+from gpumux.device.cuda.driver import CudaDriver, bindings
+from gpumux.errors import ConfigError, GpumuxError
+from tests import conftest as root
 from tests.conftest import PREFIX
 from tests.daemon.live import LiveDaemon
 from tests.device.fixtures import driver, narrow, narrow_device, wide_device  # noqa: F401
@@ -31,6 +33,26 @@ def gpus() -> int:
         return 0
 
 
+GIVE_UP_S = 18.0  # a test's wait, and its teardown's, fit into the suite's limit of a test
+SETTLE_S = 2.0  # nothing here takes longer to end, and a check that finds something costs as much each time
+
+
+def prime() -> None:
+    """Have the driver and torch's libraries open what they keep open for the process' life, so that it is no test's leak: a context,
+    a stream, page-locked memory, and what cuBLAS and cuDNN make."""
+    gpu = CudaDriver()
+    facts = gpu.open(0)
+    gpu.destroy_stream(gpu.stream(facts.priorities[0]))
+    gpu.unpin(gpu.pin(4096))
+    if torch.cuda.is_available():
+        a = torch.ones(64, 64, device="cuda")
+        image = torch.ones(1, 3, 8, 8, device="cuda")
+        torch.nn.functional.conv2d(image, torch.ones(4, 3, 3, 3, device="cuda"))
+        (a @ a).to(torch.bfloat16)
+        torch.ones(64, pin_memory=True).to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     absent = pytest.mark.skip(reason="there is no NVIDIA GPU on this machine")
@@ -39,11 +61,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if none:
             item.add_marker(absent)
+    if not here or none:
+        return
+    if len(here) == len(items):  # of other tests' daemons some take longer
+        root.SETTLE_S = SETTLE_S
+    try:
+        prime()  # here, before any fixture has counted anything
+    except (GpumuxError, RuntimeError) as error:  # the tests fail for it, and say so each
+        print(f"no first context could be made: {error}")
 
 
 @pytest.fixture(scope="session")
 def case() -> Case:
-    return Case("cuda", wide=CudaDevice, narrow=lambda: CudaDevice(parallel=1), wait=wait_polled)
+    return Case(
+        "cuda",
+        wide=CudaDevice,
+        narrow=lambda: CudaDevice(parallel=1),
+        wait=wait_polled,
+        give_up_s=GIVE_UP_S,
+        shares_process=True,
+    )
 
 
 @pytest.fixture(scope="module")

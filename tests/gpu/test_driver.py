@@ -12,16 +12,8 @@ import pytest
 from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver, Facts, bindings
 from gpumux.device.cuda.faults import STICKY
 from gpumux.errors import ConfigError
-from tests.device.cuda.test_driver import (  # noqa: F401  its tests run here on the card below
-    Card,
-    pinned,
-    test_a_value_is_stored_when_the_stream_gets_there,
-    test_an_event_holds_another_stream_back,
-    test_an_event_nobody_recorded_holds_nothing_back,
-    test_an_event_recorded_again_is_reached_again,
-    test_priorities_are_a_range_and_smaller_is_more,
-    test_times_between_events_go_forward,
-)
+from tests.device.cuda.driver_rules import *  # noqa: F403  its tests run here on the card below
+from tests.device.cuda.driver_rules import Card
 
 
 @pytest.fixture(scope="module")

@@ -391,6 +391,38 @@ def test_a_plain_loop_and_a_daemon_take_turns(monkeypatch: pytest.MonkeyPatch):
     assert "gpt2:infer" in overhead_cuda.show(measured)
 
 
+def test_a_job_that_can_not_be_measured_is_told_and_the_others_go_on_in_a_daemon_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    rates = {
+        name: common.figure([value]) for name, value in (("plain_rate", 50.0), ("gpumux_rate", 49.5), ("ratio", 0.99))
+    }
+    daemons = iter(range(9))
+    saved: list[list[str]] = []
+
+    def compare(setting: ways.Setting, job: str, endpoint: str, repeats: int) -> dict[str, Any]:
+        if job == "gpt2:train":
+            raise worker.WorkerFailed("out of memory")
+        return {**rates, "daemon": endpoint}
+
+    monkeypatch.setattr(overhead_cuda, "_compare", compare)
+    monkeypatch.setattr(
+        overhead_cuda, "running_daemon", lambda **_: nullcontext(SimpleNamespace(endpoint=f"daemon {next(daemons)}"))
+    )
+    jobs = ["vgg16:train", "gpt2:train", "resnet50:train"]
+    found = overhead_cuda.main(1, "guarded", jobs, lambda told: saved.append(list(told["jobs"])))
+    assert saved == [jobs[:1], jobs[:2], jobs], "what there is is saved after each"
+    assert found["jobs"]["gpt2:train"] == {"error": "out of memory"}
+    assert [found["jobs"][job]["daemon"] for job in (jobs[0], jobs[2])] == ["daemon 0", "daemon 1"]
+    assert found["targets"]["gpt2:train, measured"]["met"] is False
+    assert "failed: out of memory" in capsys.readouterr().out
+
+
+def test_jobs_of_the_overhead_are_named_by_what_they_do(capsys: pytest.CaptureFixture[str]):
+    assert overhead.main(["--device", "cuda", "--jobs", "resnet50"]) == 64
+    assert "'resnet50' is no job" in capsys.readouterr().err
+
+
 def test_short_training_steps_have_no_target():
     def trained(rate: float) -> dict[str, Any]:
         rates = {"plain_rate": rate, "gpumux_rate": 0.97 * rate, "ratio": 0.97}
@@ -490,7 +522,7 @@ def test_overhead_on_a_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     rates = {
         name: common.figure([value]) for name, value in (("plain_rate", 50.0), ("gpumux_rate", 49.5), ("ratio", 0.99))
     }
-    monkeypatch.setattr(overhead_cuda, "measure", lambda setting, repeats, policy: {"resnet50:train": rates})
+    monkeypatch.setattr(overhead_cuda, "measure", lambda *given: {"resnet50:train": rates})
     out = tmp_path / "overhead.json"
     assert overhead.main(["--device", "cuda", "--repeats", "1", "--out", str(out)]) == 0
     (target,) = json.loads(out.read_text())["targets"].values()

@@ -4,7 +4,12 @@ programs it runs here are a line or two long."""
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import sys
+import tarfile
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,7 @@ from typing import Any
 import pytest
 
 import microbench.cuda as experiments
-from microbench import gpu_suite, suite_parts
+from microbench import gpu_suite, suite_check, suite_parts
 from microbench.cuda import probe
 from microbench.suite_parts import LIMIT, RESULT, TEST, Job
 
@@ -42,7 +47,7 @@ def written(out: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "find", lambda: probe.Found(why="torch is built without CUDA"))
+    monkeypatch.setattr(probe, "find", lambda by_driver: probe.Found(why="torch is built without CUDA"))
 
 
 @pytest.mark.usefixtures("no_device")
@@ -61,10 +66,10 @@ def test_without_a_device_it_lists_what_it_would_run_and_says_that_there_is_none
 
 
 def test_the_list_needs_no_device(capsys: pytest.CaptureFixture[str]):
-    assert gpu_suite.main(["--list", "--part", "experiments"]) == 0
+    assert gpu_suite.main(["--list", "--part", "design", "--part", "details"]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in experiments.NAMES)
-    assert "benchmarks" not in said
+    assert "overhead" not in said
 
 
 def test_an_unknown_program_is_wrong_usage(capsys: pytest.CaptureFixture[str]):
@@ -84,12 +89,72 @@ def test_every_program_of_the_suite_is_there():
                 assert (suite_parts.ROOT / f"{command[2].replace('.', '/')}.py").exists()
 
 
-def test_the_tests_are_one_program_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    for name in ("test_b.py", "test_a.py", "conftest.py"):
-        (tmp_path / "tests" / "gpu" / name).write_text("")
-    monkeypatch.setattr(suite_parts, "ROOT", tmp_path)
-    assert [(each.name, each.kind) for each in suite_parts.jobs("tests")] == [("a", TEST), ("b", TEST)]
+def test_every_file_of_gpu_tests_is_in_a_part_and_a_hang_costs_one_test():
+    programs = [each for part in suite_parts.PARTS for each in suite_parts.jobs(part) if each.kind == TEST]
+    run = {each.command(Path("FILE"), 100.0)[-1] for each in programs}
+    assert run == {
+        str(path.relative_to(suite_parts.ROOT)) for path in (suite_parts.ROOT / "tests/gpu").glob("test_*.py")
+    }
+    for each in programs:
+        command = " ".join(each.command(Path("FILE"), 100.0))
+        (hangs,) = (int(word.removeprefix("timeout=")) for word in command.split() if word.startswith("timeout="))
+        assert hangs <= each.most_s / 3, "pytest gets to tell of a test that hangs, and of the next"
+        assert "filterwarnings=default" in command, "versions that were never run together may warn"
+        assert "--maxfail 4" in command
+
+
+def test_the_shortest_answers_come_first_and_no_part_needs_more_than_half_of_its_time():
+    assert suite_parts.PARTS[:3] == ("smoke", "driver", "design")
+    assert [each.name for each in suite_parts.jobs("design")][:2] == ["same_address", "rebuild"]
+    for part in suite_parts.PARTS:
+        assert sum(each.expected_s for each in suite_parts.jobs(part)) <= gpu_suite.LIMIT_S / 2, part
+        for each in suite_parts.jobs(part):
+            assert each.expected_s < each.most_s
+
+
+def test_what_is_missing_is_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(
+        suite_check, "PACKAGES", (("json", "pytest", "all"), ("no_such_module", "pyzmq", "every daemon"))
+    )
+    monkeypatch.setattr(suite_check, "OURS", ())
+    monkeypatch.setattr(
+        suite_check, "_tests", lambda: suite_check.Finding("tests/gpu", "the tests", "9 collected", False)
+    )
+    monkeypatch.setattr(suite_check, "_card", lambda: suite_check.Finding("a GPU", "all of it", "one", False))
+    assert gpu_suite.main(["--check"]) == gpu_suite.BROKEN
+    said = capsys.readouterr()
+    assert "ok      json" in said.out
+    assert "MISSING no_such_module" in said.out
+    assert "no_such_module is missing: ModuleNotFoundError" in said.err
+    assert "pip install pyzmq; without a network, from a folder of wheels" in said.err
+
+
+def test_the_preflight_imports_all_that_the_package_says_it_needs():
+    """Run-time dependencies by pyproject.toml, by their distributions' names."""
+    text = (suite_parts.ROOT / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    assert {re.split(r"[><=]", each)[0] for each in wanted} <= {package for _, package, _ in suite_check.PACKAGES}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make on this machine")
+@pytest.mark.parametrize("has_all", [True, False], ids=["has all", "lacks something"])
+def test_make_takes_the_python_that_is_there_if_it_has_all_that_is_needed(has_all: bool, tmp_path: Path):
+    """And makes an environment of its own otherwise, for which there is no Python here."""
+    python = tmp_path / "python"
+    status = 0 if has_all else 1
+    python.write_text(f'#!/bin/sh\necho "ran: $*"\ncase "$*" in *--check*) exit {status};; esac\n')
+    python.chmod(0o755)
+    given = [f"VENV={tmp_path}/venv", f"GPU_PYTHON={python}", "PYTHON=false", "GPU_OUT=there"]
+    done = subprocess.run(["make", "gpu", *given], cwd=suite_parts.ROOT, capture_output=True, text=True, timeout=60)
+    ran = [line.removeprefix("ran: ") for line in done.stdout.splitlines() if line.startswith("ran: ")]
+    assert ran[0] == "-m microbench.gpu_suite --check"
+    assert ran[1:] == (["-m microbench.gpu_suite --out there"] if has_all else [])
+    assert (done.returncode == 0) == has_all
+    if not has_all:
+        assert "What is missing above can't be installed" in done.stderr
 
 
 def test_it_runs_all_and_leaves_a_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -102,7 +167,26 @@ def test_it_runs_all_and_leaves_a_json_and_a_table(tmp_path: Path, capsys: pytes
     assert "== two: what two does\na table\n" in text
     assert "on its way" not in text
     assert text in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-benchmarks.json", "gpu-benchmarks.txt"]
+    names = [f"gpu-benchmarks{end}" for end in ("-logs.tgz", ".json", ".txt")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def logs(out: Path) -> dict[str, str]:
+    with tarfile.open(out / "gpu-benchmarks-logs.tgz") as archive:
+        return {each.name: archive.extractfile(each).read().decode() for each in archive}  # type: ignore[union-attr]
+
+
+def test_the_whole_output_of_every_program_is_packed(tmp_path: Path):
+    talks = "import sys; print('first words'); print('x' * 9000); print('last words', file=sys.stderr); sys.exit(1)"
+    assert suite([job("one", WRITE), job("talks a lot", talks)], tmp_path).run(100.0) == gpu_suite.BROKEN
+    found = logs(tmp_path)
+    assert "on its way" in found["one.log"]
+    assert "first words" in found["talks_a_lot.log"]
+    assert "last words" in found["talks_a_lot.log"]
+    assert "exit 1 after" in found["talks_a_lot.log"]
+    assert "first words" not in written(tmp_path)["programs"]["talks a lot"]["shown"]
+    assert suite([job("one", WRITE), job("talks a lot", WRITE)], tmp_path).run(100.0) == 0
+    assert "on its way" in logs(tmp_path)["one.log"], "what did not run again keeps its log"
 
 
 def test_it_goes_on_where_it_was(tmp_path: Path):
