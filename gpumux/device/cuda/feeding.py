@@ -258,7 +258,7 @@ def _out_of_place(run: Callable[..., None]) -> Callable[..., list[Tensor]]:
     return functional
 
 
-def _multiplied(fresh: Sequence[Tensor], value: Tensor) -> Sequence[Tensor]:
+def _multiplied(fresh: tuple[Tensor, ...], value: Tensor) -> tuple[Tensor, ...]:
     """The very tensors, of which nothing else knows: a second list of them may be as large as all parameters."""
     _multiply_all(fresh, value)
     return fresh
