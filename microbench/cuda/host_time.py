@@ -132,10 +132,11 @@ def _calls(driver: CudaDriver, stream: int) -> dict[str, dict[str, Callable[[], 
             lambda: driver.write_value(memory.device_address, 1, stream),
         ),
     }
-    return {
-        name: {"bare binding": _timed(lambda _, bare=bare: bare(), CALLS), "wrapper": _timed(lambda _, own=own: own(), CALLS)}
-        for name, (bare, own) in pairs.items()
-    }  # fmt: skip
+    return {name: {"bare binding": _repeated(bare), "wrapper": _repeated(own)} for name, (bare, own) in pairs.items()}
+
+
+def _repeated(call: Callable[[], Any]) -> Callable[[], float]:
+    return _timed(lambda _: call(), CALLS)
 
 
 def _timed(each: Callable[[int], Any], count: int) -> Callable[[], float]:
