@@ -136,7 +136,7 @@ def job_part(name: str, size: str, endpoint: str) -> None:
     stats = job.stats()
     said = {"sync_s": synced, "saved": saved, "charged": stats["memory_bytes"], "measured": stats["measured_bytes"]}
     say("result", **said, state_bytes=state, parameters=sum(p.numel() for p in made.model.parameters()))
-    job.close()
+    job.close(sync=False)
 
 
 def lengths_part(name: str, size: str, endpoint: str) -> None:
@@ -151,8 +151,7 @@ def lengths_part(name: str, size: str, endpoint: str) -> None:
             for i in range(3):
                 job.step(*made.batch(i, length)).result()
     say("result", charged=job.stats()["memory_bytes"])
-    job._unsynced = 0
-    job.close()
+    job.close(sync=False)
 
 
 def rates_part(name: str, size: str, endpoint: str) -> None:
@@ -185,8 +184,7 @@ def rates_part(name: str, size: str, endpoint: str) -> None:
             steady["job"].append(seconds(lambda i=i: job.step(*ours.batch(i)).result()))  # type: ignore[misc]
         say("note", text=f"{name}: turn {turn + 1} of {TURNS}")
     say("result", steady=steady)
-    job._unsynced = 0
-    job.close()
+    job.close(sync=False)
 
 
 def _tensors(made: Any) -> list[Any]:
