@@ -249,7 +249,8 @@ class Engine:
         are, and that error is raised."""
         for used in {stream, job.capture_stream, *job.confined.values(), *self._copy_streams.values()} - {0}:
             wait(self._driver, used)
-        parts: list[Callable[[], None]] = [partial(self.sweep, job), *[loaded.close for loaded in job.programs.values()]]
+        closing = [loaded.close for loaded in job.programs.values()]
+        parts: list[Callable[[], None]] = [partial(self.sweep, job), *closing]
         if job.order:
             parts.insert(0, partial(self._driver.destroy_event, job.order))
             job.order = 0
