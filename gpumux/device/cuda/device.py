@@ -249,8 +249,6 @@ class CudaDevice(Dispatch):
         if held is not None:
             held.spec = replace(held.spec, priority=priority)
             held.stale = {number for number, loaded in held.programs.items() if loaded.cuts.newest}
-            for loaded in held.programs.values():
-                loaded.operands.copies = self._engine.copies(priority)
 
     def memory(self) -> dev.MemoryFigures:
         by_job = {job: held.memory for job, held in self._jobs.items()}
@@ -288,10 +286,13 @@ class CudaDevice(Dispatch):
         priorities = {int(Priority.LOW): least, int(Priority.HIGH): greatest}
         self._partitions = Partitions(driver, facts, self._wanted_shares, least)
         self._parts.append(self._partitions.close)
-        self._engine = Engine(driver, compute, priorities, self._partitions)
-        self._parts.append(self._engine.close)
         streams = {number: [driver.stream(priorities[number]) for _ in range(STREAMS)] for number in priorities}
         self._parts += [partial(driver.destroy_stream, stream) for made in streams.values() for stream in made]
+        beside = {stream: driver.stream(priorities[number]) for number, made in streams.items() for stream in made}
+        beside |= {stream: driver.stream(least) for stream in self._partitions.run_streams}
+        self._parts += [partial(driver.destroy_stream, stream) for stream in beside.values()]
+        self._engine = Engine(driver, compute, priorities, self._partitions, copies=beside)
+        self._parts.append(self._engine.close)
         self._running = Running(driver, Turns(streams), self._partitions)
         self._flights = Flights(driver, self._clock, greatest)
         self._parts.append(self._flights.close)

@@ -207,7 +207,6 @@ class Dispatch:
             self._events.append(dev.ProgramRefused(job.id, load.program, fault))
         else:
             job.programs[load.program] = value
-            value.operands.copies = self._engine.copies(job.spec.priority)  # it may have changed while this was loaded
             job.charged += sum(load.new_buffers) + value.operands.held_bytes - load.charge
             job.transients[load.program] = max(job.transients[load.program], value.transient)
             bounds = value.cuts.bounds(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
@@ -44,17 +44,21 @@ CHUNK = 4 << 20
 
 
 class Engine:
-    """`priorities`: the driver's number for each class of job; `partitions`: what low jobs can be confined to."""
+    """`priorities`: the driver's number for each class of job; `partitions`: what low jobs can be confined to. `copies`:
+    for each stream that pieces run on, the one on which batches come in. A copy waits until a step has taken what lies
+    where it goes, and others behind it on its stream wait too, so jobs that run on streams of their own share none."""
 
-    def __init__(self, driver: Driver, compute: Compute, priorities: dict[int, int], partitions: Partitions) -> None:
+    def __init__(
+        self, driver: Driver, compute: Compute, priorities: dict[int, int], partitions: Partitions, *,
+        copies: Mapping[int, int],
+    ) -> None:  # fmt: skip
         self._partitions = partitions
         self._confined_free: dict[float, list[int]] = {}  # streams to capture on, by share
         self._driver, self._compute, self._priorities = driver, compute, priorities
         self._numerics = CurrentNumerics()
         self._capture_streams: dict[int, list[int]] = {}  # free ones, by class
         self._made_streams: list[int] = []
-        # One for each class: a copy waits until a step has taken what lies where it goes, and others behind it wait too.
-        self._copy_streams = {number: driver.stream(priority) for number, priority in priorities.items()}
+        self._copies = copies
         self._chunk = driver.pin(CHUNK)
         self._code: CodeCache | None = None
         self.torch_version = str(torch.__version__)
@@ -66,10 +70,6 @@ class Engine:
         self._compute.enter()
         with torch.inference_mode():
             yield
-
-    def copies(self, priority: Priority) -> int:
-        """The stream on which batches of that class's jobs come in."""
-        return self._copy_streams[int(priority)]
 
     def loading(self, job: CudaJob, load: Load) -> Callable[[], Any]:
         """Work for the thread: `load`, and for a program that is to be compiled one unit after the other."""
@@ -96,7 +96,6 @@ class Engine:
         kept = len(job.buffers)
         data: SharedSegment | None = None
         operands: Operands | None = None
-        copies = self.copies(job.spec.priority)
         try:
             self._equip(job)
             program = decode(load.encoded)
@@ -115,7 +114,7 @@ class Engine:
                 bound = [_buffer(job, index) for index in load.binding]
                 data = SharedSegment(self._driver, load.held.fds[0], load.nbytes)
                 operands = Operands(
-                    program, bound, data, load.slots, self._driver, self._compute, copies
+                    program, bound, data, load.slots, self._driver, self._compute, self._copies
                 )  # fmt: skip
             gates = sorted({gate.op for gate in program.gates})
             high = job.spec.priority is Priority.HIGH
@@ -137,7 +136,7 @@ class Engine:
             wait(self._driver, job.capture_stream)  # what was zeroed there is so before another stream reads it
             return loaded
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError, MemoryError) as error:
-            self._driver.idle(copies)  # raises DeviceLost
+            self._driver.memory()  # raises DeviceLost
             del job.buffers[kept:]
             if operands is not None:
                 operands.close()
@@ -247,7 +246,8 @@ class Engine:
     def release(self, job: CudaJob, stream: int) -> None:
         """Give all of a job's memory back, once nothing of it runs any more. Where one part of it can't be, the others
         are, and that error is raised."""
-        for used in {stream, job.capture_stream, *job.confined.values(), *self._copy_streams.values()} - {0}:
+        copied = {used for loaded in job.programs.values() for used in loaded.operands.copied_on}
+        for used in {stream, job.capture_stream, *job.confined.values(), *copied} - {0}:
             wait(self._driver, used)
         closing = [loaded.close for loaded in job.programs.values()]
         parts: list[Callable[[], None]] = [partial(self.sweep, job), *closing]
@@ -287,7 +287,7 @@ class Engine:
         self._compute.trim()
 
     def close(self) -> None:
-        for stream in (*self._copy_streams.values(), *self._made_streams):
+        for stream in self._made_streams:
             self._driver.destroy_stream(stream)
         self._driver.unpin(self._chunk)
         if self._code is not None:

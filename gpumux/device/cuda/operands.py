@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -63,15 +63,17 @@ class SharedSegment:
 
 
 class Operands:
-    """All operands of one loaded program. `buffers` are the job's, by the program's state slot; `copy_stream` is the
-    device's; `copies` may be set to another at any time, as a copy waits for what last took its stage."""
+    """All operands of one loaded program. `buffers` are the job's, by the program's state slot; `copies`: the stream on
+    which batches come in, for each stream that steps run on. Elsewhere they come in on that stream itself. A copy waits
+    for what last took its stage, whichever stream that was on."""
 
     def __init__(
         self, program: Program, buffers: Sequence[torch.Tensor], data: SharedSegment, slots: int,
-        driver: Driver, compute: Compute, copy_stream: int,
+        driver: Driver, compute: Compute, copies: Mapping[int, int],
     ) -> None:  # fmt: skip
         self.program, self.slots = program, slots
-        self._driver, self._compute, self.copies, self._data = driver, compute, copy_stream, data
+        self._driver, self._compute, self._copies, self._data = driver, compute, copies, data
+        self.copied_on: set[int] = set()  # streams
         self._layout = slot_layout(program)
         self._in_bytes = sum(aligned(program.storages[program.views[v].storage].nbytes) for v in program.inputs)
         self._number_bytes = aligned(NumberTable.BYTES * len(program.scalars))
@@ -108,13 +110,15 @@ class Operands:
             return
         driver, stage = self._driver, self._stages[self._next]
         private = self._private(slot, values)
-        driver.wait(self.copies, stage.taken)
+        copies = self._copies.get(stream, stream)
+        self.copied_on.add(copies)
+        driver.wait(copies, stage.taken)
         base = self._data.address + slot * self._layout.nbytes
         if self._in_bytes:
-            driver.copy_in(stage.block.data_ptr(), base, self._in_bytes, self.copies)
+            driver.copy_in(stage.block.data_ptr(), base, self._in_bytes, copies)
         for part in self._private_parts:
-            driver.copy_in(stage.block.data_ptr() + part.offset, private + part.at, part.nbytes, self.copies)
-        driver.record(stage.filled, self.copies)
+            driver.copy_in(stage.block.data_ptr() + part.offset, private + part.at, part.nbytes, copies)
+        driver.record(stage.filled, copies)
         driver.wait(stream, stage.filled)
         driver.copy_within(self._block.data_ptr(), stage.block.data_ptr(), self._block.numel(), stream)
         driver.record(stage.taken, stream)

@@ -45,6 +45,11 @@ class Partitions:
     def shares(self) -> tuple[float, ...]:
         return (1.0, *sorted(self._handles, reverse=True))
 
+    @property
+    def run_streams(self) -> list[int]:
+        """Of all shares, but for the whole."""
+        return [stream for turns in self.turns.values() for stream in turns.streams]
+
     def stream(self, share: float) -> int:
         """A new stream of a share, to capture on. Raises JobFailed for one there is not."""
         made = self._driver.confined_stream(self._handles[share], self._priority)

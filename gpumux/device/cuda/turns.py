@@ -21,6 +21,10 @@ class Turns:
         self._held: dict[JobId, int] = {}
         self._jobs: dict[int, int] = {handle: 0 for handles in self._streams.values() for handle in handles}
 
+    @property
+    def streams(self) -> list[int]:
+        return list(self._jobs)
+
     def take(self, job: JobId, number: int) -> int:
         """The stream the job holds, whatever its class; else one of class `number` that fewest jobs hold."""
         held = self._held.get(job)

@@ -93,6 +93,21 @@ def test_a_low_jobs_batches_hold_up_no_copy_of_a_high_one(driver: Driver, shared
         driver.done(launch)
 
 
+def test_batches_of_one_high_job_hold_up_no_copy_of_another(driver: Driver, shared: CudaDevice) -> None:
+    """Four steps of the first are out at once, so that its third batch waits for the first to be taken."""
+    (first, a), (second, b) = (captured(driver, samples.add_one(), priority=Priority.HIGH) for _ in range(2))
+    gpu = gpu_of(shared)
+    gpu.auto = False
+    waiting = [launch for slot in (0, 1, 0, 1) for launch in first.launch(a, slot=slot, stream=1)]
+    gpu.log.clear()
+    (urgent,) = second.launch(b, stream=1)
+    (copy,) = [stream for call, stream in gpu.log if call == "copy_in"]
+    assert len(gpu.streams[copy].work) == len([call for call, stream in gpu.log if stream == copy])  # nothing before it
+    gpu.auto = True
+    for launch in (urgent, *waiting):
+        driver.done(launch)
+
+
 def test_times_of_a_jobs_pieces_follow_each_other(driver: Driver) -> None:
     job, number = captured(driver, chain())
     began = monotonic()
@@ -143,9 +158,10 @@ def test_a_job_that_becomes_important_is_captured_anew_at_that_priority(driver: 
     assert shared._jobs[job.job].capture_stream != stream
     gpu = gpu_of(shared)
     assert gpu.streams[shared._jobs[job.job].capture_stream].priority == -5
-    copies = shared._jobs[job.job].programs[number].operands.copies
-    assert gpu.streams[copies].priority == -5  # its batches come in before those of low jobs
-    job.step(number, [1.0])
+    gpu.log.clear()
+    for launch in job.launch(number, [1.0], stream=1):
+        driver.done(launch)
+    assert {gpu.streams[s].priority for call, s in gpu.log if call == "copy_in"} == {-5}  # before those of low jobs
     assert numbers(job.transfer([0], [4])[:4]) == (4.0,)
 
 
