@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -80,15 +81,8 @@ class Cached:
         with self._lock, alone():
             self._persist(nothing)
             behind = self._guard.stale
-            replaced = [
-                (o, o.state) for o in self._table.optimizers
-                if Part.OPTIMIZER in behind and not isinstance(o.state, FetchingState)
-            ]  # fmt: skip
-            for optimizer, _ in replaced:
-                optimizer.state = {}
-            self._bring(behind)
-            for optimizer, its in replaced:
-                optimizer.state = its
+            with self._replaced_states(behind):
+                self._bring(behind)
             self._guard.gradient_changes()
             lost = self._guard.gradients.lost()
             with self._guard.quiet(writes=True):
@@ -100,10 +94,26 @@ class Cached:
             self._state = State(self._intern(structure), host, keep)
             resident = set(self._remote.resident())
             self._persist(lambda: self._remote.push([b for b in resident if self._table.buffers[b].home]))
-            self._guard.fetched(ALL)
+            self._guard.fetched(ALL, adopted=True)
             self._unsynced = 0
 
     # ---- what is behind
+
+    @contextmanager
+    def _replaced_states(self, parts: frozenset[Part]) -> Iterator[None]:
+        """What the script put in the place of optimizers' states that are behind (`load_state_dict`) stays as it is, whatever is
+        fetched meanwhile."""
+        replaced = [
+            (o, o.state) for o in self._table.optimizers
+            if Part.OPTIMIZER in parts and not isinstance(o.state, FetchingState)
+        ]  # fmt: skip
+        for optimizer, _ in replaced:
+            optimizer.state = {}
+        try:
+            yield
+        finally:
+            for optimizer, its in replaced:
+                optimizer.state = its
 
     def _newer(self, remade: frozenset[int]) -> None:
         """A step has changed the state in the daemon. `remade`: parameters whose gradients it made anew."""
@@ -119,6 +129,8 @@ class Cached:
             guard.refuse(f"another thread was amid a verb of the job for {LOCK_S:g} s, and the local model was read")
         try:
             parts &= guard.stale
+            if Part.OPTIMIZER in parts:
+                guard.check_states()
             if parts:
                 try:
                     with alone():
@@ -140,7 +152,8 @@ class Cached:
 
     def _install(self, parts: frozenset[Part]) -> None:
         wanted = None if parts == ALL else self._state.structure.buffers(self._table, parts)
-        install(self._table, self._state, partial(self._remote.pull, wanted=wanted), parts)
+        mine = self._guard.gradients.written() if Part.GRADIENTS in parts else frozenset()
+        install(self._table, self._state, partial(self._remote.pull, wanted=wanted), parts, mine)
 
     def _say_read(self, parts: frozenset[Part]) -> None:
         """Once a job, and again when it turns out that every step is followed by a read."""
@@ -216,7 +229,7 @@ class Cached:
 
     def _push_gradients(self, buffers: list[int]) -> None:
         resident = set(self._remote.resident())
-        wanted = [b for b in buffers if b in resident]  # any other goes with the Program that brings it along
+        wanted = sorted(resident.intersection(buffers))  # any other goes with the Program that brings it along
         self._persist(lambda: self._remote.push(wanted))
 
     def _keep_gradients(self, keep: frozenset[int]) -> None:
@@ -248,8 +261,8 @@ class Cached:
             self._finish_steps(limit)
             self._remote.give_up_s = limit
             started = time.monotonic()
-            with alone():
-                parts = self._guard.stale
+            parts = self._guard.stale
+            with alone(), self._replaced_states(parts):
                 if limit is None:
                     self._persist(lambda: self._install(parts))
                 else:

@@ -232,18 +232,23 @@ def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs
 
 
 def _zeroed(value: Any) -> None:
-    """These are about to be zeros, whatever they are. A gradient need not be fetched for it."""
+    """These are about to be zeros, whatever they are. A gradient need not be fetched for it, unless it shares its memory."""
     for tensor in value if isinstance(value, (tuple, list)) else ():
         if isinstance(tensor, (tuple, list)):
             _zeroed(tensor)
         elif isinstance(tensor, torch.Tensor) and type(tensor) in _plain:
             held = held_of(tensor)
-            if held is None or (held.index >= 0 and held.part is not Part.MODEL):
+            if held is None or (held.index >= 0 and held.part is not Part.MODEL and _owns_memory(tensor)):
                 let_go(tensor)
                 keeper = held.keeper if held is not None else None
                 keeper = keeper() if isinstance(keeper, weakref.ref) else keeper
                 if held is not None and keeper is not None:
                     keeper.gradient_set(held.index, tensor)
+
+
+def _owns_memory(tensor: torch.Tensor) -> bool:
+    with plainly():
+        return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _about_gradient(func: Any, args: Any) -> Any:

@@ -77,12 +77,15 @@ class Gradients:
         """The script set it."""
         self._given[index] = value
 
-    def settle(self) -> None:
-        """What is there now is what the job holds."""
+    def settle(self, adopted: bool) -> None:
+        """What is there now is what the job holds, but for what the script gave; that as well if `adopted`."""
         self._fetched = {}
-        self._given, self._told = {}, {}
+        if adopted:
+            self._given, self._told = {}, {}
         if not self.stale:
             for i, _ in self._structure().kept:
+                if i in self._given:
+                    continue
                 tensor = self.of(i)
                 assert tensor is not None
                 self._fetched[i] = (tensor, tensor._version, sums(tensor.untyped_storage()))
@@ -110,6 +113,16 @@ class Gradients:
                 if changed and self.of(i) is tensor:
                     self._given[i] = tensor
             return {i: value for i, value in self._given.items() if self._told.get(i, _NEVER) != _state(value)}
+
+    @property
+    def given(self) -> frozenset[int]:
+        """The parameters whose gradients the script set since the last step."""
+        return frozenset(self._given)
+
+    def written(self) -> set[int]:
+        """Buffers of the job whose local bytes the script wrote, without a fetch before: zeros. A fetch leaves them alone."""
+        places = [self._table.place(value) for value in self._given.values() if value is not None]
+        return {place.buffer for place in places if place is not None}
 
     def lost(self) -> dict[int, Place]:
         """Gradients that are there in the plain loop, and have no values here: parameter -> place."""

@@ -195,7 +195,8 @@ class Job(Capturing, Cached, Slotted):
         before, self._state = self._state, choice.after(self._state.keep)
         choice.settle(self._table)
         self._unread += 1
-        if choice.made.writes or self._state.structure is not before.structure or self._state.host != before.host:
+        changed = self._state.structure is not before.structure or self._state.host != before.host
+        if choice.made.writes or changed or choice.made.remade & self._guard.gradients.given:
             self._newer(choice.made.remade)
 
     def _wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,15 @@ from gpumux.errors import ConfigError
 Pull = Callable[[Callable[[int, torch.Tensor], None]], None]
 
 
-def install(table: StateTable, state: State, pull: Pull, parts: frozenset[Part] = ALL) -> None:
+def install(
+    table: StateTable, state: State, pull: Pull, parts: frozenset[Part] = ALL, mine: Collection[int] = ()
+) -> None:
     """Overwrite these parts of the local state with the daemon's. `pull` gives the buffers they lie on; what it gives besides is
-    left alone, unless it is all."""
+    left alone, unless it is all. `mine`: buffers that are newer here."""
     wanted = None if parts == ALL else state.structure.buffers(table, parts)
 
     def write(buffer: int, data: torch.Tensor) -> None:
-        if wanted is not None and buffer not in wanted:
+        if buffer in mine or (wanted is not None and buffer not in wanted):
             return
         for storage, start in table.buffers[buffer].home:
             byte_view(storage).copy_(data[start : start + storage.nbytes()])

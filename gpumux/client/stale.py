@@ -164,14 +164,14 @@ class StaleGuard:
         self._mine = {id(t): t for t, _ in found}
         return found
 
-    def fetched(self, parts: frozenset[Part]) -> None:
-        """These parts of the local state are what the daemon holds."""
+    def fetched(self, parts: frozenset[Part], *, adopted: bool = False) -> None:
+        """These parts of the local state are what the daemon holds. `adopted`: gradients of the script's, too."""
         with plainly(), torch.inference_mode(False):
             self._let_go(parts)
             self.stale -= parts
             if Part.GRADIENTS in parts:
                 self.gradients.stale = False
-                self.gradients.settle()
+                self.gradients.settle(adopted)
             if Part.MODEL in parts:
                 self.gradients.put()
             self._settle()
@@ -218,11 +218,11 @@ class StaleGuard:
     def _settle(self) -> None:
         """What is there now is what we expect to see next time."""
         self._tensors = [t for _, t in self._table.tensors]
-        self._states = [o.state for o in self._table.optimizers]
-        self._stateless = not (self._tensors or self._states or self._table.models)
+        self._stateless = not (self._tensors or self._table.optimizers or self._table.models)
         self._model = self._model_now()
         if Part.OPTIMIZER in self.stale:
-            return
+            return  # a state that was put in the place of one that is behind stays a write
+        self._states = [o.state for o in self._table.optimizers]
         entries = [entry for state in self._states for entry in state.values()]
         self._flat = all(type(e) is dict and not any(isinstance(v, _NESTED) for v in e.values()) for e in entries)
         self._leaves = self._leaves_now()
@@ -258,16 +258,28 @@ class StaleGuard:
             if Part.OPTIMIZER not in self.stale and not written:
                 counted = counted or self._optimizer_now()[0] != self._optimizer[0]
             if written or ((bytes_too or counted) and any(s.changed() for s in self._sums.values())):
-                raise LocalWrite(
-                    f"the local model or optimizer was changed while {self.words.holder} holds its state{self.words.where}",
-                    self.words.load,
-                )
+                self._refuse_write()
             if counted:
                 self._settle()
 
+    def check_states(self) -> None:
+        """Raises LocalWrite when an optimizer holds another dictionary than the one that is behind: fetching another
+        optimizer's state would overwrite it."""
+        if not self._same_states():
+            self._refuse_write()
+
+    def _same_states(self) -> bool:
+        return all(map(is_, map(_STATE, self._table.optimizers), self._states))
+
+    def _refuse_write(self) -> None:
+        raise LocalWrite(
+            f"the local model or optimizer was changed while {self.words.holder} holds its state{self.words.where}",
+            self.words.load,
+        )
+
     def _optimizer_written(self) -> bool:
         """Whether an optimizer holds other state than it did."""
-        if not all(map(is_, map(_STATE, self._table.optimizers), self._states)):
+        if not self._same_states():
             return True
         if Part.OPTIMIZER in self.stale:
             return False

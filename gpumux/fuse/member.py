@@ -100,7 +100,7 @@ class Member:
     def install(self, pull: Pull) -> None:
         """The array's state into the local model and optimizer."""
         with alone():
-            install(self.table, self.state, pull)
+            install(self.table, self.state, pull, mine=self.guard.gradients.written())
             self.guard.fetched(ALL)
 
     def resume(self, kept: Keepsake) -> None:
@@ -109,7 +109,7 @@ class Member:
         with self.guard.quiet(writes=True):
             kept.put_back(self.table)
             self._adopt()
-        self.guard.fetched(ALL)
+        self.guard.fetched(ALL, adopted=True)
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Take the local state, with `state` loaded into it first, for the array's: the caller copies the buffers."""
@@ -117,7 +117,7 @@ class Member:
         with self.guard.quiet(writes=True):
             load_local(self.table, state)
             self._adopt()
-        self.guard.fetched(ALL)
+        self.guard.fetched(ALL, adopted=True)
 
     def _adopt(self) -> None:
         self.table.refresh()

@@ -16,6 +16,7 @@ from tests.client.between.support import (
     X,
     Y,
     adam,
+    assert_equal,
     detached,
     made,
     momentum,
@@ -244,3 +245,71 @@ def test_g6_a_hook_on_a_parameter(endpoint: str) -> None:
         return out + s.train(1, 4)
 
     same(script, endpoint)
+
+
+@pytest.mark.parametrize("read", [lambda m: m[3].weight.grad.norm(), lambda m: m[3].weight.norm(), lambda m: m(X)])
+def test_g3_what_the_script_gave_outlives_a_read_of_something_else(read: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        s.model[0].weight.grad = None
+        s.model[0].bias.grad = torch.ones(8)
+        s.model[1].zero_grad(set_to_none=False)
+        s.model.eval()
+        out = [read(s.model), s.model[0].weight.grad is None, s.model[0].bias.grad, s.model[1].weight.grad]
+        s.model.train()
+        out += s.train(1, 2)
+        return [*out, *detached([p.grad for p in s.model.parameters()])]
+
+    same(script, endpoint, step=without_zeroing)
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_g3_what_the_script_gave_outlives_the_job(push: bool, endpoint: str) -> None:
+    found = []
+    for at in (None, endpoint):
+        with made(at, step=without_zeroing) as s:
+            s.train(2)
+            s.model[0].weight.grad = None
+            s.model[0].bias.grad = torch.ones(8)
+            s.model[1].zero_grad(set_to_none=False)
+            if push and s.job is not None:
+                s.job.load_state()
+        found.append(detached([p.grad for p in s.model.parameters()]))
+    assert_equal(found[1], found[0])
+
+
+def gradients_only(model: Any, optimizer: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return step
+
+
+def test_g3_a_step_that_only_makes_gradients_replaces_what_the_script_gave(endpoint: str) -> None:
+    with made(endpoint, lambda: torch.nn.Linear(6, 3), momentum, gradients_only) as s:
+        s.train(1)
+        s.model.weight.grad = torch.ones(3, 6)
+        s.train(1, 1)
+        with pytest.raises(errors.StaleGradient):
+            s.model.weight.grad.sum()
+        s.model.weight.grad = torch.zeros(3, 6)
+        assert s.model.weight.grad.sum() == 0
+
+
+def test_g3_zeros_in_memory_that_gradients_share(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(2)
+        s.model.weight.grad.zero_()
+        s.train(1, 2)
+        return detached([p.grad for p in s.model.parameters()])
+
+    def flat() -> Any:
+        model = torch.nn.Linear(6, 3)
+        memory = torch.zeros(21)
+        model.weight.grad, model.bias.grad = memory[:18].view(3, 6), memory[18:]
+        return model
+
+    same(script, endpoint, make=flat, step=without_zeroing)

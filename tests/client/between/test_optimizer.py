@@ -301,3 +301,62 @@ def test_o9_an_optimizer_hook(endpoint: str) -> None:
         return out + s.train(1, 4)
 
     same(script, endpoint)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda m: m[0].weight.sum(), lambda m: m[0].weight.grad is None], ids=["model", "gradient"]
+)
+def test_o6_a_state_that_was_replaced_is_a_write_whatever_is_read_meanwhile(read: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(1)
+        kept = copy.deepcopy(s.optimizer.state_dict())
+        s.train(1, 1)
+        s.optimizer.load_state_dict(kept)
+        read(s.model)
+        if s.job is not None:
+            with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
+                s.step(*DATA[2])
+            s.job.load_state()
+        return s.train(2, 2)
+
+    same(script, endpoint)
+
+
+@pytest.mark.parametrize("replace", ["load_state_dict", "state"])
+def test_o6_a_state_that_was_replaced_last_outlives_the_job(replace: str, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(1)
+        kept = copy.deepcopy(s.optimizer.state_dict())
+        losses = s.train(2, 1)
+        if replace == "load_state_dict":
+            s.optimizer.load_state_dict(kept)
+        else:
+            s.optimizer.state = defaultdict(dict)
+        return losses
+
+    same(script, endpoint)
+
+
+def test_o6_a_state_that_was_replaced_is_not_overwritten_where_another_is_read(endpoint: str) -> None:
+    torch.manual_seed(7)
+    model = network()
+    first, second = adam(model[0]), adam(model[3])
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        first.step()
+        second.step()
+        return loss
+
+    with client.submit(step, example=(X, Y), model=model, optimizer=[first, second], endpoint=endpoint) as job:
+        job.step(X, Y)
+        kept = copy.deepcopy(first.state_dict())
+        job.step(X, Y)
+        first.load_state_dict(kept)
+        with pytest.raises(errors.LocalWrite, match=r"job\.load_state\(\)"):
+            second.state_dict()
+        job.load_state()
+        assert [entry["step"].item() for entry in second.state.values()] == [2.0, 2.0]
+        assert [entry["step"].item() for entry in first.state.values()] == [1.0, 1.0]
