@@ -96,6 +96,7 @@ class Sampler:
     def __init__(self, client: int, daemon: int = 0) -> None:
         self._client, self._daemon = client, daemon
         self._ended = threading.Event()
+        self._taking = threading.Lock()
         self.phases: dict[str, Peaks] = {}
         self.last: dict[str, int] = {}
         self.checking_s = 0.0  # for how long there was a process that checks Programs
@@ -111,7 +112,13 @@ class Sampler:
         self._thread.join()
 
     def enter(self, phase: str) -> None:
+        """From now on samples are of this phase, which may be over before the next one: so one is taken now."""
         self._phase = phase
+        self._take(phase, self.sample())
+
+    def _take(self, phase: str, sample: dict[str, int]) -> None:
+        with self._taking:
+            self.phases.setdefault(phase, Peaks()).take(sample)
 
     def sample(self) -> dict[str, int]:
         roles = {self._client: "client"}
@@ -137,7 +144,7 @@ class Sampler:
                 self.checking_s += now - before
             before = now
             self.last = sample
-            self.phases.setdefault(phase, Peaks()).take(sample)
+            self._take(phase, sample)
 
     def peak(self, *phases: str) -> Peaks:
         """Of several phases together; of all, if none is named."""

@@ -48,7 +48,7 @@ class Outgrown:
             self._named.add(job)
             self._desk.metrics.outgrown.inc()
             log.warning(
-                "job %s (%r): its process holds %d bytes in a step, and its Programs declare %d: it is charged what it holds from "
+                "job %s: %r holds %d bytes in a step, and its Programs declare %d: it is charged what it holds from "
                 "now on; leave room for that on this machine",
                 jobs[job].short,
                 jobs[job].spec.name,

@@ -15,6 +15,9 @@ from gpumux.client.remote import Remote
 from gpumux.program.ir import aligned
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemon has
+
+
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], bool, int]]:
     """Transfers as they were asked for: sizes of their buffers, whether they push, how many were under way before."""

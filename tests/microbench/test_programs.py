@@ -33,7 +33,7 @@ QUICK = {
     "copies": ["--repeats", "3"],
     "draws": ["--models", "perceptron", "--repeats", "2", "--seconds", "0.05"],
     "core_rate": ["--repeats", "1", "--events", "500", "--jobs", "10"],
-    "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "8", "--parts", "1", "4"],
+    "microbatches": ["--repeats", "1", "--steps", "2", "--batch", "32", "--parts", "1", "4"],
     "real_sizes": ["--size", "tiny", "--models", "bert-base", "--lengths"],
     "snapshots": ["--turns", "2", "--seconds", "0.6", "--interval", "0.1", "--batch", "8", "--widths", "32"],
 }
