@@ -14,7 +14,6 @@ from gpumux.client import remote
 from gpumux.client.remote import Remote
 from gpumux.program.ir import aligned
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemon has
 
 
