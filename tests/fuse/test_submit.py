@@ -11,6 +11,7 @@ import torch
 from gpumux import client, fuse
 from gpumux.errors import AdmissionRefused, ConfigError, JobClosed, NotFusible, UnknownJob
 from microbench.daemon import running_daemon
+from tests.client.parity import assert_same
 from tests.fuse.serial import Config, apart, batches, configs, training
 from tests.threads import one_thread
 
@@ -78,12 +79,31 @@ def test_state_goes_in_and_out(endpoint: str, tmp_path: Any):
         array.step(*DATA[0])
 
 
-def test_a_closed_array_of_a_daemon_says_that_its_state_is_gone(endpoint: str, tmp_path: Any):
+def test_an_array_that_closes_brings_home_what_it_trained(endpoint: str):
+    with one_thread():
+        array = fuse.submit_array(training(dropping, adam), configs(), DATA[0], endpoint=endpoint, choose="fused")
+        array.step(*DATA[0])
+        trained = [array.state_dict(index) for index in range(len(configs()))]
+        array.step(*DATA[0])
+        array.close()
+        home = [array.state_dict(index) for index in range(len(configs()))]
+        again = fuse.submit_array(training(dropping, adam), configs(), DATA[0], endpoint=endpoint, choose="fused")
+        for _ in range(2):
+            again.step(*DATA[0])
+        again.sync()
+        wanted = [again.state_dict(index) for index in range(len(configs()))]
+        again.close()
+    assert_same(home, wanted, "state")
+    with pytest.raises(AssertionError):
+        assert_same(home, trained, "state")
+
+
+def test_an_array_that_throws_its_state_away_says_that_it_is_gone(endpoint: str, tmp_path: Any):
     factory = training(dropping, adam)
     with one_thread():
         array = fuse.submit_array(factory, configs(), DATA[0], endpoint=endpoint, choose="fused")
         array.step(*DATA[0])
-        array.close()
+        array.close(sync=False)
         for read in (lambda: array.state_dict(0), array.sync, lambda: array.save(tmp_path / "all.pt")):
             with pytest.raises(JobClosed, match=r"array is closed, .*gone.* — call sync\(\), .* before close"):
                 read()

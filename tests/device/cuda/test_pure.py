@@ -244,4 +244,4 @@ def test_without_a_driver_the_error_does_not_send_for_the_bindings_first(monkeyp
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(ConfigError, match="no NVIDIA driver") as raised:
         CudaDriver().open(0)
-    assert "gpumux[cuda]" not in raised.value.remedy
+    assert "[cuda]" not in raised.value.remedy
