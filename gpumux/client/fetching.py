@@ -38,7 +38,7 @@ class Keeper(Protocol):
 @dataclass(frozen=True, slots=True)
 class Held:
     """What a tensor that is behind knows. `part` None: a gradient that was not kept. `index`: the parameter that this is, or whose
-    gradient; -1 for none. The tensor itself holds it: so a job lives for as long as somebody can ask for what it trained."""
+    gradient; -1 for none. The tensor itself holds it: so a job lives for as long as what it trained can be asked for."""
 
     plain: type
     keeper: Keeper | weakref.ref[Any]

@@ -43,7 +43,7 @@ class JobFigures:
     saved: float = 0.0  # Unix time of its newest state snapshot, 0 if there is none
     saved_bytes: int = 0
     models: int = 1
-    measured_bytes: int = 0  # what it really held at most in a recent step, 0 if nobody can say
+    measured_bytes: int = 0  # what it really held at most in a recent step, 0 if not known
 
 
 @dataclass(frozen=True, slots=True)

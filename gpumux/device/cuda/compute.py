@@ -150,7 +150,7 @@ class CudaCompute:
             default.graphsafe_set_state(before)
 
     def pool(self) -> Any:
-        # torch counts who uses a pool. One use is held for the job: it takes no pool that was used and is so no more,
+        # torch counts the uses of a pool. One use is held for the job: it takes no pool that was used and is so no more,
         # as after a first capture that failed.
         pool = torch.cuda.graph_pool_handle()
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)

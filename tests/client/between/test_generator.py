@@ -315,23 +315,23 @@ def test_a_job_that_draws_nothing_takes_no_generator_along(endpoint: str) -> Non
 # ---- words
 
 
-def drawing(target: str, size: tuple[int, ...], dtype: str, *args: Any, reads: bool = True) -> Program:
+def drawing(target: str, size: tuple[int, ...], dtype: str, *args: Any) -> Program:
     builder = ProgramBuilder()
-    given = (builder.input(dtype, size), *args) if reads else args
+    given = (builder.input(dtype, size), *args)
     builder.result(builder.call(target, *given, size=size, dtype=dtype, random=0))
     return builder.build()
 
 
 @pytest.mark.parametrize(
-    ("target", "args", "reads", "run"),
+    ("target", "args", "run"),
     [
-        ("aten.bernoulli.p", (0.3,), True, lambda t: torch.bernoulli(t, 0.3)),
-        ("aten.uniform.default", (), True, lambda t: t.uniform_()),
-        ("aten.exponential.default", (), True, lambda t: t.exponential_()),
-        ("aten.normal_functional.default", (), True, lambda t: t.normal_()),
-        ("aten.rand_like.default", (), True, torch.rand_like),
-        ("aten.cauchy.default", (), True, lambda t: t.cauchy_()),
-        ("aten.geometric.default", (0.25,), True, lambda t: t.geometric_(0.25)),
+        ("aten.bernoulli.p", (0.3,), lambda t: torch.bernoulli(t, 0.3)),
+        ("aten.uniform.default", (), lambda t: t.uniform_()),
+        ("aten.exponential.default", (), lambda t: t.exponential_()),
+        ("aten.normal_functional.default", (), lambda t: t.normal_()),
+        ("aten.rand_like.default", (), torch.rand_like),
+        ("aten.cauchy.default", (), lambda t: t.cauchy_()),
+        ("aten.geometric.default", (0.25,), lambda t: t.geometric_(0.25)),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -339,14 +339,13 @@ def drawing(target: str, size: tuple[int, ...], dtype: str, *args: Any, reads: b
 def test_skipping_the_words_an_operator_takes_is_as_good_as_running_it(
     target: str,
     args: tuple[Any, ...],
-    reads: bool,
     run: Callable[[torch.Tensor], Any],
     dtype: str,
     size: tuple[int, ...],
 ) -> None:
     torch.manual_seed(31)
     before = torch.get_rng_state()
-    words = words_drawn(drawing(target, size, dtype, *args, reads=reads))
+    words = words_drawn(drawing(target, size, dtype, *args))
     assert torch.equal(torch.get_rng_state(), before), "measuring left the generator elsewhere"
     assert words, "not counted"
     run(torch.full(size, 0.5, dtype=getattr(torch, dtype)))
