@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -288,6 +288,15 @@ def _fetch(value: Any) -> None:
         keeper.fetch(frozenset(parts))
     for tensor in list(_found(value)):
         let_go(tensor)  # fetched a moment ago by another thread, or made by the class of one that was behind
+
+
+def fetch_arguments(values: Iterable[Any]) -> None:
+    """Those of these that are behind are brought up to date. Raises StaleGradient for a gradient that was not kept."""
+    behind = [value for value in values if type(value) in _plain]
+    if behind and torch._C._is_torch_function_enabled():
+        if any(map(is_lost, behind)):
+            _refuse()
+        _fetch(behind)
 
 
 # ---- modules

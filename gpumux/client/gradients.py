@@ -15,6 +15,7 @@ from gpumux.client.checksums import sums
 from gpumux.client.fetching import Keeper, held_of, hold, leave_lost, let_go, plainly
 from gpumux.client.state import Part, Place, StateTable
 from gpumux.client.structure import Structure
+from gpumux.errors import StaleGradient
 
 _NEVER = (-1, -1)
 
@@ -53,7 +54,8 @@ class Gradients:
         return tensor
 
     def show(self, index: int) -> torch.Tensor | None:
-        """`of`, to the script, which may hold on to it."""
+        """`of`, to the script, which may hold on to it. Raises StaleGradient."""
+        self.accumulated()
         self._shown.add(index)
         return self.of(index)
 
@@ -76,6 +78,32 @@ class Gradients:
     def give(self, index: int, value: torch.Tensor | None) -> None:
         """The script set it."""
         self._given[index] = value
+
+    def clear(self) -> None:
+        """The parameters fall behind: what they hold as `.grad` themselves, only autograd sees from now on."""
+        for parameter in self._table.params:
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def accumulated(self) -> None:
+        """Take what backward() of a graph from before the last step left, while the parameters are behind. Raises StaleGradient
+        where it belongs on top of a gradient that the daemon has; the job can go on without it."""
+        with plainly():
+            found = {i: p.grad for i, p in enumerate(self._table.params) if p.grad is not None}
+            found = {i: grad for i, grad in found.items() if self._given.get(i) is not grad}
+            kept = dict(self._structure().kept)
+            lost = [i for i in found if i not in self._given and i in kept]
+            for i, grad in found.items():
+                if not lost and (i in self._given or self.of(i) is None):
+                    self._given[i] = grad
+                else:  # of one that was not kept, reading it raises
+                    self._table.params[i].grad = self._given.get(i)
+            if lost:
+                raise StaleGradient(
+                    f"backward() of a graph from before the job's last step adds to the gradient of {self._table.param_names[lost[0]]}, "
+                    "which the daemon has",
+                    "call job.sync() after the step and before such a backward()",
+                )
 
     def settle(self, adopted: bool) -> None:
         """What is there now is what the job holds, but for what the script gave; that as well if `adopted`."""
@@ -101,7 +129,10 @@ class Gradients:
                     self._shown.add(i)
 
     def changes(self, plain: bool) -> dict[int, torch.Tensor | None]:
-        """What the script made of them since the job was told. `plain`: the parameters are, and say so themselves."""
+        """What the script made of them since the job was told. `plain`: the parameters are, and say so themselves. Raises
+        StaleGradient."""
+        if not plain:
+            self.accumulated()
         with plainly():
             if plain:
                 for i, parameter in enumerate(self._table.params):
@@ -138,6 +169,9 @@ class Gradients:
         """A step has run: what the script gave was for it."""
         given, fetched = self._given, self._fetched
         self.stale = True
+        with plainly():
+            for i in given:
+                self._table.params[i].grad = None
         if given or fetched:
             self._given, self._told, self._fetched = {}, {}, {}
             for i in {*given, *fetched}:

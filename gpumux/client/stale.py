@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from gpumux.client import overrides
 from gpumux.client.aliases import Aliases
 from gpumux.client.checksums import Checksums
 from gpumux.client.fetching import Held, held_of, hold, leave_lost, let_go, plainly, watch_modules
@@ -46,7 +47,7 @@ def of_job(name: str) -> Words:
         f"job {name!r}",
         " in the daemon",
         "call job.sync() first; to evaluate in the daemon use job.add(...)",
-        "call job.load_state() to push the local state, or job.sync() to have the daemon's back",
+        "call job.load_state() to take the change into the job, or job.sync() to drop it and bring the daemon's state back",
     )
 
 
@@ -64,6 +65,7 @@ class StaleGuard:
     """`table` says which tensors are the job's."""
 
     def __init__(self, words: Words, table: StateTable, source: Source) -> None:
+        overrides.install()
         self.words = words
         self._table = table
         self._source = source
@@ -82,7 +84,7 @@ class StaleGuard:
     # ---- what is behind fetches
 
     def fetch(self, parts: frozenset[Part]) -> None:
-        """Bring these parts of the local state up to date. Raises StaleState where that can't be."""
+        """Bring these parts of the local state up to date. Raises StaleState where that can't be, and StaleGradient."""
         parts &= self.stale
         if not parts:
             return
@@ -90,6 +92,8 @@ class StaleGuard:
             self.refuse("the local model was read in a forked process, which has no connection")
         if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
             self.refuse("a step that is captured reads the local model of another job")
+        if Part.MODEL in parts:
+            self.gradients.accumulated()
         self._source.fetch(parts)
 
     def refuse(self, what: str, because: BaseException | None = None) -> None:
@@ -127,6 +131,7 @@ class StaleGuard:
             if Part.MODEL in fresh:
                 tensors += [t for _, t in table.tensors]
                 torch.autograd.graph.increment_version(tensors)  # as the step does in the plain loop
+                self.gradients.clear()
                 self._model = self._model_now()
             if Part.OPTIMIZER in fresh:
                 tensors += self._inner

@@ -232,6 +232,78 @@ def test_g4_a_graph_from_before_a_step_is_refused_by_autograd(endpoint: str) -> 
                 loss.backward()
 
 
+def _weights_alone(model: Any) -> Tensor:
+    """A graph that saves no tensor: backward() after a step is none that autograd refuses."""
+    return sum((p * 0.25).sum() for p in model.parameters())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["stepped on", "read"])
+def test_g4_a_graph_that_saved_nothing_adds_to_no_gradient_of_a_step(read: bool, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out: list[Any] = []
+        for i in range(4):
+            penalty = _weights_alone(s.model)
+            s.train(1, i)
+            penalty.backward()
+            if i == 2:
+                _weights_alone(s.model).backward()
+            if read:
+                out += [p.grad.clone() for p in s.model.parameters()]
+        return out
+
+    same(script, endpoint, step=zeroing_last)
+
+
+def test_g4_a_graph_that_saved_nothing_adds_to_gradients_that_were_zeroed(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        for i in range(3):
+            penalty = _weights_alone(s.model)
+            s.train(1, i)
+            s.optimizer.zero_grad(set_to_none=i != 1)
+            penalty.backward()
+        return s.train(1, 3)
+
+    same(script, endpoint, step=without_zeroing)
+
+
+def test_g4_a_graph_that_saved_nothing_adds_to_gradients_that_were_kept(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.train(1)
+        penalty = _weights_alone(s.model)
+        s.train(1, 1)
+        if s.job is not None:
+            s.job.sync()
+        penalty.backward()
+        return s.train(2, 2)
+
+    same(script, endpoint, step=without_zeroing)
+
+
+def test_g4_what_can_not_be_added_is_said_and_the_job_goes_on(endpoint: str) -> None:
+    with made(endpoint, step=without_zeroing) as s:
+        s.train(1)
+        penalty = _weights_alone(s.model)
+        s.train(1, 1)
+        penalty.backward()
+        with pytest.raises(errors.StaleGradient, match=r"the gradient of 0\.weight, which the daemon has.*job\.sync\(\)"):
+            s.step(*DATA[2])
+        ours = s.train(2, 2)
+    with made(None, step=without_zeroing) as plain:
+        assert ours == plain.train(4)[2:]
+
+
+def test_g4_what_is_added_to_a_gradient_that_was_not_kept_can_not_be_read(endpoint: str) -> None:
+    with made(endpoint) as s:
+        penalty = _weights_alone(s.model)
+        s.train(1)
+        penalty.backward()
+        with pytest.raises(errors.StaleGradient):
+            s.model[0].weight.grad.sum()
+        ours = s.train(2, 1)
+    with made(None) as plain:
+        assert ours == plain.train(3)[1:]
+
+
 def test_g5_gradients_left_from_step_to_step(endpoint: str) -> None:
     same(lambda s: s.train(5), endpoint, step=without_zeroing)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from gpumux import client, errors
+from gpumux.client import overrides
 from tests.client.between.support import DATA, Script, X, Y, made, momentum, network, same, whole
 
 
@@ -130,6 +131,81 @@ def test_m2_a_torch_function_by_whatever_reference(reference: Any, early: bool, 
         return out
 
     same(script, endpoint, make=network_with_alias)
+
+
+# What asks no `__torch_function__`, by torch.overrides.get_ignored_functions() or for want of a tensor among its arguments.
+UNASKED = {
+    "tensor": lambda p: torch.tensor(p),
+    "as_tensor": lambda p: torch.as_tensor(p),
+    "asarray": lambda p: torch.asarray(p, dtype=torch.float64, requires_grad=False),
+    "new_tensor": lambda p: torch.zeros(1).new_tensor(p),
+    "new": lambda p: torch.zeros(1).new(p),
+    "as_subclass": lambda p: p.as_subclass(Tensor) + 0,
+    "set_": lambda p: torch.empty(0).set_(p.data) + 0,
+    "set_ of the parameter": lambda p: torch.empty(0).set_(p) + 0,
+    "_make_subclass": lambda p: Tensor._make_subclass(Tensor, p) + 0,
+    "Parameter": lambda p: nn.Parameter(p) + 0,
+    "sparse_coo_tensor": lambda p: torch.sparse_coo_tensor(torch.arange(p.numel())[None], p.flatten()).to_dense(),
+    "sparse_coo_tensor of the parameter": lambda p: torch.sparse_coo_tensor(torch.arange(len(p))[None], p).to_dense(),
+    "nested_tensor": lambda p: torch.nested.nested_tensor([p, p]).to_padded_tensor(0.0),
+    "func.grad": lambda p: torch.func.grad(lambda q: (q * q).sum())(p),
+    "func.vjp": lambda p: torch.func.vjp(lambda q: q * 2, p)[0],
+    "func.jvp": lambda p: torch.func.jvp(lambda q: q * 2, (p,), (p,)),
+    "func.jacrev": lambda p: torch.func.jacrev(lambda q: (q * q).sum(0))(p),
+    "func.jacfwd": lambda p: torch.func.jacfwd(lambda q: (q * q).sum(0))(p),
+    "func.hessian": lambda p: torch.func.hessian(lambda q: (q * q * q).sum())(p),
+    "vmap": lambda p: torch.func.vmap(lambda q: q * 2)(p),
+    "an output's gradient": lambda p: _gradient_of(lambda y, x: y.backward(p), p.shape),
+    "an output's gradient, by grad": lambda p: _gradient_of(lambda y, x: torch.autograd.grad(y, x, p)[0], p.shape),
+    "to_dlpack": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.data)) + 0,
+    "torch.to_dlpack": lambda p: torch.from_dlpack(torch.to_dlpack(p.detach())) + 0,
+}
+
+
+def _gradient_of(backward: Any, shape: Any) -> Any:
+    x = torch.ones(shape, requires_grad=True)
+    out = backward(x * 3, x)
+    return x.grad if out is None else out
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", UNASKED)
+def test_m2_what_asks_no_torch_function(name: str, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(2):
+            s.train(1, i)
+            out.append(UNASKED[name](s.model[0].weight))
+            s.train(1, i)
+            if s.job is not None:
+                assert s.job._guard.stale  # so that the next way is asked of a tensor that is behind
+        return out
+
+    same(script, endpoint)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_m2_scripts_that_make_tensors_still_compile() -> None:
+    """torch.jit knows builtins by identity."""
+    overrides.install()
+    scripted = torch.jit.script(_makes_tensors)
+    assert scripted(2.0).tolist() == [2.0, 1.0]
+
+
+def _makes_tensors(x: float) -> Tensor:
+    return torch.stack([torch.tensor(x), torch.as_tensor(1.0)])
+
+
+def test_m2_functions_that_ask_no_torch_function_are_all_known() -> None:
+    """Of torch's list, those that take a tensor's values: a function that a new torch adds is looked at."""
+    overrides.install()
+    ignored = {f.__name__ for f in torch.overrides.get_ignored_functions() if hasattr(f, "__name__")}
+    assert {name for name in dir(torch) if name in ignored and name.endswith(("tensor", "array")) and name[0] != "_"} <= set(
+        overrides.TORCH
+    ) | {"is_tensor", "scalar_tensor"}  # which take a number
 
 
 def test_m2_an_alias_of_an_alias_made_while_others_come_and_go(endpoint: str) -> None:
@@ -544,3 +620,30 @@ def test_m18_weights_of_a_mapped_file_are_the_jobs_own(endpoint: str, tmp_path: 
         return model
 
     same(lambda s: s.train(2), endpoint, make=make)
+
+
+SAVED = {
+    "jit.save": lambda m: m,
+    "deepcopy": copy.deepcopy,
+    "freeze": lambda m: torch.jit.freeze(m.eval()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", SAVED)
+@pytest.mark.parametrize("make", [lambda m: torch.jit.trace(m, X), torch.jit.script], ids=["traced", "scripted"])
+def test_m17_a_torchscript_module_made_earlier_is_saved_as_it_is_now(make: Any, how: str, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.model.eval()
+        scripted = make(s.model)
+        s.model.train()
+        out = []
+        for i in range(2):
+            s.train(1, i)
+            file = io.BytesIO()
+            torch.jit.save(SAVED[how](scripted), file)
+            file.seek(0)
+            out.append(torch.jit.load(file)(X))
+        return out
+
+    same(script, endpoint)

@@ -1,0 +1,110 @@
+"""Functions of torch that read or share a tensor's memory and never ask its class (`torch.overrides.get_ignored_functions`).
+
+`__torch_function__` does not hear of them. So from the first job on, each has one in its place that fetches what is behind and then
+calls it. They stay when the last job has closed: torch's compilers note functions by identity, whenever they first look.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.jit import _builtins  # type: ignore[attr-defined]
+
+from gpumux.client.fetching import before_forward, fetch_arguments
+
+_lock = threading.Lock()
+_installed = False
+
+_SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
+TORCH = ("tensor", "as_tensor", "asarray", *(f"sparse_{layout}_tensor" for layout in _SPARSE))
+_METHODS = ("new", "new_tensor", "as_subclass", "set_")
+_TRANSFORMS: tuple[tuple[Any, str], ...] = (  # how an argument of torch.func's transforms is wrapped
+    (torch._functorch.eager_transforms, "_wrap_for_grad"),
+    (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
+    (torch._functorch.vmap, "_add_batch_dim"),
+)
+_SCRIPTED = ("save", "save_to_buffer", "_save_for_lite_interpreter", "_save_to_buffer_for_lite_interpreter", "__deepcopy__")
+
+
+def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, which fetches its arguments first."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        fetch_arguments((*args, *kwargs.values()))
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _nested(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, whose first argument is a list of tensors."""
+
+    @functools.wraps(plain)
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        fetch_arguments(tensors if isinstance(tensors, (list, tuple)) else (tensors,))
+        return plain(tensors, *args, **kwargs)
+
+    return call
+
+
+def _gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain(outputs, their gradients, ...)`, with which backward() and grad() begin."""
+
+    @functools.wraps(plain)
+    def call(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        fetch_arguments(gradients)
+        return plain(outputs, gradients, *args, **kwargs)
+
+    return call
+
+
+def _of_scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a TorchScript module, whose parameters only C++ goes through."""
+
+    @functools.wraps(plain)
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, torch.nn.Module):
+            before_forward(module, args)
+        return plain(module, *args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Idempotent."""
+    global _installed
+    with _lock:
+        if _installed:
+            return
+        table = _builtins._get_builtin_table()  # torch.jit fills it when first asked, with what stands in `torch` then
+        for name in TORCH:
+            plain = getattr(torch, name)
+            asking = _asking(plain)
+            if id(plain) in table:
+                _builtins._register_builtin(asking, table[id(plain)])
+            setattr(torch, name, asking)
+        for name in _METHODS:
+            setattr(torch.Tensor, name, _asking(getattr(torch.Tensor, name)))
+        for owner in (torch, torch._C):
+            if hasattr(owner, "_to_dlpack"):
+                owner._to_dlpack = _asking(owner._to_dlpack)
+        for owner in (torch, torch.utils.dlpack):
+            owner.to_dlpack = _asking(owner.to_dlpack)  # type: ignore[attr-defined, assignment]
+        torch.nested.nested_tensor = _nested(torch.nested.nested_tensor)
+        torch.Tensor._make_subclass = staticmethod(_asking(torch.Tensor._make_subclass))  # type: ignore[assignment]
+        torch.nn.Parameter.__new__ = staticmethod(_asking(torch.nn.Parameter.__new__))  # type: ignore[assignment]
+        for module, name in _TRANSFORMS:
+            setattr(module, name, _asking(getattr(module, name)))
+        torch.autograd._make_grads = _gradients(torch.autograd._make_grads)
+        for scripted in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):
+            for name in _SCRIPTED:
+                if name in vars(scripted):
+                    setattr(scripted, name, _of_scripted(vars(scripted)[name]))
+        for module in (torch.jit, torch.jit._freeze):  # type: ignore[attr-defined]
+            module.freeze = _of_scripted(module.freeze)
+        _installed = True
