@@ -27,7 +27,13 @@ _TRANSFORMS: tuple[tuple[Any, str], ...] = (  # how an argument of torch.func's 
     (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
     (torch._functorch.vmap, "_add_batch_dim"),
 )
-_SCRIPTED = ("save", "save_to_buffer", "_save_for_lite_interpreter", "_save_to_buffer_for_lite_interpreter", "__deepcopy__")
+_SCRIPTED = (
+    "save",
+    "save_to_buffer",
+    "_save_for_lite_interpreter",
+    "_save_to_buffer_for_lite_interpreter",
+    "__deepcopy__",
+)
 
 
 def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -285,7 +285,9 @@ def test_g4_what_can_not_be_added_is_said_and_the_job_goes_on(endpoint: str) -> 
         penalty = _weights_alone(s.model)
         s.train(1, 1)
         penalty.backward()
-        with pytest.raises(errors.StaleGradient, match=r"the gradient of 0\.weight, which the daemon has.*job\.sync\(\)"):
+        with pytest.raises(
+            errors.StaleGradient, match=r"the gradient of 0\.weight, which the daemon has.*job\.sync\(\)"
+        ):
             s.step(*DATA[2])
         ours = s.train(2, 2)
     with made(None, step=without_zeroing) as plain:

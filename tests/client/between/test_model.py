@@ -203,9 +203,9 @@ def test_m2_functions_that_ask_no_torch_function_are_all_known() -> None:
     """Of torch's list, those that take a tensor's values: a function that a new torch adds is looked at."""
     overrides.install()
     ignored = {f.__name__ for f in torch.overrides.get_ignored_functions() if hasattr(f, "__name__")}
-    assert {name for name in dir(torch) if name in ignored and name.endswith(("tensor", "array")) and name[0] != "_"} <= set(
-        overrides.TORCH
-    ) | {"is_tensor", "scalar_tensor"}  # which take a number
+    assert {
+        name for name in dir(torch) if name in ignored and name.endswith(("tensor", "array")) and name[0] != "_"
+    } <= set(overrides.TORCH) | {"is_tensor", "scalar_tensor"}  # which take a number
 
 
 def test_m2_an_alias_of_an_alias_made_while_others_come_and_go(endpoint: str) -> None:
