@@ -100,12 +100,11 @@ def _bare(driver: CudaDriver, executable: Any, stream: int) -> Callable[[], floa
 
 
 def _device(driver: CudaDriver, executable: Any, stream: int, priority: int) -> Callable[[], float]:
-    api = bindings()
     flights: Flights[int] = Flights(driver, time.monotonic, priority)
-    handle = api.CUstream(stream)
+    number = int(executable)
 
     def work() -> None:
-        api.cuGraphLaunch(executable, handle)
+        driver.launch(number, stream)
 
     def piece(value: int) -> None:
         flights.launch(value, stream, 0.0, work)

@@ -59,8 +59,9 @@ class Compute(Protocol):
     def drop_pool(self, pool: Any) -> None:
         """What is left in it goes back with the next `trim` after its last graph."""
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
-        """The operators that `body` calls as one graph. They are not run. Raises what `body` does, JobFailed."""
+    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> Graph:
+        """The operators that `body` calls as one graph. They are not run. `draws`: one of them may draw random numbers. Raises
+        what `body` does, JobFailed."""
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
         """`call(*arguments)`, which launches kernels of its own past torch's operators."""
@@ -76,13 +77,19 @@ class Compute(Protocol):
 
 
 class CudaGraph:
-    """A torch.cuda.CUDAGraph: its replay also moves the job's random stream on."""
+    """A torch.cuda.CUDAGraph: its replay also moves the job's random stream on. `executable`: of one that does nothing with
+    that stream, which is launched without torch; 0 where torch does not tell it."""
 
-    def __init__(self, graph: Any, on: Callable[[int], AbstractContextManager[None]], driver: Driver) -> None:
-        self._graph, self._on, self._driver = graph, on, driver
+    def __init__(
+        self, graph: Any, on: Callable[[int], AbstractContextManager[None]], driver: Driver, executable: int = 0
+    ) -> None:
+        self._graph, self._on, self._driver, self._executable = graph, on, driver, executable
 
     def replay(self, stream: int) -> None:
         """Raises DeviceLost, JobFailed."""
+        if self._executable:
+            self._driver.launch(self._executable, stream)
+            return
         try:
             with self._on(stream):
                 self._graph.replay()
@@ -170,7 +177,7 @@ class CudaCompute:
     def drop_pool(self, pool: Any) -> None:
         torch._C._cuda_releasePool(self.device.index, pool)
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> Graph:
+    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> Graph:
         # Not the context manager torch.cuda.graph: it synchronises the device and empties the cache first.
         graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()
@@ -198,8 +205,10 @@ class CudaCompute:
             ) from error
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-        self._upload(graph, stream)
-        return CudaGraph(graph, self.on, self._driver)
+        executable = _executable(graph)
+        if executable:  # else the first replay uploads it
+            self._driver.upload(executable, stream)
+        return CudaGraph(graph, self.on, self._driver, 0 if draws else executable)
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
         return call(*arguments)
@@ -237,10 +246,11 @@ class CudaCompute:
                         pass  # it had come as far as that
             raise
 
-    def _upload(self, graph: Any, stream: int) -> None:
-        executable = getattr(graph, "raw_cuda_graph_exec", None)
-        if executable is not None:  # else the first replay uploads it
-            self._driver.upload(int(executable()), stream)
+
+def _executable(graph: Any) -> int:
+    """The driver's handle; 0 where this torch does not tell it."""
+    tell = getattr(graph, "raw_cuda_graph_exec", None)
+    return int(tell()) if tell is not None else 0
 
 
 def _is_captured(graph: Any) -> bool:

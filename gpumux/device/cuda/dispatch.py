@@ -114,7 +114,7 @@ class Dispatch:
         """Launch a captured piece. Raises GpumuxError."""
         last = loaded.check(launch.step, launch.cut, launch.piece)
         share = loaded.share(launch.step, launch.cut, launch.piece, launch.share)
-        stream = self._running.take(job, launch.stream, share)
+        before, stream = job.stream, self._running.take(job, launch.stream, share)
         operands = loaded.operands
         if launch.piece == 0:
             operands.feed(launch.slot, launch.scalars, stream)
@@ -124,7 +124,9 @@ class Dispatch:
             if last:
                 operands.collect(launch.slot, stream)
 
-        self._flights.launch((job, launch, last), stream, loaded.expected(launch.cut, launch.piece), work)
+        waits = launch.piece == 0 or stream != before  # for the batch, or for the piece before on another stream
+        expected = loaded.expected(launch.cut, launch.piece)
+        self._flights.launch((job, launch, last), stream, expected, work, waits=waits)
         job.airborne += 1
 
     def _landed(self, landed: Landed[tuple[CudaJob, Launch, bool]]) -> None:

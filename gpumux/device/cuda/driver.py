@@ -12,7 +12,7 @@ positional: cuda-bindings 12 and 13 name some of them differently.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,6 +112,9 @@ class Driver(Protocol):
     def upload(self, executable: int, stream: int) -> None:
         """Bring an executable graph to the GPU ahead of its first launch."""
 
+    def launch(self, executable: int, stream: int) -> None:
+        """Give the stream an executable graph."""
+
     def partition(self, multiprocessors: int) -> tuple[int, int]:
         """A green context of at least so many multiprocessors, and how many it has. Raises JobFailed where there are
         none."""
@@ -123,10 +126,12 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """The real one."""
+    """The real one. Calls that every piece makes are bound once (`_Hot`): what Python adds to a call is more than the driver's
+    own part of it."""
 
     def __init__(self) -> None:
         self._api: Any = None
+        self._hot: Any = None
         self._context: Any = None
         self._device: Any = None
         self._opening = True
@@ -134,6 +139,7 @@ class CudaDriver:
 
     def open(self, ordinal: int) -> Facts:
         self._api = bindings()
+        self._hot = _Hot(self._api)
         try:
             self._call("cuInit", 0)
         except RuntimeError as error:  # cuda-bindings found no libcuda
@@ -170,6 +176,7 @@ class CudaDriver:
         return int(self._call("cuStreamCreateWithPriority", _NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: int) -> None:
+        self._hot.streams.pop(stream, None)
         self._call("cuStreamDestroy", stream)
 
     def idle(self, stream: int) -> bool:
@@ -179,22 +186,40 @@ class CudaDriver:
         return int(self._call("cuEventCreate", 0 if timed else _NO_TIMING))
 
     def destroy_event(self, event: int) -> None:
+        self._hot.events.pop(event, None)
         self._call("cuEventDestroy", event)
 
     def record(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
+        hot = self._hot
+        (status,) = hot.record(hot.events[event], hot.streams[stream])
+        if status is not hot.success:
+            check(self._api, "cuEventRecord", status)
 
     def mark(self, event: int, stream: int) -> None:
         self._call("cuEventRecordWithFlags", event, stream, _EXTERNAL)
 
     def reached(self, event: int) -> bool:
-        return self._is_ready("cuEventQuery", event)
+        hot = self._hot
+        (status,) = hot.query(hot.events[event])
+        if status is hot.success:
+            return True
+        if status == hot.not_ready:
+            return False
+        check(self._api, "cuEventQuery", status)
+        return True
 
     def elapsed(self, start: int, end: int) -> float:
-        return float(self._call("cuEventElapsedTime", start, end)) / 1e3
+        hot = self._hot
+        status, milliseconds = hot.elapsed(hot.events[start], hot.events[end])
+        if status is not hot.success:
+            check(self._api, "cuEventElapsedTime", status)
+        return float(milliseconds) / 1e3
 
     def wait(self, stream: int, event: int) -> None:
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        hot = self._hot
+        (status,) = hot.wait(hot.streams[stream], hot.events[event], 0)
+        if status is not hot.success:
+            check(self._api, "cuStreamWaitEvent", status)
 
     def pin(self, nbytes: int) -> Pinned:
         address = int(self._call("cuMemHostAlloc", nbytes, _PORTABLE_MAPPED))
@@ -219,10 +244,19 @@ class CudaDriver:
         self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
     def write_value(self, device_address: int, value: int, stream: int) -> None:
-        self._call("cuStreamWriteValue32", stream, device_address, value, 0)
+        hot = self._hot
+        (status,) = hot.write(hot.streams[stream], device_address, value, 0)
+        if status is not hot.success:
+            check(self._api, "cuStreamWriteValue32", status)
 
     def upload(self, executable: int, stream: int) -> None:
         self._call("cuGraphUpload", executable, stream)
+
+    def launch(self, executable: int, stream: int) -> None:
+        hot = self._hot
+        (status,) = hot.launch(executable, hot.streams[stream])
+        if status is not hot.success:
+            check(self._api, "cuGraphLaunch", status)
 
     def partition(self, multiprocessors: int) -> tuple[int, int]:
         api = self._api
@@ -258,6 +292,30 @@ class CudaDriver:
     def _attribute(self, name: str) -> int:
         attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self._call("cuDeviceGetAttribute", attribute, self._device))
+
+
+class _Handles(dict[int, Any]):
+    """The binding's object for each handle, made when first asked for: it takes a number as well, and makes one each time."""
+
+    def __init__(self, kind: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __missing__(self, handle: int) -> Any:
+        made = self[handle] = self._kind(handle)
+        return made
+
+
+class _Hot:
+    """The functions of the calls that pieces make, and what they are called with and compared with."""
+
+    def __init__(self, api: Any) -> None:
+        self.record, self.query, self.elapsed = api.cuEventRecord, api.cuEventQuery, api.cuEventElapsedTime
+        self.wait, self.write, self.launch = api.cuStreamWaitEvent, api.cuStreamWriteValue32, api.cuGraphLaunch
+        self.success = api.CUresult.CUDA_SUCCESS
+        self.not_ready = api.CUresult.CUDA_ERROR_NOT_READY
+        self.events = _Handles(api.CUevent)
+        self.streams = _Handles(api.CUstream)
 
 
 def bindings() -> Any:

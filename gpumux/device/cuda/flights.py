@@ -1,7 +1,8 @@
 """Launches on their way: when each began and ended, without ever waiting for the GPU.
 
 A launch is a *flight*: an event before it, its work, an event behind it, and a number that the GPU stores in
-page-locked memory (ring.py). Streams are in order, so only the oldest flight of each is looked at. The GPU's
+page-locked memory (ring.py). Streams are in order, so only the oldest flight of each is looked at, and one that was queued
+behind another of its own stream needs no event of its own before it: it begins when that one ends. The GPU's
 clock is tied to the host's by an *anchor*: an event recorded on a stream of its own at a known host time, at
 most ANCHOR_S old, because the driver gives times between events as single-precision milliseconds.
 """
@@ -31,10 +32,13 @@ class _Anchor:
     event: int
     host_s: float
     users: int = 0
+    reached: bool = False
 
 
 @dataclass(slots=True)
 class _Flight(Generic[T]):
+    """`start` 0: it was queued behind the flight before it on its stream."""
+
     what: T
     start: int
     end: int
@@ -61,6 +65,7 @@ class Flights(Generic[T]):
     def __init__(self, driver: Driver, clock: Callable[[], float], priority: int, places: int = PLACES) -> None:
         self._driver, self._clock = driver, clock
         self._memory = driver.pin(places * 4)
+        self._address = self._memory.device_address
         self._ring = Ring(self._memory.view())
         self._stream = driver.stream(priority)
         self._air: dict[int, deque[_Flight[T]]] = {}  # by stream, oldest first
@@ -74,28 +79,33 @@ class Flights(Generic[T]):
     def __len__(self) -> int:
         return len(self._ring)
 
-    def launch(self, what: T, stream: int, expected_s: float, work: Callable[[], None]) -> None:
-        """Give the stream `work`, with the times taken around it. Raises what `work` does, and JobFailed when
-        there are PLACES flights in the air already."""
+    def launch(self, what: T, stream: int, expected_s: float, work: Callable[[], None], *, waits: bool = True) -> None:
+        """Give the stream `work`, with the times taken around it. `waits`: the stream has been told to wait for something
+        since its last flight, or `work` does, which is no time of this flight's. Raises what `work` does, and JobFailed
+        when there are PLACES flights in the air already."""
         ticket = self._ring.take()
         if ticket is None:
             raise JobFailed(f"{PLACES} launches are outstanding", "this is a bug in the daemon: report it")
-        anchor = self._anchored()
-        start, end = self._event(), self._event()
-        launched = self._clock()
+        driver, launched = self._driver, self._clock()
+        anchor = self._anchored(launched)
+        queue = self._air.get(stream)
+        if queue is None:
+            queue = self._air[stream] = deque()
+        start, end = 0, self._event()
         try:
-            self._driver.record(start, stream)
+            if waits or not queue or self._ring.reached(queue[-1].ticket):
+                start = self._event()
+                driver.record(start, stream)
             work()
-            self._driver.record(end, stream)
-            self._driver.write_value(self._memory.device_address + self._ring.offset(ticket), ticket.number, stream)
+            driver.record(end, stream)
+            driver.write_value(self._address + self._ring.offset(ticket), ticket.number, stream)
         except BaseException:
             self._ring.give(ticket)  # what it stores, if it still does, is no later launch's number
-            self._events += [start, end]
+            self._events += [event for event in (start, end) if event]
             raise
         anchor.users += 1
         self._number += 1
-        flight = _Flight(what, start, end, ticket, anchor, launched, launched + expected_s, self._number)
-        self._air.setdefault(stream, deque()).append(flight)
+        queue.append(_Flight(what, start, end, ticket, anchor, launched, launched + expected_s, self._number))
 
     def landed(self) -> list[Landed[T]]:
         """Flights that are over, each told once; those that ran one after the other, on whatever streams, in order.
@@ -116,19 +126,19 @@ class Flights(Generic[T]):
                     found.append((flight.number, landed))
                     more = len(self._air) > 1
         found += self._ask_after_the_late()
-        if found:
-            self._air = {stream: flights for stream, flights in self._air.items() if flights}
-        return [landed for _, landed in sorted(found, key=itemgetter(0))]
+        if len(found) > 1:
+            found.sort(key=itemgetter(0))
+        return [landed for _, landed in found]
 
     def due(self) -> float:
         """When to look next: a little before the first is expected to be over; inf when none is in the air."""
-        first = min([flights[0].expected for flights in self._air.values()], default=inf)
+        first = min([flights[0].expected for flights in self._air.values() if flights], default=inf)
         return first - POLL_S
 
     def close(self) -> None:
         """Nothing is in the air any more, or nobody will ask."""
         for flight in [flight for flights in self._air.values() for flight in flights]:
-            self._events += [flight.start, flight.end]
+            self._events += [event for event in (flight.start, flight.end) if event]
         anchors = [*self._old, *([self._anchor] if self._anchor else [])]
         for event in [*self._events, *[anchor.event for anchor in anchors]]:
             self._driver.destroy_event(event)
@@ -155,9 +165,11 @@ class Flights(Generic[T]):
         """None where the driver is not done yet with an event that tells its times. Their errors are its own."""
         elapsed, anchor = self._driver.elapsed, flight.anchor
         try:
-            if not self._driver.reached(anchor.event):
-                return None
-            started = anchor.host_s + elapsed(anchor.event, flight.start)
+            if not anchor.reached:
+                anchor.reached = self._driver.reached(anchor.event)
+                if not anchor.reached:
+                    return None
+            started = anchor.host_s + elapsed(anchor.event, flight.start) if flight.start else -inf
             ended = anchor.host_s + elapsed(anchor.event, flight.end)
         except DeviceLost:
             raise
@@ -168,14 +180,16 @@ class Flights(Generic[T]):
         ended = max(started, min(ended, self._clock()))
         self._ended[stream] = ended
         self._ring.give(flight.ticket)
-        self._events += [flight.start, flight.end]
+        if flight.start:
+            self._events.append(flight.start)
+        self._events.append(flight.end)
         anchor.users -= 1
         return Landed(flight.what, started, ended)
 
     def _under_way(self, flight: _Flight[T]) -> bool:
         """Whether the driver is not done yet with one of its events, though the GPU has stored its number."""
         try:
-            return not (self._driver.reached(flight.start) and self._driver.reached(flight.end))
+            return not all(self._driver.reached(event) for event in (flight.start, flight.end) if event)
         except DeviceLost:
             raise
         except GpumuxError:
@@ -184,7 +198,7 @@ class Flights(Generic[T]):
     def _failed(self, flight: _Flight[T], error: GpumuxError) -> Landed[T]:
         self._ring.give(flight.ticket)  # what it stores, if it still does, is no later launch's number
         flight.anchor.users -= 1
-        for event in (flight.start, flight.end):  # no other launch is to meet the same error
+        for event in filter(None, (flight.start, flight.end)):  # no other launch is to meet the same error
             try:
                 self._driver.destroy_event(event)
             except DeviceLost:
@@ -196,8 +210,7 @@ class Flights(Generic[T]):
     def _event(self) -> int:
         return self._events.pop() if self._events else self._driver.event(timed=True)
 
-    def _anchored(self) -> _Anchor:
-        now = self._clock()
+    def _anchored(self, now: float) -> _Anchor:
         if self._anchor is None or now - self._anchor.host_s > ANCHOR_S:
             if self._anchor is not None:
                 self._old.append(self._anchor)

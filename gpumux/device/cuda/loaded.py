@@ -142,7 +142,8 @@ class LoadedProgram:
         """Capture operators start..stop-1 as one piece. Raises JobFailed."""
         if start == stop and not (stop == len(self.program.ops) and self.program.results):
             return None
-        return self._compute.capture(stream, pool, lambda: self._runner.run(frame, start, stop))
+        draws = self._draws(start, stop)
+        return self._compute.capture(stream, pool, lambda: self._runner.run(frame, start, stop), draws=draws)
 
     def instrument(self, frame: Frame, start: int, stop: int, stream: int, pool: Any) -> tuple[Graph | None, list[int]]:
         """Like `capture`, with events that the piece passes: two at its head, one behind each operator. Raises
@@ -161,7 +162,7 @@ class LoadedProgram:
             mark()
 
         try:
-            return self._compute.capture(stream, pool, body), events
+            return self._compute.capture(stream, pool, body, draws=self._draws(start, stop)), events
         except BaseException:
             for event in events:
                 self.driver.destroy_event(event)
@@ -178,7 +179,11 @@ class LoadedProgram:
 
         if start == stop and not (stop == len(self.program.ops) and self.program.results):
             return None
-        return self._compute.capture(stream, pool, body)
+        return self._compute.capture(stream, pool, body, draws=self._draws(start, stop))
+
+    def _draws(self, start: int, stop: int) -> bool:
+        """Whether one of these operators draws random numbers."""
+        return any(op.random is not None for op in self.program.ops[start:stop])
 
     def frame(self) -> Frame:
         return self._runner.frame()

@@ -53,6 +53,7 @@ class FakeDriver:
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
         self.pinned: dict[int, Any] = {}
+        self.launched: list[tuple[int, int]] = []  # executable graphs and their streams
         self.registered: dict[int, int] = {}
         self.broken = ""
         self.log: list[tuple[str, int]] = []  # (call, stream), of what goes to streams
@@ -242,6 +243,10 @@ class FakeDriver:
     def upload(self, executable: int, stream: int) -> None:
         self._check("upload")
 
+    def launch(self, executable: int, stream: int) -> None:
+        self._check("launch")
+        self.launched.append((executable, stream))
+
     def _locked(self, address: int, nbytes: int) -> bool:
         ranges = [*self.registered.items(), *((a, len(m)) for a, m in self.pinned.items())]
         return any(start <= address and address + nbytes <= start + size for start, size in ranges)
@@ -387,7 +392,7 @@ class FakeCompute:
     def drop_pool(self, pool: Any) -> None:
         self.held.remove(pool)
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> FakeGraph:
+    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> FakeGraph:
         assert self._capturing.acquire(blocking=False), "two captures at once"
         assert pool in self.held
         self.captures.append((stream, pool))

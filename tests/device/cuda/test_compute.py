@@ -84,9 +84,9 @@ def capture(gpu: FakeDriver, given_back: list[Any]) -> Callable[..., Any]:
     compute = CudaCompute(gpu, 0)
     stream = gpu.stream(0)
 
-    def run(body: Callable[[], None] = lambda: None) -> Any:
+    def run(body: Callable[[], None] = lambda: None, **options: Any) -> Any:
         with torch.inference_mode():  # as the worker's thread
-            return compute.capture(stream, POOL, body)
+            return compute.capture(stream, POOL, body, **options)
 
     return run
 
@@ -182,6 +182,23 @@ def test_a_launch_that_torch_refuses_is_the_jobs_failure_or_the_devices_end(
     gpu.break_with("CUDA_ERROR_ASSERT")
     with pytest.raises(DeviceLost):
         graph.replay(stream)
+
+
+def test_a_graph_that_draws_nothing_is_launched_by_the_driver_alone(
+    capture: Callable[..., Any], gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Graph, "raw_cuda_graph_exec", lambda self: 77, raising=False)
+    drawing, other, stream = capture(draws=True), capture(draws=False), next(iter(gpu.streams))
+    Graph.fails = "torch was asked"
+    other.replay(stream)
+    assert gpu.launched == [(77, stream)]
+    with pytest.raises(JobFailed, match="torch was asked"):
+        drawing.replay(stream)
+
+
+def test_a_torch_that_does_not_tell_its_graphs_launches_them(capture: Callable[..., Any], gpu: FakeDriver) -> None:
+    capture(draws=False).replay(next(iter(gpu.streams)))
+    assert gpu.launched == []
 
 
 def test_what_cant_be_given_back_ends_the_device_where_its_context_is_lost(

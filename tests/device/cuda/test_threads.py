@@ -132,6 +132,33 @@ def test_flights_land_when_the_gpu_says_so_in_the_order_of_their_stream(clock: C
     assert not driver.pinned
 
 
+@pytest.mark.parametrize(
+    ("ended", "waits", "events"),
+    [(False, False, 3), (False, True, 4), (True, False, 4)],
+    ids=["queued", "waits", "idle"],
+)
+def test_a_flight_queued_behind_another_begins_when_that_one_ends(
+    clock: Clock, ended: bool, waits: bool, events: int
+) -> None:
+    """Its stream does nothing in between, so there is no event before it."""
+    driver = FakeDriver(auto=False)
+    flights: Flights[int] = Flights(driver, clock, -5)
+    stream = driver.stream(0)
+    flights.launch(1, stream, 1e-3, lambda: None)
+    if ended:
+        driver.advance()
+    flights.launch(2, stream, 1e-3, lambda: None, waits=waits)
+    assert len(driver.events) == 1 + events  # the anchor's
+    driver.advance()
+    clock.now = 200.0
+    first, second = flights.landed()
+    assert first.ended <= second.started <= second.ended
+    assert (first.ended == second.started) is (not ended and not waits)
+    driver.destroy_stream(stream)
+    flights.close()
+    assert not driver.events
+
+
 def test_too_many_flights_are_refused_and_a_launch_that_fails_leaves_nothing(clock: Clock) -> None:
     driver = FakeDriver(auto=False)
     flights: Flights[int] = Flights(driver, clock, -5, places=2)

@@ -44,15 +44,19 @@ class StubDriver(CudaDriver):
 
 
 class StubGraph(FakeGraph):
-    """Its operators in host memory, and the driver's graph with the events it passes."""
+    """Its operators in host memory, and the driver's graph with the events it passes. `wrapper`: what launches it where torch has
+    no part in that."""
 
-    def __init__(self, made: FakeGraph, library: Any, executable: int) -> None:
+    def __init__(self, made: FakeGraph, library: Any, executable: int, wrapper: CudaDriver | None) -> None:
         self.__dict__.update(made.__dict__)
-        self._library, self._executable = library, ctypes.c_void_p(executable)
+        self._library, self._executable, self._wrapper = library, ctypes.c_void_p(executable), wrapper
 
     def replay(self, stream: int) -> None:
         super().replay(stream)
-        assert self._library.cuGraphLaunch(self._executable, ctypes.c_void_p(stream)) == 0
+        if self._wrapper is not None:
+            self._wrapper.launch(self._executable.value or 0, stream)
+        else:
+            assert self._library.cuGraphLaunch(self._executable, ctypes.c_void_p(stream)) == 0
 
     def drop(self) -> None:
         super().drop()
@@ -64,11 +68,11 @@ class StubCompute(FakeCompute):
         super().__init__(cast(FakeDriver, driver), 0)
         self._library = ctypes.CDLL("libcuda.so.1")
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None]) -> FakeGraph:
+    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> FakeGraph:
         library, graph, executable = self._library, ctypes.c_void_p(), ctypes.c_void_p()
         assert library.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), THREAD_LOCAL) == 0
         try:
-            made = super().capture(stream, pool, body)
+            made = super().capture(stream, pool, body, draws=draws)
         finally:
             ended = library.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
         assert ended == 0
@@ -76,7 +80,7 @@ class StubCompute(FakeCompute):
         assert library.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, flags) == 0
         assert library.cuGraphDestroy(graph) == 0
         self.driver.upload(executable.value or 0, stream)
-        return StubGraph(made, library, executable.value or 0)
+        return StubGraph(made, library, executable.value or 0, None if draws else cast(StubDriver, self.driver))
 
 
 def stub_device(*, parallel: int | None = None, **options: Any) -> CudaDevice:

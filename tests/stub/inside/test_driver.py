@@ -170,6 +170,7 @@ ACTIONS: dict[str, Callable[[World], Any]] = {
     "copy_within": lambda w: w.gpu.copy_within(w.memory.device_address + 512, w.memory.device_address, 64, w.stream),
     "write_value": lambda w: w.gpu.write_value(w.memory.device_address, 7, w.stream),
     "upload": lambda w: w.gpu.upload(w.executable, w.stream),
+    "launch": lambda w: w.gpu.launch(w.executable, w.stream),
     "partition destroy_partition": _made("partition", "destroy_partition", 32),
     "confined_stream": _confined,
 }
@@ -210,7 +211,7 @@ def test_what_a_failure_means_depends_on_which_it_is(gpu: CudaDriver, stub: Stub
 
 def test_every_call_fails_when_a_kernel_has_ended_the_context(world: World, stub: Stub) -> None:
     stub.sticky(ILLEGAL_ADDRESS)
-    for action in ("record", "reached", "write_value", "memory"):
+    for action in ("record", "reached", "write_value", "launch", "memory"):
         with pytest.raises(DeviceLost):
             ACTIONS[action](world)
     stub.sticky(0)
