@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from gpumux.device.cuda.driver import Driver
 from gpumux.device.cuda.ring import Ring, Ticket
@@ -49,8 +49,7 @@ class _Flight(Generic[T]):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Landed(Generic[T]):
+class Landed(NamedTuple, Generic[T]):
     """`error`: what became of it can't be told, for its events failed; the times mean nothing then."""
 
     what: T
@@ -87,7 +86,9 @@ class Flights(Generic[T]):
         if ticket is None:
             raise JobFailed(f"{PLACES} launches are outstanding", "this is a bug in the daemon: report it")
         driver, launched = self._driver, self._clock()
-        anchor = self._anchored(launched)
+        anchor = self._anchor
+        if anchor is None or launched - anchor.host_s > ANCHOR_S:
+            anchor = self._anchored()
         queue = self._air.get(stream)
         if queue is None:
             queue = self._air[stream] = deque()
@@ -125,7 +126,8 @@ class Flights(Generic[T]):
                     flights.popleft()
                     found.append((flight.number, landed))
                     more = len(self._air) > 1
-        found += self._ask_after_the_late()
+        if not found:
+            found = self._ask_after_the_late()
         if len(found) > 1:
             found.sort(key=itemgetter(0))
         return [landed for _, landed in found]
@@ -210,14 +212,14 @@ class Flights(Generic[T]):
     def _event(self) -> int:
         return self._events.pop() if self._events else self._driver.event(timed=True)
 
-    def _anchored(self, now: float) -> _Anchor:
-        if self._anchor is None or now - self._anchor.host_s > ANCHOR_S:
-            if self._anchor is not None:
-                self._old.append(self._anchor)
-            unused = [anchor for anchor in self._old if anchor.users == 0]
-            self._old = [anchor for anchor in self._old if anchor.users]
-            self._events += [anchor.event for anchor in unused]
-            event = self._event()
-            self._driver.record(event, self._stream)
-            self._anchor = _Anchor(event, self._clock())
-        return self._anchor
+    def _anchored(self) -> _Anchor:
+        """A new one."""
+        if self._anchor is not None:
+            self._old.append(self._anchor)
+        unused = [anchor for anchor in self._old if anchor.users == 0]
+        self._old = [anchor for anchor in self._old if anchor.users]
+        self._events += [anchor.event for anchor in unused]
+        event = self._event()
+        self._driver.record(event, self._stream)
+        made = self._anchor = _Anchor(event, self._clock())
+        return made
