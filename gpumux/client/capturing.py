@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gpumux.client.hyper import Steady
 from gpumux.client.remote import Remote
 from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
@@ -25,6 +26,7 @@ class Capturing:
     _next_step: int
     _remote: Remote
     _state: State
+    _steady: Steady | None
     _structures: dict[Structure, Structure]
     _table: StateTable
     _tracer: Tracer
@@ -39,7 +41,7 @@ class Capturing:
         args, kwargs = example_arguments(example)
         function = StepFunction(
             fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches, compiled,
-            clients_generator=self._clients_generator,
+            clients_generator=self._clients_generator, steady=self._steady,
         )  # fmt: skip
         entry = (function, args, kwargs)
         self._functions.append(entry)

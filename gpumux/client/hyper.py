@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 
-from gpumux.client.host import Number
+from gpumux.client.host import Expr, Number
 from gpumux.errors import CaptureError
 
 
@@ -49,6 +50,39 @@ def _is_host_tensor(value: Any) -> bool:
 
 def hyper_name(i: int, j: int, key: str, k: int | None) -> str:
     return f"o{i}.g{j}.{key}" if k is None else f"o{i}.g{j}.{key}.{k}"
+
+
+class Steady:
+    """Which numbers of a step are written into its Program, because hyperparameters alone make them that no schedule usually
+    changes: all but the learning rate. Not those seen to change. A kernel is quicker with a number it knows."""
+
+    def __init__(self) -> None:
+        self._moved: set[str] = set()
+
+    def holds(self, expr: Expr) -> bool:
+        """Whether an expression is made of such hyperparameters, and constants, alone."""
+        names = set(_variables(expr))
+        return bool(names) and all(map(self._steady, names))
+
+    def moved(self, exprs: Iterable[Expr], now: Mapping[str, Number]) -> list[str]:
+        """The hyperparameters among these that have changed since their trace; they are steady no more."""
+        found = sorted(
+            {name for expr in exprs for name, old in _variables(expr).items() if repr(now.get(name)) != repr(old)}
+        )
+        self._moved.update(found)
+        return found
+
+    def _steady(self, name: str) -> bool:
+        return name not in self._moved and bool(re.fullmatch(r"o\d+\.g\d+\.(?!lr$).*", name))
+
+
+def _variables(expr: Expr) -> dict[str, Number]:
+    """Names, with the values at the trace."""
+    if expr.op == "var":
+        return {expr.args[0]: expr.value}
+    if expr.op == "const":
+        return {}
+    return {name: value for arg in expr.args for name, value in _variables(arg).items()}
 
 
 def _read(value: Any, place: str) -> Any:

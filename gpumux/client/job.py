@@ -23,6 +23,7 @@ from gpumux.client.capturing import Capturing
 from gpumux.client.exactness import exactness
 from gpumux.client.future import StepFuture
 from gpumux.client.generator import client_generator
+from gpumux.client.hyper import Steady
 from gpumux.client.keepsake import Counts, Keepsake
 from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.patience import Waits
@@ -67,6 +68,7 @@ class Job(Capturing, Cached, Slotted):
         self._pending = Pending(self._remote)
         self._next_step = 0
         self._tracer = Tracer(table, allowlist.is_allowed)
+        self._steady = Steady() if table.runs_on == "cuda" else None
         structure, host = from_local(table)
         self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self._warm_state = self._state

@@ -18,7 +18,8 @@ import torch.utils._pytree as pytree
 
 from gpumux.client.fingerprint import Change
 from gpumux.client.generator import STATE_BYTES, words_drawn
-from gpumux.client.host import Evaluator, Expr
+from gpumux.client.host import Evaluator, Expr, Guard
+from gpumux.client.hyper import Steady
 from gpumux.client.ledger import RawOp, RawStorage, Record
 from gpumux.client.numerics import numerics_now, uses_tf32
 from gpumux.client.state import Place, StateTable
@@ -41,6 +42,7 @@ class Lowered:
     result_spec: pytree.TreeSpec
     flags: tuple[Change, ...]
     reads_dropped: frozenset[int]  # parameters whose dropped gradient this step would need
+    written: tuple[Expr, ...] = ()  # numbers that the Program has as they were when it was traced
     words: int | None = (
         0  # of the client's generator that a step takes (generator.py), where its Program has `generator`
     )
@@ -127,10 +129,11 @@ def thaw_frozen(tree: Any, make: Any) -> Any:
 
 
 def lower(
-    raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = "cpu", clients_generator: bool = False
-) -> Lowered:
+    raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = "cpu", clients_generator: bool = False,
+    steady: Steady | None = None,
+) -> Lowered:  # fmt: skip
     """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`. `clients_generator`: its draws go
-    on from the generator of the client (generator.py)."""
+    on from the generator of the client (generator.py). `steady`: which numbers are written into it."""
     end = _Exit(raw, table, keep)
     record = raw.record
     dropped = {place.buffer: i for i, place in (*raw.entry.dropped, *end.structure.dropped)}
@@ -145,7 +148,7 @@ def lower(
     touched = frozenset().union(*(op.reads for op in record.ops))
     entry_dropped = {place.buffer: i for i, place in raw.entry.dropped}
     needs = frozenset(i for b, i in entry_dropped.items() if record.state_storage.get(b) in touched)
-    build = _Build(record, table, frozenset().union(*(op.writes for op in ops)))
+    build = _Build(record, table, frozenset().union(*(op.writes for op in ops)), steady)
     ops, copies = _born_in_place(record, ops, end.copies, build)
     inputs = tuple(build.view(v) for v in record.inputs)
     out_ops = [build.op(op) for op in ops]
@@ -166,9 +169,12 @@ def lower(
         program = with_generator(program)
     groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
     wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]
+    written = tuple(build.written.values())
+    guards = (*raw.guards, *(Guard(expr, expr.value, "") for expr in written))
     return Lowered(
-        program, tuple(build.binding), end.structure, Evaluator(wanted, raw.guards),
-        (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs, words,
+        program, tuple(build.binding), end.structure, Evaluator(wanted, guards),
+        (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
+        written, words,
     )  # fmt: skip
 
 
@@ -252,7 +258,11 @@ def _born_in_place(
 class _Build:
     """Renumbers storages, views and scalars in order of first use."""
 
-    def __init__(self, record: Record, table: StateTable, written: frozenset[int]) -> None:
+    def __init__(
+        self, record: Record, table: StateTable, written: frozenset[int], steady: Steady | None = None
+    ) -> None:
+        self._steady = steady
+        self.written: dict[int, Expr] = {}  # numbers of the record that stand in operators themselves
         self._record = record
         self._table = table
         self._written = written
@@ -342,9 +352,12 @@ class _Build:
         if isinstance(arg, TensorRef):
             return TensorRef(self.view(arg.view))
         if isinstance(arg, ScalarRef):
+            expr = self._record.scalars[arg.index]
+            if arg.index in self.written or (self._steady is not None and self._steady.holds(expr)):
+                self.written[arg.index] = expr
+                return expr.value
             if arg.index not in self._scalar:
                 self._scalar[arg.index] = len(self.scalars)
-                expr = self._record.scalars[arg.index]
                 self.scalars.append(expr)
                 self.kinds.append("float" if isinstance(expr.value, float) else "int")
             return ScalarRef(self._scalar[arg.index])

@@ -6,6 +6,7 @@ case has *phases* the optimizer goes through by itself: its first step, RAdam's 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ from gpumux.client.executed import Executed
 from gpumux.client.fetching import plainly
 from gpumux.client.fingerprint import Change, Fingerprint
 from gpumux.client.host import Number
-from gpumux.client.hyper import HyperReader
+from gpumux.client.hyper import HyperReader, Steady
 from gpumux.client.lower import Lowered, lower, place_of
 from gpumux.client.microbatch.split import first_part, split
 from gpumux.client.refusals import refuse_odd_tensors
@@ -29,6 +30,8 @@ from gpumux.client.trace import RawTrace, Settled, Tracer
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.ir import Op
 from gpumux.program.validate import written_storages
+
+log = logging.getLogger("gpumux.client")
 
 MAX_PHASES = 8
 _PLAIN = frozenset({torch.Tensor})
@@ -184,16 +187,17 @@ class StepFunction:
     def __init__(
         self, fn: Callable[..., Any], table: StateTable, tracer: Tracer, guard: StaleGuard,
         intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
-        *, twice: bool = True, clients_generator: bool = False,
+        *, twice: bool = True, clients_generator: bool = False, steady: Steady | None = None,
     ) -> None:  # fmt: skip
         """`twice`: trace it once more, to see that it does the same again. `clients_generator`: its draws go on from the
-        client's generator (generator.py)."""
+        client's generator (generator.py). `steady`: which numbers are written into its Programs."""
         self.fn = fn
         self._twice = twice
         self._clients_generator = clients_generator
         self.microbatches = microbatches
         # The proof of parts runs operators on the CPU, and a compiler knows a GPU's own as little.
         self._by_device = microbatches == 1 and not compiled
+        self._steady = steady if self._by_device else None
         self.compiled = compiled
         self.name = getattr(fn, "__qualname__", "step")
         self._table = table
@@ -235,6 +239,9 @@ class StepFunction:
             if phase.entry is state.structure:
                 made = phase.made.get(state.keep) or self._made(phase, state)
                 values = made.lowered.evaluator.run(env)
+                if values is None and self._have_moved(made, env):
+                    made = self._made(phase, state)
+                    values = made.lowered.evaluator.run(env)
                 if values is not None:
                     return Choice(made, values, tensors)
         made = self._capture(case, args, kwargs, state)
@@ -335,12 +342,21 @@ class StepFunction:
                 "let its sizes follow the batch's (x.shape[0]), or submit it without microbatches",
             ) from error
 
+    def _have_moved(self, made: Made, env: dict[str, Number]) -> bool:
+        """Whether numbers that are written into the Program are others now: the next has them as numbers of each step."""
+        if self._steady is None:
+            return False
+        moved = self._steady.moved(made.lowered.written, env)
+        if moved:
+            log.info("%s: %s changes, and is a number of each step from now on", self.name, ", ".join(moved))
+        return bool(moved)
+
     def _made(self, phase: Phase, state: State) -> Made:
         with plainly():  # local tensors are asked where they lie
             return self._lower(phase, state)
 
     def _lower(self, phase: Phase, state: State) -> Made:
-        lowered = lower(phase.raw, self._table, state.keep, clients_generator=self._clients_generator)
+        lowered = lower(phase.raw, self._table, state.keep, clients_generator=self._clients_generator, steady=self._steady)
         if lowered.reads_dropped:
             if lowered.reads_dropped <= state.keep:
                 names = ", ".join(self._table.param_names[i] for i in sorted(lowered.reads_dropped)[:3])

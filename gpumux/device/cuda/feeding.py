@@ -273,11 +273,26 @@ def _sub_list(xs: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
 
 
 def _addcmul_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Tensor) -> None:
-    torch._foreach_add_(xs, _multiplied(torch._foreach_mul(a, b), value))
+    torch._foreach_addcmul_(xs, _products(a, value), b)
 
 
 def _addcdiv_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Tensor) -> None:
-    torch._foreach_add_(xs, _multiplied(torch._foreach_div(a, b), value))
+    torch._foreach_addcdiv_(xs, _products(a, value), b)
+
+
+def _fused(name: str) -> Callable[..., None]:
+    """A fused optimizer with the learning rate in memory: torch has kernels that read it there, and not the other numbers."""
+    step = getattr(torch.ops.aten, name).tensor_lr
+
+    def run(*lists: list[Tensor], lr: Number, **others: Any) -> None:
+        if any(isinstance(value, Number) for value in others.values()):
+            raise ProgramError(
+                f"{name} takes a number other than the learning rate that changes from step to step",
+                "use the optimizer with fused=False, or change its learning rate only",
+            )
+        step(*lists, lr=lr.f32, **others)
+
+    return run
 
 
 def _lerp_list(xs: list[Tensor], ends: list[Tensor], weight: Tensor) -> None:
@@ -313,6 +328,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
     foreach("addcmul.Scalar addcmul.ScalarList", "addcmul_.default", _addcmul_list)
     foreach("addcdiv.Scalar addcdiv.ScalarList", "addcdiv_.default", _addcdiv_list)
     foreach("lerp.Scalar lerp.ScalarList", "lerp_.Scalar", _lerp_list)
+    table |= {f"{name}.default": _fused(name) for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")}
     return {f"aten.{name}": function for name, function in table.items()}
 
 

@@ -19,7 +19,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from gpumux import client
-from gpumux.client import state
+from gpumux.client import state, variants
+from gpumux.client.lower import Lowered
 from gpumux.errors import GpumuxError, JobFailed
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.client.workload_jobs import near_the_reference
@@ -113,6 +114,72 @@ def test_training_with_a_schedule_is_what_it_is_on_the_cpu(make_optimizer: Any, 
     got, got_state = through(make, endpoint)
     close(want, got, 1e-9)
     close(want_state, got_state, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+        lambda p: optim.Adam(p, lr=1e-2, fused=True, amsgrad=True),
+        lambda p: optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True, fused=True),
+    ],
+    ids=["adamw", "adam", "sgd"],
+)
+def test_fused_optimizers_read_their_learning_rate_on_the_gpu(make_optimizer: Any, endpoint: str) -> None:
+    make = training(make_optimizer, schedule=True)
+    want, want_state = plain(make)
+    got, got_state = through(make, endpoint)
+    close(want, got, 1e-6)
+    close(want_state, got_state, 1e-6)
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Lowered]:
+    """What is captured, in order."""
+    made: list[Lowered] = []
+    lower = variants.lower
+
+    def noted(*args: Any, **options: Any) -> Lowered:
+        made.append(lower(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(variants, "lower", noted)
+    return made
+
+
+def test_hyperparameters_that_never_change_are_written_into_the_program(endpoint: str, lowered: list[Lowered]) -> None:
+    """All but the learning rate, and what the step count makes."""
+    make = training(lambda p: optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3), schedule=True)
+    through(make, endpoint)
+    assert len(lowered) == 2  # the first step, and all others
+    assert all(len(made.program.scalars) == 1 for made in lowered)
+
+
+def test_one_that_changes_is_a_number_of_each_step_from_then_on(endpoint: str, lowered: list[Lowered]) -> None:
+    """Its step is made into one Program more, and not traced again; others stay as they are."""
+    changed = 5
+
+    def make() -> Work:
+        work = training(lambda p: optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3), steps=0)()
+        (model,), (optimizer,), ((step, example),) = work.models, work.optimizers, work.functions
+        data = [(x.double(), y) for x, y in batches((8, 12))]
+
+        def loop(run: Any) -> Any:
+            out = []
+            for i in range(12):
+                if i >= changed:
+                    optimizer.param_groups[0]["momentum"] = 0.9 - 0.05 * (i % 3)
+                out.append(run(*data[i % len(data)]))
+            return out
+
+        return Work([model], [optimizer], [(step, example)], loop)
+
+    want, want_state = plain(make)
+    lowered.clear()
+    got, got_state = through(make, endpoint)
+    close(want, got, 1e-9)
+    close(want_state, got_state, 1e-9)
+    assert [len(made.program.scalars) for made in lowered] == [1, 1, 2]
 
 
 def test_convolutions_norms_attention_and_pooling_move(endpoint: str) -> None:
