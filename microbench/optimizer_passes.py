@@ -147,9 +147,7 @@ def program_of(make: Make, options: dict[str, Any], steady: Steady | None) -> Pr
     table = StateTable([model], [optimizer], "cpu", "cuda")
     structure, host = from_local(table)
     known: dict[Structure, Structure] = {}
-    state = State(
-        known.setdefault(structure, structure), host, frozenset(i for i, _ in structure.kept)
-    )
+    state = State(known.setdefault(structure, structure), host, frozenset(i for i, _ in structure.kept))
     guard = StaleGuard(Words("it", "", "", ""), table, _Nothing(structure))
 
     def step() -> None:
@@ -169,9 +167,7 @@ def of_program(program: Program) -> float:
     """Passes of a Program's operators, as a GPU carries them out."""
     storages = [torch.ones(max(1, s.nbytes), dtype=torch.uint8) for s in program.storages]
     views = [
-        torch.empty(0, dtype=DTYPES[v.dtype]).set_(
-            storages[v.storage].untyped_storage(), v.offset, v.size, v.stride
-        )
+        torch.empty(0, dtype=DTYPES[v.dtype]).set_(storages[v.storage].untyped_storage(), v.offset, v.size, v.stride)
         for v in program.views
     ]
     numbers = [

@@ -356,7 +356,9 @@ class StepFunction:
             return self._lower(phase, state)
 
     def _lower(self, phase: Phase, state: State) -> Made:
-        lowered = lower(phase.raw, self._table, state.keep, clients_generator=self._clients_generator, steady=self._steady)
+        lowered = lower(
+            phase.raw, self._table, state.keep, clients_generator=self._clients_generator, steady=self._steady
+        )
         if lowered.reads_dropped:
             if lowered.reads_dropped <= state.keep:
                 names = ", ".join(self._table.param_names[i] for i in sorted(lowered.reads_dropped)[:3])

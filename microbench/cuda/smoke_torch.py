@@ -132,6 +132,29 @@ def uploaded(card: Card) -> str:
     return "uploaded, and launched by the driver alone"
 
 
+def occupied(card: Card) -> str:
+    """Operators that Python calls while the GPU is kept busy queue up behind: their times are the GPU's."""
+    torch = card.torch
+    with _Streams(card) as (stream, _):
+        marks = [card.gpu.event(timed=True) for _ in range(22)]
+        with _on(card, stream):
+            x = torch.ones(1000, device="cuda")
+            card.gpu.record(marks[0], stream)
+            torch.cuda._sleep(int(5e-3 * 2e9))
+            for mark in marks[1:-1]:
+                card.gpu.record(mark, stream)
+                x.add_(1)
+            card.gpu.record(marks[-1], stream)
+        ahead = not card.gpu.reached(marks[1])
+        card.until(lambda: card.gpu.reached(marks[-1]))
+        busy, each = card.gpu.elapsed(marks[0], marks[1]), card.gpu.elapsed(marks[1], marks[-1]) / 20
+        for mark in marks:
+            card.gpu.destroy_event(mark)
+        hold(ahead, "Python did not get ahead of the GPU")
+        hold(2e-3 < busy < 20e-3, f"busy for {1e3 * busy:.1f} ms instead of 5")
+    return f"busy for {1e3 * busy:.1f} ms of 5, then {1e6 * each:.1f} us an operator with its event"
+
+
 def shared_pool(card: Card) -> str:
     torch = card.torch
     with _Streams(card) as (low, high):
@@ -455,6 +478,7 @@ ASSUMPTIONS: tuple[tuple[str, Callable[[Card], str]], ...] = (
     ("torch runs on the driver's streams", external_stream),
     ("torch captures on one, replays on another", captured),
     ("torch's graphs are uploaded", uploaded),
+    ("operators queue up behind a busy GPU", occupied),
     ("three graphs share a pool", shared_pool),
     ("steps before a capture use its pool", eager_pool),
     ("draws go on over pieces and replays", draws),

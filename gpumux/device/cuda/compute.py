@@ -19,6 +19,8 @@ from gpumux.device.cuda.driver import Driver
 from gpumux.errors import ConfigError, GpumuxError, JobFailed
 from gpumux.program.schemas import schema
 
+_CYCLES_PER_S = 2e9  # about what GPUs clock at; slower ones are occupied for longer
+
 
 class Graph(Protocol):
     """A captured piece."""
@@ -42,6 +44,9 @@ class Compute(Protocol):
 
     def on(self, stream: int) -> AbstractContextManager[None]:
         """Operators called inside go to the stream."""
+
+    def occupy(self, seconds: float) -> None:
+        """Keep the stream that operators go to busy for about so long, so that those called next queue up behind."""
 
     def generator(self, seed: int) -> Any: ...
 
@@ -142,6 +147,9 @@ class CudaCompute:
         if known is None:
             known = self._streams[stream] = torch.cuda.ExternalStream(stream, device=self.device)
         return known
+
+    def occupy(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
 
     def generator(self, seed: int) -> Any:
         return torch.Generator(device=self.device).manual_seed(seed)

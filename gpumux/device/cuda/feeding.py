@@ -328,7 +328,9 @@ def _functions() -> dict[str, Callable[..., Any]]:
     foreach("addcmul.Scalar addcmul.ScalarList", "addcmul_.default", _addcmul_list)
     foreach("addcdiv.Scalar addcdiv.ScalarList", "addcdiv_.default", _addcdiv_list)
     foreach("lerp.Scalar lerp.ScalarList", "lerp_.Scalar", _lerp_list)
-    table |= {f"{name}.default": _fused(name) for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")}
+    table |= {
+        f"{name}.default": _fused(name) for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+    }
     return {f"aten.{name}": function for name, function in table.items()}
 
 

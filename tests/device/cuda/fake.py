@@ -343,6 +343,7 @@ class FakeCompute:
         self.pools = 0
         self.held: set[int] = set()  # pools
         self.eager: list[tuple[int, int]] = []  # stream and pool of what ran operator by operator in a pool
+        self.occupied: list[float] = []  # seconds
         self.captures: list[tuple[int, int]] = []  # and of what was captured
         self._on = 0
         self.trims = 0
@@ -412,6 +413,9 @@ class FakeCompute:
         graph = FakeGraph(self, recording.calls, self._generator, self.driver.streams[stream].partition)
         self.graphs.append(graph)
         return graph
+
+    def occupy(self, seconds: float) -> None:
+        self.occupied.append(seconds)
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
         """What compiled code does shows to no dispatch mode: it is recorded as one call."""

@@ -17,6 +17,7 @@ from gpumux.device.cuda import engine
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
 from gpumux.device.cuda.faults import fault
 from gpumux.device.cuda.feeding import FORMS
+from gpumux.device.cuda.loaded import HOST_S
 from gpumux.errors import DeviceLost, JobFailed
 from gpumux.model import Priority
 from gpumux.program.builder import ProgramBuilder
@@ -339,6 +340,16 @@ def test_first_steps_take_their_memory_where_their_graphs_will(driver: Driver, s
     assert place[1] in compute.held
     driver.unload(job.job)
     assert place[1] not in compute.held
+
+
+def test_operators_are_timed_behind_a_busy_gpu(driver: Driver, shared: CudaDevice) -> None:
+    """Called one by one from Python they would all seem to take as long as that does. The first step waits for other things
+    (kernels that are loaded), and needs no help to be the slower one."""
+    compute, program = compute_of(shared), chain()
+    before = len(compute.occupied)
+    job, _ = captured(driver, program)
+    assert sum(compute.occupied[before:]) == pytest.approx(HOST_S * len(program.ops))
+    driver.unload(job.job)
 
 
 def test_pieces_among_captured_ones_take_nothing_from_the_graphs_memory(driver: Driver, shared: CudaDevice) -> None:
