@@ -144,6 +144,15 @@ def attention(
     """scaled_dot_product_attention. Which fused kernel a GPU takes is left to the daemon that has it (device/cuda/fused.py);
     here is decided whether one can take it at all."""
     operator = aten.scaled_dot_product_attention.default
+    if (
+        enable_gqa
+        and {q.dim(), k.dim(), v.dim()} == {4}
+        and k.shape[1]
+        and q.shape[1] % k.shape[1] == 0
+        and k.shape[1] == v.shape[1]
+    ):
+        # As torch does before products. What it costs to repeat keys and values is little beside the scores, which are kept then.
+        k, v, enable_gqa = _repeated(k, q.shape[1]), _repeated(v, q.shape[1]), False
     if enable_gqa or (mask is not None and is_causal) or q.dim() != k.dim() or q.dim() != v.dim():
         return _as_products(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
     if not _fused(q, k, v, mask, dropout_p):
@@ -155,6 +164,14 @@ def attention(
     return aten._scaled_dot_product_efficient_attention.default(  # type: ignore[no-any-return]
         q, k, v, bias, keeps, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Each head of a group's, for all heads of the group."""
+    batch, groups, length, width = x.shape
+    if groups == heads:
+        return x
+    return x[:, :, None].expand(batch, groups, heads // groups, length, width).reshape(batch, heads, length, width)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpumux import client
+from gpumux.client import variants
 from gpumux.client.autocast import autocast_of_a_gpu
 from gpumux.client.ongpu import as_on_a_gpu
 from gpumux.client.patches import RngTape
@@ -168,6 +169,38 @@ class Attending(nn.Module):
             mask = allowed if self.mask == "bool" else torch.zeros(8, 8, device=x.device).masked_fill(~allowed, -1e9)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0)
         return self.out(out.transpose(1, 2).flatten(2).mean(1))
+
+
+class Grouped(nn.Module):
+    """Four heads of queries on two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 64), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (-1, 8)).transpose(1, 2) for part in self.qkv(x).split((32, 16, 16), 2))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(out.transpose(1, 2).flatten(2).mean(1))
+
+
+def test_attention_in_groups_goes_through_a_fused_operator(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As products it would keep the scores of all pairs."""
+    make = training(Grouped, (4, 8, 32), torch.float32, momentum=0.0)
+    want, want_state = plain(make)
+    targets: set[str] = set()
+    lower = variants.lower
+
+    def noted(*args: Any, **options: Any) -> Any:
+        made = lower(*args, **options)
+        targets.update(op.target for op in made.program.ops)
+        return made
+
+    monkeypatch.setattr(variants, "lower", noted)
+    got, got_state = through(make, endpoint)
+    close(want, got, 1e-5)
+    close(want_state, got_state, 1e-5)
+    assert any("_scaled_dot_product_flash_attention" in target for target in targets), sorted(targets)
 
 
 @pytest.mark.parametrize(
