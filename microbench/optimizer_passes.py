@@ -31,7 +31,7 @@ from gpumux.device.cpu.schema import DTYPES, constant
 from gpumux.device.cuda import retarget
 from gpumux.device.cuda.feeding import Number
 from gpumux.program import allowlist
-from gpumux.program.ir import Complex, Program, ScalarRef, Tag, TensorRef
+from gpumux.program.ir import Program, ScalarRef, Tag, TensorRef
 from microbench import common
 
 COUNT, SIZE = 4, 4096  # parameters, and elements of each
@@ -59,8 +59,8 @@ class Counting(TorchDispatchMode):
     """Adds up bytes read and written, of tensors of more than one element."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,7 +124,7 @@ def of_torch(make: Make, options: dict[str, Any], *, in_memory: bool) -> float:
         optimizer.step()
         with Counting() as counting:
             optimizer.step()
-    return counting.nbytes / WHOLE
+    return float(counting.nbytes / WHOLE)
 
 
 class _Nothing:
@@ -182,13 +182,13 @@ def of_program(program: Program) -> float:
             return numbers[arg.index]
         if isinstance(arg, tuple):
             return [value(a) for a in arg]
-        return constant(arg) if isinstance(arg, (Tag, Complex)) else arg
+        return constant(arg) if isinstance(arg, Tag) else arg
 
     with Counting() as counting:
         for index, op in enumerate(program.ops):
             run = retarget.call(index, op, lambda target: True)
             run(*map(value, op.args), **{key: value(arg) for key, arg in op.kwargs})
-    return counting.nbytes / WHOLE
+    return float(counting.nbytes / WHOLE)
 
 
 def passes(name: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.jit import _builtins  # type: ignore[attr-defined]
+from torch.jit import _builtins, _freeze, _script
 
 from gpumux.client.fetching import before_forward, fetch_arguments
 
@@ -96,21 +96,22 @@ def install() -> None:
             setattr(torch, name, asking)
         for name in _METHODS:
             setattr(torch.Tensor, name, _asking(getattr(torch.Tensor, name)))
-        for owner in (torch, torch._C):
-            if hasattr(owner, "_to_dlpack"):
-                owner._to_dlpack = _asking(owner._to_dlpack)
-        for owner in (torch, torch.utils.dlpack):
-            owner.to_dlpack = _asking(owner.to_dlpack)  # type: ignore[attr-defined, assignment]
+        for owner, name in (
+            (torch._C, "_to_dlpack"),
+            (torch, "to_dlpack"),
+            (torch.utils.dlpack, "to_dlpack"),
+            *_TRANSFORMS,
+        ):
+            setattr(owner, name, _asking(getattr(owner, name)))
+        for made, name in ((torch.Tensor, "_make_subclass"), (torch.nn.Parameter, "__new__")):
+            setattr(made, name, staticmethod(_asking(getattr(made, name))))
         torch.nested.nested_tensor = _nested(torch.nested.nested_tensor)
-        torch.Tensor._make_subclass = staticmethod(_asking(torch.Tensor._make_subclass))  # type: ignore[assignment]
-        torch.nn.Parameter.__new__ = staticmethod(_asking(torch.nn.Parameter.__new__))  # type: ignore[assignment]
-        for module, name in _TRANSFORMS:
-            setattr(module, name, _asking(getattr(module, name)))
         torch.autograd._make_grads = _gradients(torch.autograd._make_grads)
-        for scripted in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):
+        for scripted in _script.ScriptModule, _script.RecursiveScriptModule:
             for name in _SCRIPTED:
                 if name in vars(scripted):
                     setattr(scripted, name, _of_scripted(vars(scripted)[name]))
-        for module in (torch.jit, torch.jit._freeze):  # type: ignore[attr-defined]
-            module.freeze = _of_scripted(module.freeze)
+        freeze = _of_scripted(_freeze.freeze)
+        for module in (torch.jit, _freeze):
+            setattr(module, "freeze", freeze)  # noqa: B010  mypy knows neither name
         _installed = True

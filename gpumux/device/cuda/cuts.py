@@ -53,6 +53,21 @@ class Cuts:
         self._timed = [inf] * operators
         self._predicted = {0: piece_seconds(guessed, self._bounds[0])}
 
+    @property
+    def stepped_through(self) -> bool:
+        """Whether a whole step of the newest cut is done, so that none of an older one is under way."""
+        return self._steps > 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the newest cut will stay as it is, unless pieces of another length are wanted."""
+        return self.newest > 1 or (self.newest == 1 and self._steps > SETTLE_STEPS)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Bounds of as few pieces as there can be: one, but for the gates."""
+        return tuple(sorted({0, len(self._timed), *self._gates}))
+
     def aim(self, target_s: float | None) -> None:
         """Pieces are to be so long, None: as long as they were meant to be at first. `wanted` sees to it."""
         self._wanted_s = self._own_s if target_s is None else target_s

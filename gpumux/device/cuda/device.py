@@ -159,6 +159,7 @@ class CudaDevice(Dispatch):
             return
         self._jobs[job] = CudaJob(job, spec)
         self._schedule.open(job)
+        self._part()
 
     def load_program(
         self,

@@ -8,7 +8,7 @@ has done with it, and only then is the job said to be gone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,10 @@ from gpumux.device.cuda.profiling import Profiles
 from gpumux.device.cuda.running import Running
 from gpumux.device.cuda.worker import Worker
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
-from gpumux.model import Fault, JobId, Priority
+from gpumux.model import Fault, JobId, Priority, ProgramId
 
 if TYPE_CHECKING:
+    from gpumux.device.cuda.capturing import Captured
     from gpumux.device.cuda.engine import Engine
     from gpumux.device.cuda.loaded import LoadedProgram
 
@@ -230,23 +231,67 @@ class Dispatch:
         self._after(job, None)
 
     def _captured(self, job: CudaJob, capture: Capture, value: Any, fault: Fault | None) -> None:
+        if fault is not None and capture.whole:
+            job.unmerged.add(capture.program)
+            self._after(job, None)
+            return
         if fault is not None:  # its steps go on as they did: under the cut before, or operator by operator
             self._say_uncaptured(job, f"program {capture.program} stays as it is: {fault.message}")
             self._after(job, None)
             return
         graphs, grown = value
+        if capture.whole and (graphs.left_out or not self._alone(job)):
+            job.unmerged |= {capture.program} if graphs.left_out else set()
+            job.garbage.append(graphs)
+            self._untrimmed = True
+            self._after(job, None)
+            return
         for start, stop, error in graphs.left_out:
             where = f"operators {start} to {stop - 1} of program {capture.program} stay operator by operator"
             self._say_uncaptured(job, f"{where}: {error}", error)
         loaded = job.programs[capture.program]
-        old = loaded.accept(capture.bounds, graphs)
-        job.garbage += [old] if old is not None else []
         job.transients[capture.program] = max(job.transients[capture.program], grown)
-        number = loaded.cuts.newest
         self._untrimmed = True
-        self._profiles.recut(job, capture.program)
-        self._events.append(dev.Recut(job.id, capture.program, number, loaded.cuts.seconds(number), capture.bounds))
+        self._recut(job, capture.program, loaded.accept(capture.bounds, graphs, whole=capture.whole))
         self._after(job, None)
+
+    def _recut(self, job: CudaJob, program: ProgramId, gone: Sequence[Captured]) -> None:
+        """The program has a new cut, ready to run. `gone`: graphs that no step can use any more."""
+        job.garbage += gone
+        cuts = job.programs[program].cuts
+        bounds = cuts.bounds(cuts.newest)
+        assert bounds is not None
+        self._profiles.recut(job, program)
+        self._events.append(dev.Recut(job.id, program, cuts.newest, cuts.seconds(cuts.newest), bounds))
+
+    # A high job that has the device to itself runs its steps as one graph each: nothing could go between its pieces. Both
+    # cuts stay captured, so that it is in pieces again from its next step when another job comes.
+
+    def _alone(self, job: CudaJob) -> bool:
+        others = (other for other in self._jobs.values() if other is not job and not other.over)
+        return job.spec.priority is Priority.HIGH and next(others, None) is None
+
+    def _merge(self, job: CudaJob, program: ProgramId) -> None:
+        """A step of the newest cut has ended, and pieces of another length are not wanted."""
+        loaded = job.programs[program]
+        cuts, alone = loaded.cuts, self._alone(job)
+        if loaded.has_whole and cuts.stepped_through:
+            if loaded.merged is not alone:
+                self._recut(job, program, loaded.switch(alone))
+            return
+        wanted = alone and not loaded.has_whole and cuts.settled and program not in job.unmerged
+        if wanted and cuts.whole != cuts.bounds(cuts.newest):
+            job.backlog.appendleft(Capture(program, cuts.whole, whole=True))
+
+    def _part(self) -> None:
+        """A job has come: others run in pieces from their next steps on."""
+        before = len(self._events)
+        for job in self._jobs.values():
+            for program, loaded in job.programs.items():
+                if loaded.merged and loaded.cuts.stepped_through and not job.over:
+                    self._recut(job, program, loaded.switch(False))
+        if len(self._events) > before:
+            self._tell()
 
     def _after(self, job: CudaJob, ended: Launch | None) -> None:
         """Something of a job is over: cut a program whose step it ended if it is time, and go on."""
@@ -255,10 +300,12 @@ class Dispatch:
             bounds = cuts.wanted()
             # A step of an older cut may be under way until one of the newest has ended.
             if bounds is None and number in job.stale and ended.cut == cuts.newest:
-                bounds = cuts.bounds(cuts.newest)
+                bounds = job.programs[number].parted_bounds
             if bounds is not None:
                 job.stale.discard(number)
                 job.backlog.appendleft(Capture(number, bounds))
+            elif ended.cut == cuts.newest and number not in job.stale:
+                self._merge(job, number)
         self._advance(job)
         self._hand_over()
         self._running.rest(job)

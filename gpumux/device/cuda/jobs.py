@@ -33,10 +33,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A program is to be cut anew; nobody asked for it."""
+    """A program is to be cut anew; nobody asked for it. `whole`: for as long as the job is alone, beside the cut there is."""
 
     program: ProgramId
     bounds: tuple[int, ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class CudaJob(Charges):
     capture_class: int = 0  # the class whose priority that stream has, and the kernels of what was captured on it
     confined: dict[float, int] = field(default_factory=dict)  # streams to capture on, by share below the whole
     stale: set[ProgramId] = field(default_factory=set)  # programs to capture anew: the job's class has changed
+    unmerged: set[ProgramId] = field(default_factory=set)  # programs that can't be captured as a whole
     profiling: deque[ProgramId] = field(default_factory=deque)  # programs whose operator times were asked for
     generator: Any = None
     pool: Any = None

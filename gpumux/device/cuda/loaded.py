@@ -50,6 +50,11 @@ class LoadedProgram:
         self._frame: Frame | None = None
         self._next: tuple[int, int, int] | None = None  # step, cut and piece that must come next
         self._graphs: dict[int, Captured] = {}  # by cut
+        self._known: list[Captured] = []  # all that hold memory
+        self._parted: tuple[tuple[int, ...], Captured] | None = (
+            None  # bounds and graphs, while there is a whole one beside
+        )
+        self._whole: tuple[tuple[int, ...], Captured] | None = None
         self.twin: Twin | None = None  # while its operators are measured
 
     # ---- any thread
@@ -133,9 +138,10 @@ class LoadedProgram:
 
     def close(self) -> None:
         """Nothing of the program may be running."""
-        for graphs in self._graphs.values():
+        for graphs in self._known:
             graphs.drop()
         self._graphs.clear()
+        self._known.clear()
         if self.twin is not None:
             self.twin.drop()
             self.twin = None
@@ -199,12 +205,45 @@ class LoadedProgram:
 
     # ---- the daemon's thread
 
-    def accept(self, bounds: tuple[int, ...], graphs: Captured) -> Captured | None:
-        """The captured pieces are the newest cut. Returns those that no step can use any more, to be dropped when
-        nothing of the job runs."""
+    def accept(self, bounds: tuple[int, ...], graphs: Captured, *, whole: bool = False) -> list[Captured]:
+        """The captured pieces are the newest cut. `whole`: the cut before stays beside them (`switch`). Returns those that no
+        step can use any more, to be dropped when nothing of the job runs."""
+        before = self.cuts.bounds(self.cuts.newest)
+        if whole and before is not None:
+            self._parted, self._whole = (before, self._graphs[self.cuts.newest]), (bounds, graphs)
+        else:
+            self._parted = self._whole = None
+        self._known.append(graphs)
+        return self._begin(bounds, graphs)
+
+    @property
+    def has_whole(self) -> bool:
+        return self._whole is not None
+
+    @property
+    def merged(self) -> bool:
+        """Whether the newest cut is the whole one."""
+        return self._whole is not None and self._graphs[self.cuts.newest] is self._whole[1]
+
+    @property
+    def parted_bounds(self) -> tuple[int, ...] | None:
+        """Of the newest cut, or of the one beside it that is not whole."""
+        return self._parted[0] if self._parted is not None else self.cuts.bounds(self.cuts.newest)
+
+    def switch(self, whole: bool) -> list[Captured]:
+        """The other of the two cuts is the newest, without a capture. What `accept` returns."""
+        assert self._whole is not None
+        assert self._parted is not None
+        return self._begin(*(self._whole if whole else self._parted))
+
+    def _begin(self, bounds: tuple[int, ...], graphs: Captured) -> list[Captured]:
         self.cuts.cut(bounds)
         self._graphs[self.cuts.newest] = graphs
-        return self._graphs.pop(self.cuts.newest - 2, None)
+        self._graphs.pop(self.cuts.newest - 2, None)
+        used = [*self._graphs.values(), *(kept[1] for kept in (self._parted, self._whole) if kept is not None)]
+        gone = [known for known in self._known if not any(known is other for other in used)]
+        self._known = [known for known in self._known if not any(known is other for other in gone)]
+        return gone
 
     def profile(self, device: str) -> StepProfile:
         """What each operator was measured to take: through the twin, if a step has run through it, else by the timed

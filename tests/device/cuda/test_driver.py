@@ -57,6 +57,7 @@ def test_streams_of_a_green_context_are_used_with_the_primary_context_current() 
     """A green context may be current in one thread only; the daemon's and the worker's both use its streams."""
     driver = CudaDriver()
     driver._api = calls = Calls()
+    driver._hot = SimpleNamespace(streams={}, events={})
     partition, multiprocessors = driver.partition(16)
     stream = driver.confined_stream(partition, 0)
     driver.upload(7, stream)

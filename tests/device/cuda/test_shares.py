@@ -36,8 +36,7 @@ def shared() -> Iterator[CudaDevice]:
 
 def cut_fine(device: CudaDevice, job: LoadedJob, number: ProgramId) -> None:
     """Pretend that operators take long, so that the program falls into many pieces."""
-    cuts = device._jobs[job.job].programs[number].cuts
-    cuts._target_s = 1e-9
+    device._jobs[job.job].programs[number].cuts.aim(1e-9)
 
 
 def step(driver: Driver, job: LoadedJob, number: ProgramId, value: float, shares: list[float], slot: int = 0) -> None:
