@@ -1,5 +1,6 @@
 """What one piece costs the host: the device's own launch and look at its end (gpumux/device/cuda/flights.py), beside the same driver calls made
-with the binding alone, and each driver call through the wrapper beside the bare binding.
+with the binding alone, and each driver call through the wrapper beside the bare binding. On the stand-in, where streams can be held,
+also a piece that is queued behind another of its stream, as all are but the first of a step.
 
 Needs a libcuda: a card's, or the stand-in of tests/stub, where the driver's own part is nearly nothing and what is left is Python. Processor time of the
 thread, in turns, so that what else the machine does counts for little; the ratio is the figure to go by.
@@ -7,6 +8,7 @@ thread, in turns, so that what else the machine does counts for little; the rati
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from microbench import common
 from microbench.cuda.driver import Driver
 
 PIECES = 2000  # a turn
+QUEUED = 20  # of them at once
 CALLS = 5000
 
 
@@ -41,13 +44,20 @@ def main(argv: list[str] | None = None) -> int:
         },
         args.repeats,
     )
+    table = {"a piece": pieces}
+    hold = getattr(ctypes.CDLL("libcuda.so.1"), "stub_hold", None)
+    if hold is not None:
+        queued = _queued(driver, executable, stream, facts.priorities[1], hold)
+        table["a piece behind another"] = compared(
+            {"bare binding": _bare(driver, executable, stream), "device": queued}, args.repeats
+        )
     calls = {name: compared(ways, args.repeats) for name, ways in _calls(driver, stream).items()}
     driver.destroy_stream(stream)
     rows = [[name, *(f"{1e6 * each.median:.2f}" for each in list(of.values())[:2]), f"{of['ratio'].median:.2f}",
-             f"{of['ratio'].low:.2f} to {of['ratio'].high:.2f}"] for name, of in {"a piece": pieces, **calls}.items()]  # fmt: skip
+             f"{of['ratio'].low:.2f} to {of['ratio'].high:.2f}"] for name, of in {**table, **calls}.items()]  # fmt: skip
     print(f"{facts.name}, driver {facts.driver_version}; {common.describe(common.machine())}")
     print(common.table(["host time", "bare us", "gpumux us", "ratio", "lowest to highest"], rows))
-    told = {"card": facts.name, "driver": facts.driver_version, "piece_s": pieces, "calls_s": calls}
+    told = {"card": facts.name, "driver": facts.driver_version, "piece_s": table, "calls_s": calls}
     common.report("cuda.host_time", args.out, told)
     return 0
 
@@ -112,6 +122,30 @@ def _device(driver: CudaDriver, executable: Any, stream: int, priority: int) -> 
             pass
 
     return _timed(piece, PIECES)
+
+
+def _queued(
+    driver: CudaDriver, executable: Any, stream: int, priority: int, hold: Callable[[int], Any]
+) -> Callable[[], float]:
+    flights: Flights[int] = Flights(driver, time.monotonic, priority)
+    number = int(executable)
+
+    def work() -> None:
+        driver.launch(number, stream)
+
+    def turn() -> float:
+        began = time.thread_time()
+        for _ in range(PIECES // QUEUED):
+            hold(1)
+            for value in range(QUEUED):
+                flights.launch(value, stream, 0.0, work, waits=False)
+            hold(0)
+            left = QUEUED
+            while left:
+                left -= len(flights.landed())
+        return (time.thread_time() - began) / (PIECES // QUEUED * QUEUED)
+
+    return turn
 
 
 def _calls(driver: CudaDriver, stream: int) -> dict[str, dict[str, Callable[[], float]]]:
