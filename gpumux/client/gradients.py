@@ -55,7 +55,9 @@ class Gradients:
 
     def show(self, index: int) -> torch.Tensor | None:
         """`of`, to the script, which may hold on to it. Raises StaleGradient."""
-        self.accumulated()
+        with plainly():
+            if self._table.params[index].grad is not None:
+                self.accumulated()
         self._shown.add(index)
         return self.of(index)
 
