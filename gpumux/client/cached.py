@@ -219,8 +219,11 @@ class Cached:
         name = f"grad.{table.param_names[index]}"
         with torch._C.DisableTorchFunction(), torch.no_grad():
             value = value.detach()
-            local = table.placeholder(("grad", index), name, value.dtype, tuple(value.shape), value.stride())
+            layout = value.dtype, tuple(value.shape), value.stride()
+            local = table.placeholder(("grad", index), name, *layout)
             if local.data_ptr() != value.data_ptr():
+                if local.untyped_storage().nbytes() != local.nbytes:  # others lie there, which may be newer in the daemon
+                    local = table.fresh(("grad", index), name, *layout)
                 local.copy_(value)
             place = table.place(local)
         assert place is not None

@@ -254,10 +254,15 @@ class StateTable:
         """The local stand-in for state that a step makes (momentum, gradients): the same tensor each
         time it is asked for under one path and layout. Its memory stays untouched until sync()."""
         found = self._at_path.get((path, dtype, tuple(size), tuple(stride)))
-        if found is None:
-            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-                found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.home)
-            self.buffers[self.adopt(path, name, found).buffer].filled = False
+        return found if found is not None else self.fresh(path, name, dtype, size, stride)
+
+    def fresh(
+        self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor:
+        """`placeholder`, in memory of its own, whatever was known under the path."""
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.home)
+        self.buffers[self.adopt(path, name, found).buffer].filled = False
         return found
 
     def local(self, place: Place) -> torch.Tensor:

@@ -20,6 +20,7 @@ from tests.client.between.support import (
     detached,
     made,
     momentum,
+    network,
     same,
     whole,
     without_zeroing,
@@ -202,6 +203,35 @@ def test_g3_gradients_changed_in_place_between_backward_and_update(change: Any, 
         return out
 
     same(script, endpoint, step=backward, optimize=adam)
+
+
+def with_flat_gradients() -> Any:
+    """All gradients are windows onto one buffer, as some libraries keep them."""
+    model = network()
+    flat, at = torch.zeros(sum(p.numel() for p in model.parameters())), 0
+    for p in model.parameters():
+        p.grad = flat[at : at + p.numel()].view_as(p)
+        at += p.numel()
+    return model
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["behind", "fetched"])
+def test_g3_one_of_the_gradients_in_a_flat_buffer_is_replaced(read: bool, endpoint: str) -> None:
+    """The others, which lie in the same memory, stay as the daemon has them."""
+
+    def script(s: Script) -> Any:
+        out: list[Any] = []
+        for i in range(5):
+            s.train(1, i)
+            if i == 2:
+                if read:
+                    out.append(s.model[3].weight.grad.clone())
+                s.model[0].weight.grad = torch.ones(8, 6)
+            if i == 3:
+                s.model[3].bias.grad.mul_(2)
+        return [*out, *(p.grad.clone() for p in s.model.parameters())]
+
+    same(script, endpoint, make=with_flat_gradients, step=without_zeroing)
 
 
 def test_g4_a_backward_pass_on_the_local_model(endpoint: str) -> None:
