@@ -26,7 +26,7 @@ from gpumux.client.watch import modes
 from gpumux.errors import CaptureError
 from microbench.cuda.casts import cast, named, under
 from microbench.cuda.operators import Operators
-from tests.client.test_ongpu import DIFFER, LEFT_TO_THE_DAEMON, WINDOWS
+from tests.client.test_ongpu import DIFFER, GROUPS, LEFT_TO_THE_DAEMON, WINDOWS
 
 Call = tuple[str, Any]
 RECORDED: dict[str, str] = json.loads(
@@ -194,7 +194,7 @@ def test_a_call_is_cast_as_on_a_gpu(case: str) -> None:
     letter = low[0].replace("f", "h")
     if name in DIFFER or any(each in name for each in ("batch norm, ", "instance norm")):
         assert casts_of(got, letter) == casts_of(want, letter)
-    elif name in LEFT_TO_THE_DAEMON or name == "attention of a product":
+    elif name in LEFT_TO_THE_DAEMON or name in ("attention of a product", GROUPS):
         fused = [each for each in got if each.startswith("_scaled_dot_product")]
         assert len(fused) == 2
         assert all({*each.partition("(")[2].split(")")[0]} <= {letter, "f", "i"} for each in fused)

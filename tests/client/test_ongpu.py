@@ -28,6 +28,7 @@ LEFT_TO_THE_DAEMON = {  # device/cuda/fused.py chooses, by the card
     "batch norm, training", "batch norm, not training", "instance norm", "attention", "attention, causal",
     "attention with a mask", "attention with dropout", "multi-head attention", "encoder layer",
 }  # fmt: skip
+GROUPS = "attention in groups"  # torch's choice among kernels for it was recorded without a card: products
 DIFFER = {"renorm": "the CPU adds up in double precision"}
 UNTOLD = {
     "lstm",
@@ -75,6 +76,11 @@ def test_a_call_is_told_as_a_gpu_runs_it(name: str, dtype: str) -> None:
         assert name in UNTOLD or cuda == cpu, f"nobody knows what a GPU runs: {cuda}"
         if name in UNTOLD:
             assert {"_cudnn_rnn", "_cudnn_rnn_backward"} <= {*got.split()}
+        return
+    if name == GROUPS:
+        fused = [each for each in plain(got) if each.startswith("_scaled_dot_product")]
+        assert len(fused) == (0 if dtype == "float64" else 2), got
+        assert fused or plain(got) == cuda
         return
     differs = name in DIFFER or name in LEFT_TO_THE_DAEMON
     if cuda == cpu or not differs:

@@ -596,7 +596,9 @@ def test_a_new_parameter_group_after_submit_is_no_secret(endpoint: str) -> None:
         job.sync()
 
 
-def test_checks_of_distributions_are_named(endpoint: str) -> None:
+def test_checks_of_distributions_are_named(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.compile turns them off for the whole process, and another test may have called it.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     model = nn.Linear(6, 3)
 
     def step(x: torch.Tensor, y: torch.Tensor, check: bool) -> torch.Tensor:
