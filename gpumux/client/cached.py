@@ -222,7 +222,9 @@ class Cached:
             layout = value.dtype, tuple(value.shape), value.stride()
             local = table.placeholder(("grad", index), name, *layout)
             if local.data_ptr() != value.data_ptr():
-                if local.untyped_storage().nbytes() != local.nbytes:  # others lie there, which may be newer in the daemon
+                if (
+                    local.untyped_storage().nbytes() != local.nbytes
+                ):  # others lie there, which may be newer in the daemon
                     local = table.fresh(("grad", index), name, *layout)
                 local.copy_(value)
             place = table.place(local)

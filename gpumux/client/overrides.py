@@ -47,6 +47,12 @@ def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _named(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
+    """By which pickle finds it again, also in a process without gpumux: a DataLoader's worker gets its collate function so."""
+    function.__module__, function.__qualname__ = module, name
+    return function
+
+
 def _nested(plain: Callable[..., Any]) -> Callable[..., Any]:
     """`plain`, whose first argument is a list of tensors."""
 
@@ -90,12 +96,15 @@ def install() -> None:
         table = _builtins._get_builtin_table()  # torch.jit fills it when first asked, with what stands in `torch` then
         for name in TORCH:
             plain = getattr(torch, name)
-            asking = _asking(plain)
+            asking = _named(_asking(plain), "torch", name)
             if id(plain) in table:
                 _builtins._register_builtin(asking, table[id(plain)])
             setattr(torch, name, asking)
         for name in _METHODS:
-            setattr(torch.Tensor, name, _asking(getattr(torch.Tensor, name)))
+            asking = _asking(getattr(torch.Tensor, name))
+            setattr(torch.Tensor, name, _named(asking, "torch", f"Tensor.{name}"))
+        function = torch.jit.ScriptFunction
+        function.__call__ = _asking(function.__call__)  # type: ignore[method-assign]
         for owner, name in (
             (torch._C, "_to_dlpack"),
             (torch, "to_dlpack"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
 import os
@@ -158,6 +159,7 @@ UNASKED = {
     "an output's gradient": lambda p: _gradient_of(lambda y, x: y.backward(p), p.shape),
     "an output's gradient, by grad": lambda p: _gradient_of(lambda y, x: torch.autograd.grad(y, x, p)[0], p.shape),
     "to_dlpack": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.data)) + 0,
+    "a scripted function": lambda p: _doubled()(p),
     "torch.to_dlpack": lambda p: torch.from_dlpack(torch.to_dlpack(p.detach())) + 0,
 }
 
@@ -193,6 +195,29 @@ def test_m2_scripts_that_make_tensors_still_compile() -> None:
     overrides.install()
     scripted = torch.jit.script(_makes_tensors)
     assert scripted(2.0).tolist() == [2.0, 1.0]
+
+
+def test_m2_functions_are_pickled_by_their_names() -> None:
+    """As a DataLoader's collate function is, for workers that are spawned, which know nothing of gpumux."""
+    overrides.install()
+    for function, name in (
+        (torch.tensor, b"tensor"),
+        (torch.as_tensor, b"as_tensor"),
+        (Tensor.new_tensor, b"Tensor.new_tensor"),
+    ):
+        pickled = pickle.dumps(function)
+        assert pickle.loads(pickled) is function  # noqa: S301 - our own bytes
+        assert name in pickled
+        assert b"gpumux" not in pickled
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@functools.cache
+def _doubled() -> Any:
+    return torch.jit.script(_twice)
 
 
 def _makes_tensors(x: float) -> Tensor:
