@@ -34,6 +34,7 @@ class Gradients:
         self._given: dict[int, torch.Tensor | None] = {}  # by the script, since the last step
         self._told: dict[int, tuple[int, int]] = {}  # of these, what the job knows
         self._fetched: dict[int, tuple[torch.Tensor, int, tuple[torch.Tensor, ...]]] = {}
+        self._put: dict[int, tuple[torch.Tensor, int]] = {}  # kept ones that are behind, as the plain parameters have them
 
     def of(self, index: int) -> torch.Tensor | None:
         """What `p.grad` is."""
@@ -101,11 +102,8 @@ class Gradients:
                 else:  # of one that was not kept, reading it raises
                     self._table.params[i].grad = self._given.get(i)
             if lost:
-                raise StaleGradient(
-                    f"backward() of a graph from before the job's last step adds to the gradient of {self._table.param_names[lost[0]]}, "
-                    "which the daemon has",
-                    "call job.sync() after the step and before such a backward()",
-                )
+                what = "backward() of a graph from before the job's last step"
+                raise _added(self._table.param_names[lost[0]], what)
 
     def settle(self, adopted: bool) -> None:
         """What is there now is what the job holds, but for what the script gave; that as well if `adopted`."""
@@ -129,11 +127,24 @@ class Gradients:
                     parameter.grad = grad
                 if grad is not None:
                     self._shown.add(i)
+            kept = [(i, self.of(i)) for i, _ in self._structure().kept if self.stale]
+            self._put = {i: (grad, grad._version) for i, grad in kept if grad is not None and held_of(grad) is not None}
+
+    def added_to(self) -> None:
+        """Raises StaleGradient where backward() on the local model added to a gradient that is behind: its memory holds nothing
+        yet, and autograd asks no tensor's class. The job can go on without it."""
+        with plainly():
+            changed = [i for i, (grad, v) in self._put.items() if grad._version != v and held_of(grad) is not None]
+            self._put = {i: (grad, grad._version) for i, (grad, _) in self._put.items()}
+        if changed:
+            raise _added(self._table.param_names[changed[0]], "backward() on the local model")
 
     def changes(self, plain: bool) -> dict[int, torch.Tensor | None]:
         """What the script made of them since the job was told. `plain`: the parameters are, and say so themselves. Raises
         StaleGradient."""
-        if not plain:
+        if plain:
+            self.added_to()
+        else:
             self.accumulated()
         with plainly():
             if plain:
@@ -178,6 +189,12 @@ class Gradients:
             self._given, self._told, self._fetched = {}, {}, {}
             for i in {*given, *fetched}:
                 self.of(i)
+
+
+def _added(name: str, what: str) -> StaleGradient:
+    return StaleGradient(
+        f"{what} adds to the gradient of {name}, which the daemon has", "call job.sync() after the step and before such a backward()"
+    )
 
 
 def _state(value: torch.Tensor | None) -> tuple[int, int]:

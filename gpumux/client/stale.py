@@ -94,6 +94,10 @@ class StaleGuard:
             self.refuse("a step that is captured reads the local model of another job")
         if Part.MODEL in parts:
             self.gradients.accumulated()
+            if torch.is_grad_enabled() and self._source.structure().kept:
+                parts |= self.stale & {Part.GRADIENTS}  # a backward pass may follow, which adds to them
+        if Part.GRADIENTS in parts:
+            self.gradients.added_to()
         self._source.fetch(parts)
 
     def refuse(self, what: str, because: BaseException | None = None) -> None:

@@ -336,6 +336,36 @@ def test_g4_what_is_added_to_a_gradient_that_was_not_kept_can_not_be_read(endpoi
         assert ours == plain.train(3)[1:]
 
 
+def test_g4_a_penalty_on_the_local_model_adds_to_gradients_that_were_kept(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out: list[Any] = []
+        for i in range(4):
+            s.train(1, i)
+            for _ in range(1 + i % 2):
+                (s.model[0].weight.square().sum() * 0.01).backward()
+            if i == 2:
+                out.append(s.model[0].weight.grad.clone())
+            out += s.train(1, i)
+        return out
+
+    same(script, endpoint, step=without_zeroing)
+
+
+@pytest.mark.parametrize("then", [lambda s: s.step(X, Y), lambda s: s.model[0].weight.grad.sum()], ids=["step", "read"])
+def test_g4_a_penalty_that_finds_a_gradient_behind_is_refused(then: Any, endpoint: str) -> None:
+    """The parameters were fetched without gradients, and then autograd asks nothing any more."""
+    with made(endpoint, step=without_zeroing) as s:
+        s.train(1)
+        with torch.no_grad():
+            s.model[0].weight.sum()
+        (s.model[0].weight.square().sum() * 0.01).backward()
+        with pytest.raises(errors.StaleGradient, match=r"0\.weight, which the daemon has.*job\.sync\(\)"):
+            then(s)
+        ours = s.train(2, 1)
+    with made(None, step=without_zeroing) as plain:
+        assert ours == plain.train(3)[1:]
+
+
 def test_g5_gradients_left_from_step_to_step(endpoint: str) -> None:
     same(lambda s: s.train(5), endpoint, step=without_zeroing)
 
