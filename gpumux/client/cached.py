@@ -214,19 +214,23 @@ class Cached:
         self._guard.gradients.told()
 
     def _home_of(self, index: int, value: torch.Tensor) -> Place:
-        """Where a gradient of the script's lies from now on, its values copied there."""
+        """Where a gradient of the script's lies from now on: in its own memory, which steps go on to add to; or, where others may
+        lie in that, in a copy."""
         table = self._table
         name = f"grad.{table.param_names[index]}"
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            value = value.detach()
-            layout = value.dtype, tuple(value.shape), value.stride()
-            local = table.placeholder(("grad", index), name, *layout)
+            path, layout = ("grad", index), (value.dtype, tuple(value.shape), value.stride())
+            local = table.placeholder(path, name, *layout)
             if local.data_ptr() != value.data_ptr():
-                if (
-                    local.untyped_storage().nbytes() != local.nbytes
-                ):  # others lie there, which may be newer in the daemon
-                    local = table.fresh(("grad", index), name, *layout)
-                local.copy_(value)
+                alone = local.untyped_storage().nbytes() == local.nbytes
+                if alone and index in self._state.keep and table.takes(local, value):
+                    self._guard.gradients.leave(index, local)
+                    table.adopt(path, name, value)
+                    local = value
+                else:
+                    if not alone:  # others lie there, which may be newer in the daemon
+                        local = table.fresh(path, name, *layout)
+                    local.copy_(value.detach())
             place = table.place(local)
         assert place is not None
         table.buffers[place.buffer].filled = True

@@ -34,7 +34,9 @@ class Gradients:
         self._given: dict[int, torch.Tensor | None] = {}  # by the script, since the last step
         self._told: dict[int, tuple[int, int]] = {}  # of these, what the job knows
         self._fetched: dict[int, tuple[torch.Tensor, int, tuple[torch.Tensor, ...]]] = {}
-        self._put: dict[int, tuple[torch.Tensor, int]] = {}  # kept ones that are behind, as the plain parameters have them
+        self._put: dict[
+            int, tuple[torch.Tensor, int]
+        ] = {}  # kept ones that are behind, as the plain parameters have them
 
     def of(self, index: int) -> torch.Tensor | None:
         """What `p.grad` is."""
@@ -74,9 +76,14 @@ class Gradients:
                         old = self._table.local(kept[i])
                         behind = held_of(old) is not None
                         if self._table.renew(("grad", i), kept[i]) and behind:
-                            let_go(old)
-                            hold(old, self._keeper, None, i)
-                            leave_lost(old)
+                            self.leave(i, old)
+
+    def leave(self, index: int, old: torch.Tensor) -> None:
+        """The script's own tensor takes this one's place. What the script still holds of it keeps its values, if they are there."""
+        if held_of(old) is not None:
+            let_go(old)
+            hold(old, self._keeper, None, index)
+            leave_lost(old)
 
     def give(self, index: int, value: torch.Tensor | None) -> None:
         """The script set it."""
@@ -193,7 +200,8 @@ class Gradients:
 
 def _added(name: str, what: str) -> StaleGradient:
     return StaleGradient(
-        f"{what} adds to the gradient of {name}, which the daemon has", "call job.sync() after the step and before such a backward()"
+        f"{what} adds to the gradient of {name}, which the daemon has",
+        "call job.sync() after the step and before such a backward()",
     )
 
 

@@ -256,6 +256,11 @@ class StateTable:
         found = self._at_path.get((path, dtype, tuple(size), tuple(stride)))
         return found if found is not None else self.fresh(path, name, dtype, size, stride)
 
+    def takes(self, local: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether a tensor that the job knows nothing of can lie where `local` does, its memory its own."""
+        own = value.untyped_storage().nbytes() == value.nbytes == local.nbytes and value.storage_offset() == 0
+        return own and self.twins is None and value.device == local.device and self.lookup(value) is None
+
     def fresh(
         self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:

@@ -205,6 +205,45 @@ def test_g3_gradients_changed_in_place_between_backward_and_update(change: Any, 
     same(script, endpoint, step=backward, optimize=adam)
 
 
+def test_g3_a_tensor_that_is_given_is_the_gradient_that_steps_add_to(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        mine, out = torch.ones(8, 6), []
+        for i in range(5):
+            s.train(1, i)
+            if i == 1:
+                s.model[0].weight.grad = mine
+            if i == 3:
+                out.append(mine.clone())
+                mine.mul_(0.5)
+        return [*out, mine.clone(), s.model[0].weight.grad.clone()]
+
+    same(script, endpoint, step=without_zeroing)
+
+
+def test_g3_a_tensor_that_is_given_keeps_its_values_where_the_step_makes_another(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        given = [torch.full((8, 6), float(i)) for i in range(4)]
+        for i, mine in enumerate(given):
+            s.model[0].weight.grad = mine
+            s.train(1, i)
+        return given
+
+    same(script, endpoint, step=whole)
+
+
+def test_g3_what_was_the_gradient_before_is_not_silently_another(endpoint: str) -> None:
+    """Its values were in the daemon, which has the new one's now."""
+    with made(endpoint, step=without_zeroing) as s:
+        s.train(1)
+        first = torch.ones(8, 6)
+        s.model[0].weight.grad = first
+        s.train(1, 1)
+        s.model[0].weight.grad = torch.zeros(8, 6)
+        s.train(1, 2)
+        with pytest.raises(errors.StaleGradient):
+            first.sum()
+
+
 def with_flat_gradients() -> Any:
     """All gradients are windows onto one buffer, as some libraries keep them."""
     model = network()
