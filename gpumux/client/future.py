@@ -19,8 +19,8 @@ _NUMBERS: Final = (int, float, complex, torch.Tensor, numpy.ndarray, numpy.gener
 class StepFuture:
     """Returned at once by `job.step`. Waiting pumps the connection in the calling thread.
 
-    Of a step that returns one number, `float(future)`, `if future:`, `future == x`, `future < x` and the like wait
-    for the value and mean it; of any other step they raise TypeError. `in` and `remove` of a list compare values,
+    Of a step that returns one number, `float(future)`, `if future:`, `future == x`, `future < x`, `total += future` and the like
+    wait for the value and mean it; of any other step they raise TypeError. `in` and `remove` of a list compare values,
     too; sets and dicts know a future by its identity."""
 
     __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_value", "_wait")
@@ -108,7 +108,24 @@ class StepFuture:
     def __ge__(self, other: Any) -> Any:
         return self._compare(operator.ge, other)
 
-    __array_ufunc__ = None  # a number of numpy's on the left leaves the comparison to the future
+    __array_ufunc__ = None  # a number of numpy's on the left leaves the operation to the future
+
+    def _computed(self, by: Callable[..., Any], other: Any, *, first: bool) -> Any:
+        """As the step's value is computed with; `first`: it is the left operand."""
+        if isinstance(other, StepFuture):
+            other = other._number()
+        elif not isinstance(other, _NUMBERS):
+            return NotImplemented
+        return by(self._number(), other) if first else by(other, self._number())
+
+    def __neg__(self) -> Any:
+        return -self._number()
+
+    def __abs__(self) -> Any:
+        return abs(self._number())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.item(), digits)
 
     # As of a tensor: a future is the key of what is kept for it, whatever its value turns out to be.
     __hash__ = object.__hash__
@@ -136,3 +153,13 @@ class StepFuture:
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error else "done"
         return f"<StepFuture {state}>"
+
+
+def _operator(by: Callable[..., Any], *, first: bool) -> Callable[[StepFuture, Any], Any]:
+    return lambda self, other: self._computed(by, other, first=first)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    _by = getattr(operator, _name)
+    setattr(StepFuture, f"__{_name}__", _operator(_by, first=True))
+    setattr(StepFuture, f"__r{_name}__", _operator(_by, first=False))

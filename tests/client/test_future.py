@@ -148,3 +148,43 @@ def test_with_a_daemon_it_is_what_the_plain_loop_has(endpoint: str) -> None:
         assert not job.step(x) != loss.item()  # noqa: SIM202
         assert job.step(x) < loss + 1.0
         assert job.step(x)
+
+
+OPERATORS = [
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("by", OPERATORS)
+@pytest.mark.parametrize("value", [torch.tensor(2.5), 2.5, 3])
+def test_it_is_computed_with_as_its_value(by: Callable[[Any, Any], Any], value: Any) -> None:
+    others: list[Any] = [0.5, 3, torch.tensor(1.5), torch.tensor([1.0, 2.0])]
+    if not isinstance(value, torch.Tensor):  # torch and numpy together warn
+        others += [numpy.float64(0.5), numpy.array([1.0, 2.0])]
+    for other in others:
+        for found, wanted in (
+            (by(future_of(value), other), by(value, other)),
+            (by(other, future_of(value)), by(other, value)),
+        ):
+            assert type(found) is type(wanted)
+            assert repr(found) == repr(wanted), (by, value, other)
+    assert by(future_of(value), future_of(value)) == by(value, value)
+
+
+def test_a_running_loss_is_the_plain_loops() -> None:
+    losses = [torch.tensor(0.1 * i) for i in range(5)]
+    total: Any = 0.0
+    for loss in losses:
+        total += future_of(loss)
+    assert torch.equal(total, sum(losses, 0.0))  # type: ignore[arg-type]
+    assert torch.equal(sum(map(future_of, losses)), sum(losses))  # type: ignore[arg-type]
+    assert abs(future_of(torch.tensor(-2.0))) == 2.0
+    assert -future_of(torch.tensor(-2.0)) == 2.0
+    assert round(future_of(torch.tensor(2.4))) == 2
+
+
+def test_what_is_no_number_is_computed_with_by_name_alone() -> None:
+    with pytest.raises(TypeError, match=r"\.result\(\)"):
+        future_of({"loss": 1}) + 1
+    with pytest.raises(TypeError):
+        future_of(1.0) + "a"
