@@ -288,7 +288,10 @@ class Dispatch:
         before = len(self._events)
         for job in self._jobs.values():
             for program, loaded in job.programs.items():
-                if loaded.merged and loaded.cuts.stepped_through and not job.over:
+                # A capture under way makes a new cut as well. Two at once, and a step that was sent meanwhile would find
+                # neither its cut nor the one before the newest.
+                switching = loaded.merged and loaded.cuts.stepped_through and not job.over
+                if switching and not job.captures(program):
                     self._recut(job, program, loaded.switch(False))
         if len(self._events) > before:
             self._tell()

@@ -84,6 +84,11 @@ class CudaJob(Charges):
     generator: Any = None
     pool: Any = None
 
+    def captures(self, program: ProgramId) -> bool:
+        """Whether graphs of a program's newest cut, or of a new one, are being made, or about to be."""
+        now = [self.at] if self.busy else []
+        return any(isinstance(each, Capture | Instrument) and each.program == program for each in (*now, *self.backlog))
+
     @property
     def over(self) -> bool:
         return self.unloading or self.fault is not None

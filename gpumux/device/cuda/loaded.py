@@ -73,6 +73,12 @@ class LoadedProgram:
     def is_captured(self, cut: int, piece: int) -> bool:
         return cut in self._graphs and piece not in self._graphs[cut].uncaptured
 
+    @property
+    def partly_captured(self) -> bool:
+        """Whether pieces of the newest cut stay operator by operator. They begin and end where that cut's graphs do, so a twin's
+        graphs can't run among them."""
+        return self.cuts.newest in self._graphs and bool(self._graphs[self.cuts.newest].uncaptured)
+
     def expected(self, cut: int, piece: int) -> float:
         return self.cuts.seconds(cut)[piece]
 

@@ -48,11 +48,13 @@ class Profiles:
 
     def instrumented(self, job: CudaJob, program: ProgramId, twin: Twin | None) -> None:
         """The twin was captured, or could not be; then the times of the first steps are told."""
-        if not job.profiling or job.profiling[0] != program:
+        wanted = bool(job.profiling) and job.profiling[0] == program
+        usable = wanted and twin is not None and not job.programs[program].partly_captured
+        if not usable:
             job.garbage += [twin] if twin is not None else []
-        elif twin is None:
+        if wanted and not usable:
             self._write_timed(job, program)
-        else:
+        elif usable:
             self._retire(job, program)
             job.programs[program].twin = twin
             self._jobs[job.id] = job
@@ -61,7 +63,10 @@ class Profiles:
     def recut(self, job: CudaJob, program: ProgramId) -> None:
         """The program has a new cut, which its twin is none of."""
         if self._retire(job, program) and job.profiling and job.profiling[0] == program:
-            job.backlog.append(Instrument(program))
+            if job.programs[program].partly_captured:
+                self._write_timed(job, program)
+            else:
+                job.backlog.append(Instrument(program))
 
     def landed(self, job: CudaJob, launch: Launch) -> None:
         """A step has ended."""
@@ -107,7 +112,7 @@ class Profiles:
             fault = Fault("program", f"no program {program} is loaded", "name one that is")
         elif not loaded.cuts.op_s:
             fault = Fault("program", "the program's operators are not measured yet", "run two steps of it first")
-        elif not loaded.cuts.newest:  # it can't be captured
+        elif not loaded.cuts.newest or loaded.partly_captured:
             self._write_timed(job, program)
             return
         else:
