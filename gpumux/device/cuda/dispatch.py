@@ -273,6 +273,8 @@ class Dispatch:
 
     def _merge(self, job: CudaJob, program: ProgramId) -> None:
         """A step of the newest cut has ended, and pieces of another length are not wanted."""
+        if job.captures(program):
+            return
         loaded = job.programs[program]
         cuts, alone = loaded.cuts, self._alone(job)
         if loaded.has_whole and cuts.stepped_through:

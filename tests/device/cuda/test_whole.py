@@ -97,6 +97,26 @@ def test_one_that_becomes_low_is_captured_anew_in_pieces(driver: Driver, shared:
     assert len(job.pieces[number]) == LENGTH
 
 
+@pytest.mark.parametrize("comes", [False, True], ids=["alone", "another comes"])
+def test_steps_that_wait_behind_a_new_capture_find_their_cut(comes: bool, driver: Driver, shared: CudaDevice) -> None:
+    """A capture waits until they are over; their ends meanwhile make no further cut."""
+    job, number = in_pieces(driver, shared)
+    settle(job, number)
+    driver.until(Recut, job.job)
+    job.step(number, [1.0])
+    gpu = gpu_of(shared)
+    gpu.auto = False
+    waiting = [job.launch(number, [1.0], slot=i % 2)[0] for i in range(4)]
+    shared.regrade(job.job, Priority.LOW)
+    gpu.auto = True
+    driver.done(waiting[0])
+    if comes:
+        driver.open()
+    for launch in waiting[1:]:
+        driver.done(launch)
+    check(job, number, 0.5)
+
+
 def failing(at: int) -> Callable[[], None]:
     """Fails the capture with this number."""
     left = at
