@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -14,12 +13,11 @@ _use_count = torch._C._storage_Use_Count
 
 class Aliases:
     """A storage counts its references: tensors, and one for Python's own handle of it. Where there are more than those known,
-    tensors are looked for among all objects of the process, once: a tenth of a second. What has no Python object
-    (a numpy array, a graph that autograd keeps) is not found."""
+    tensors are looked for among all objects of the process: a tenth of a second. What has no Python object (a DLPack capsule, a
+    graph that autograd keeps) is not found, and is reason to look again, as a tensor may have come in the place of another."""
 
     def __init__(self) -> None:
         self._found: list[weakref.ref[torch.Tensor]] = []
-        self._counts: list[int] | None = None
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors over the storages of `tensors`, other than these. Needs torch functions to be off."""
@@ -35,15 +33,15 @@ class Aliases:
                 known[key] += 1
         counts = [_use_count(key) for key in storages]
         unexplained = any(n > known[key] for n, key in zip(counts, storages, strict=True))
-        if unexplained and (counts != self._counts or len(alive) != len(self._found)):
-            alive = _search(storages, mine)
-            counts = [_use_count(key) for key in storages]
-        self._counts = counts
+        if unexplained:
+            alive = search(storages, mine)
         self._found = [weakref.ref(t) for t in alive]
         return [t for t in alive if t.untyped_storage()._cdata in storages]
 
 
-def _search(storages: dict[int, Any], mine: set[int]) -> list[torch.Tensor]:
+def search(storages: Container[int], mine: Container[int] = ()) -> list[torch.Tensor]:
+    """All tensors over these storages that Python objects hold, but those whose ids are in `mine`. Needs torch functions to be
+    off."""
     found = []
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and id(thing) not in mine:

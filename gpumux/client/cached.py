@@ -15,6 +15,7 @@ import torch
 
 from gpumux.client.alone import alone
 from gpumux.client.blame import user_line
+from gpumux.client.fetching import fetch_arguments, plainly
 from gpumux.client.localstate import dictionaries, install, load_local
 from gpumux.client.optimizers import FetchingState
 from gpumux.client.pending import Pending
@@ -23,8 +24,8 @@ from gpumux.client.session import Session
 from gpumux.client.stale import StaleGuard
 from gpumux.client.state import ALL, Part, Place, StateTable
 from gpumux.client.structure import Structure, from_local
-from gpumux.client.variants import State
-from gpumux.errors import GpumuxError, StaleState
+from gpumux.client.variants import Made, State
+from gpumux.errors import GpumuxError, LocalWrite, StaleState
 
 T = TypeVar("T")
 log = logging.getLogger("gpumux.client")
@@ -115,9 +116,9 @@ class Cached:
             for optimizer, its in replaced:
                 optimizer.state = its
 
-    def _newer(self, remade: frozenset[int]) -> None:
-        """A step has changed the state in the daemon. `remade`: parameters whose gradients it made anew."""
-        self._guard.gradients.remade(remade)
+    def _newer(self, made: Made) -> None:
+        """A step has changed the state in the daemon."""
+        self._guard.gradients.stepped(made.remade, made.writes)
         self._guard.newer()
         self._unsynced += 1
         self._values.clear()
@@ -177,27 +178,37 @@ class Cached:
     # ---- gradients that the script changed
 
     def _take_gradients(self) -> None:
-        """Go on from the gradients that the script left: cleared, zeroed, or of its own values."""
+        """Go on from the gradients that the script left: cleared, zeroed, or of its own values. Raises LocalWrite for a gradient
+        that lies in other memory of the job, and StaleGradient for one that has no values."""
+        gradients = self._guard.gradients
         changes = self._guard.gradient_changes()
         if not changes:
             return
+        fetch_arguments(changes.values())
         state = self._state
-        cleared = frozenset(i for i, value in changes.items() if value is None)
-        if len(cleared) == len(changes):
+        before = dict(state.structure.gradients)
+        homes = {i: self._home_of(i, value, before.get(i)) for i, value in changes.items() if value is not None}
+        cleared = frozenset(changes) - frozenset(homes)
+        shared = gradients.overlapping(i for i, home in homes.items() if home is None)
+        if shared is not None:
+            raise self._shared(shared, "another's")
+        # What the script gave lies elsewhere than the gradient it replaces, which the script may still hold.
+        gradients.part(cleared.union(i for i, home in homes.items() if home is None))
+        if not homes:
             key = (id(state.structure), cleared)
             structure = self._without.get(key)
             if structure is None:
                 structure = self._without[key] = self._intern(state.structure.without_gradients(cleared))
             state.structure = structure
-            self._guard.gradients.told()
+            gradients.told()
             return
         structure = state.structure.without_gradients(changes)
         kept, dropped, written = dict(structure.kept), dict(structure.dropped), []
         with alone():
-            for i, value in changes.items():
-                if value is None:
-                    continue
-                place = self._home_of(i, value)
+            for i, home in homes.items():
+                value = changes[i]
+                assert value is not None
+                place = home or self._settle_in(i, value)
                 if i in state.keep:
                     kept[i] = place
                     written.append(place.buffer)
@@ -211,26 +222,46 @@ class Cached:
                 )
             )
             self._push_gradients(written)
-        self._guard.gradients.told()
+        gradients.told()
 
-    def _home_of(self, index: int, value: torch.Tensor) -> Place:
-        """Where a gradient of the script's lies from now on: in its own memory, which steps go on to add to; or, where others may
-        lie in that, in a copy."""
+    def _home_of(self, index: int, value: torch.Tensor, before: Place | None) -> Place | None:
+        """Where a gradient of the script's lies already, if that is its own place: the one `before`. Raises LocalWrite where it is
+        another's."""
+        table = self._table
+        with plainly():
+            place = table.place(value)
+            if place is None and before is not None and table.local(before) is value:
+                table.restore(before, value)
+        if place is None or place == before:
+            return place
+        if place.buffer not in self._state.structure.buffers(self._table, ALL):
+            return None  # nothing of the job lies there now
+        raise self._shared(index, self._table.buffers[place.buffer].name)
+
+    def _shared(self, index: int, owner: str) -> LocalWrite:
+        name = self._table.param_names[index]
+        return LocalWrite(
+            f"the gradient that {name} was given shares memory with {owner}, and a plain loop's steps would add to both at once",
+            f"give it a copy: {name}.grad = value.clone()",
+        )
+
+    def _settle_in(self, index: int, value: torch.Tensor) -> Place:
+        """A place for a gradient of the script's: its own memory, which steps go on to add to; or, where others may lie in that, a
+        copy."""
         table = self._table
         name = f"grad.{table.param_names[index]}"
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with plainly(), torch.no_grad():
             path, layout = ("grad", index), (value.dtype, tuple(value.shape), value.stride())
             local = table.placeholder(path, name, *layout)
-            if local.data_ptr() != value.data_ptr():
-                alone = local.untyped_storage().nbytes() == local.nbytes
-                if alone and index in self._state.keep and table.takes(local, value):
-                    self._guard.gradients.leave(index, local)
-                    table.adopt(path, name, value)
-                    local = value
-                else:
-                    if not alone:  # others lie there, which may be newer in the daemon
-                        local = table.fresh(path, name, *layout)
-                    local.copy_(value.detach())
+            alone = local.untyped_storage().nbytes() == local.nbytes
+            if not alone:  # others lie there, which may be newer in the daemon
+                local = table.fresh(path, name, *layout)
+            if index in self._state.keep and table.takes(local, value):
+                table.adopt(path, name, value)
+                local = value
+            else:
+                local.copy_(value.detach())
+                self._guard.gradients.copied(index, value)
             place = table.place(local)
         assert place is not None
         table.buffers[place.buffer].filled = True

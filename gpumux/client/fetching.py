@@ -32,6 +32,7 @@ class Keeper(Protocol):
     def hold(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None: ...
     def gradient(self, index: int) -> torch.Tensor | None: ...
     def gradient_set(self, index: int, value: torch.Tensor | None) -> None: ...
+    def gradient_zeroed(self, index: int, value: torch.Tensor) -> None: ...
     def has(self, module: torch.nn.Module) -> bool: ...
 
 
@@ -68,9 +69,10 @@ def hold(tensor: torch.Tensor, keeper: Keeper, part: Part | None, index: int = -
         object.__setattr__(tensor, "__class__", wanted)
 
 
-def leave_lost(tensor: torch.Tensor) -> None:
-    """The job closes, and a gradient that was not kept stays one for as long as the script has it."""
-    tensor.__dict__.pop(_MARK, None)
+def lose(tensor: torch.Tensor) -> None:
+    """The tensor was a gradient, or a window onto one, and its values are nowhere any more."""
+    let_go(tensor)
+    object.__setattr__(tensor, "__class__", lost(type(tensor)))
 
 
 def let_go(tensor: torch.Tensor) -> None:
@@ -134,7 +136,7 @@ def is_lost(tensor: torch.Tensor | None) -> bool:
 
 def _refuse() -> Any:
     raise StaleGradient(
-        "this gradient lived only inside the step that made it, and was not kept",
+        "this gradient has no values here: it lived only inside the step that made it, or a later step has made another",
         "return it from the step, or its norm (return loss, model.weight.grad); where it is not wanted, optimizer.zero_grad() first",
     )
 
@@ -243,7 +245,7 @@ def _zeroed(value: Any) -> None:
                 keeper = held.keeper if held is not None else None
                 keeper = keeper() if isinstance(keeper, weakref.ref) else keeper
                 if held is not None and keeper is not None:
-                    keeper.gradient_set(held.index, tensor)
+                    keeper.gradient_zeroed(held.index, tensor)
 
 
 def _owns_memory(tensor: torch.Tensor) -> bool:
@@ -294,9 +296,9 @@ def fetch_arguments(values: Iterable[Any]) -> None:
     """Those of these that are behind are brought up to date. Raises StaleGradient for a gradient that was not kept."""
     behind = [value for value in values if type(value) in _plain]
     if behind and torch._C._is_torch_function_enabled():
-        if any(map(is_lost, behind)):
-            _refuse()
         _fetch(behind)
+        if any(map(is_lost, behind)):  # or was found to be, by the fetch
+            _refuse()
 
 
 # ---- modules

@@ -7,17 +7,36 @@ to the job at the next verb, which goes on from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import torch
 
+from gpumux.client.aliases import search
 from gpumux.client.checksums import sums
-from gpumux.client.fetching import Keeper, held_of, hold, leave_lost, let_go, plainly
+from gpumux.client.fetching import Keeper, held_of, lose, plainly
 from gpumux.client.state import Part, Place, StateTable
 from gpumux.client.structure import Structure
 from gpumux.errors import StaleGradient
 
-_NEVER = (-1, -1)
+
+class Noted:
+    """Tensors as they are now, to be compared with what they are later."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = {id(t): (t, t._version, t.data_ptr()) for t in tensors}
+        storages = {(s := t.untyped_storage())._cdata: s for t, _, _ in self._tensors.values()}
+        self._sums = {key: (storage, sums(storage)) for key, storage in storages.items()}
+
+    def changed(self) -> set[int]:
+        """The ids of those that are others now, or share memory with one that was written."""
+        written = {
+            key for key, (storage, before) in self._sums.items() if not all(map(torch.equal, before, sums(storage)))
+        }
+        return {
+            key for key, (t, version, address) in self._tensors.items()
+            if t._version != version or t.data_ptr() != address or t.untyped_storage()._cdata in written
+        }  # fmt: skip
 
 
 class Gradients:
@@ -32,11 +51,15 @@ class Gradients:
         self.stale = False  # those that are kept
         self._shown: set[int] = set()
         self._given: dict[int, torch.Tensor | None] = {}  # by the script, since the last step
-        self._told: dict[int, tuple[int, int]] = {}  # of these, what the job knows
-        self._fetched: dict[int, tuple[torch.Tensor, int, tuple[torch.Tensor, ...]]] = {}
-        self._put: dict[
-            int, tuple[torch.Tensor, int]
-        ] = {}  # kept ones that are behind, as the plain parameters have them
+        self._told: dict[int, torch.Tensor | None] = {}  # of these, what the job knows, as they were then:
+        self._told_noted = Noted(())
+        self._fetched: dict[int, torch.Tensor] = {}
+        self._fetched_noted = Noted(())
+        # Given earlier, and copied: in the plain loop the script's own memory is the gradient.
+        self._copied: dict[int, torch.Tensor] = {}
+        self._copied_noted = Noted(())
+        # Kept ones that are behind, as the plain parameters have them.
+        self._put: dict[int, tuple[torch.Tensor, int]] = {}
 
     def of(self, index: int) -> torch.Tensor | None:
         """What `p.grad` is."""
@@ -64,30 +87,64 @@ class Gradients:
         self._shown.add(index)
         return self.of(index)
 
-    def remade(self, indices: frozenset[int]) -> None:
-        """A step makes these anew. The script may still hold the tensors they were: those keep their values where they were
-        fetched, and are lost where not."""
-        if self._shown:
-            kept = dict(self._structure().kept)
-            for i in indices & self._shown:
-                self._shown.discard(i)
-                if i in kept:
-                    with plainly(), torch.inference_mode(False):
-                        old = self._table.local(kept[i])
-                        behind = held_of(old) is not None
-                        if self._table.renew(("grad", i), kept[i]) and behind:
-                            self.leave(i, old)
+    def stepped(self, remade: frozenset[int], written: frozenset[int]) -> None:
+        """A step ran. It made these gradients anew, and changed these buffers."""
+        self.part(remade)
+        if not self._copied:
+            return
+        kept = dict(self._structure().kept)
+        mine = {i: value for i, value in self._copied.items() if i in kept and i not in remade}
+        with plainly():
+            added = {i: value for i, value in mine.items() if kept[i].buffer in written}
+            _lose_all({value.untyped_storage()._cdata for value in added.values()})
+            self._copied = {i: value for i, value in mine.items() if i not in added}
 
-    def leave(self, index: int, old: torch.Tensor) -> None:
-        """The script's own tensor takes this one's place. What the script still holds of it keeps its values, if they are there."""
-        if held_of(old) is not None:
-            let_go(old)
-            hold(old, self._keeper, None, index)
-            leave_lost(old)
+    def part(self, indices: frozenset[int]) -> None:
+        """These gradients become others. The tensors that they were are the script's, with their values: so they get other memory.
+        Of those that are behind, the values were never here: `settle` finds them."""
+        if not indices & self._shown:
+            return
+        structure = self._structure()
+        shared = structure.buffers(self._table, {Part.OPTIMIZER})  # an optimizer may hold on to a gradient
+        kept = [(i, place.buffer) for i, place in structure.kept if place.buffer not in shared]
+        buffers = {buffer for i, buffer in kept if i in indices and i in self._shown}
+        if not buffers:
+            return
+        self._shown -= indices
+        others = any(buffer in buffers and i not in indices for i, buffer in kept)
+        with plainly(), torch.inference_mode(False):
+            gone = self._table.renew(buffers, keep=others)
+            if others:  # which lie where the job knows nothing of it any more
+                _lose_all(gone)
+
+    def gone(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of these in whose memory no gradient of the job lies, or none that was ever brought here."""
+        here = {place.buffer for _, place in self._structure().kept if self._table.buffers[place.buffer].filled}
+        return [t for t in tensors if (found := self._table.lookup(t)) is None or found[0] not in here]
 
     def give(self, index: int, value: torch.Tensor | None) -> None:
-        """The script set it."""
+        """The script set it, of a parameter that is behind."""
+        with plainly():
+            if value is not None and index not in self._given and value is self.of(index):
+                self._table.params[index].grad = None  # what is there already, set again
+            else:
+                self._given[index] = value
+
+    def written_to(self, index: int, value: torch.Tensor) -> None:
+        """The script gives it new values, in its own memory."""
         self._given[index] = value
+
+    def copied(self, index: int, value: torch.Tensor) -> None:
+        """The job has a copy of what the script gave, and steps go on with that."""
+        self._copied[index] = value
+
+    def overlapping(self, indices: Iterable[int]) -> int | None:
+        """The first of these whose gradient, given by the script, shares memory with another that was: the copies would not."""
+        values = self._copied | {i: value for i, value in self._given.items() if value is not None}
+        with plainly():
+            spans = sorted((*_span(value), i) for i, value in values.items())
+        found = {i for (_, end, i), (start, _, j) in pairwise(spans) if start < end for i in (i, j)}
+        return next((i for i in indices if i in found), None)
 
     def clear(self) -> None:
         """The parameters fall behind: what they hold as `.grad` themselves, only autograd sees from now on."""
@@ -114,16 +171,13 @@ class Gradients:
 
     def settle(self, adopted: bool) -> None:
         """What is there now is what the job holds, but for what the script gave; that as well if `adopted`."""
-        self._fetched = {}
         if adopted:
-            self._given, self._told = {}, {}
+            self._given, self._told, self._copied = {}, {}, {}
+        self._fetched = {}
         if not self.stale:
-            for i, _ in self._structure().kept:
-                if i in self._given:
-                    continue
-                tensor = self.of(i)
-                assert tensor is not None
-                self._fetched[i] = (tensor, tensor._version, sums(tensor.untyped_storage()))
+            found = {i: self.of(i) for i, _ in self._structure().kept if i not in self._given}
+            self._fetched = {i: tensor for i, tensor in found.items() if tensor is not None}
+        self._fetched_noted = Noted(self._fetched.values())
 
     def put(self) -> None:
         """The parameters are plain, and have the gradients that they have in the plain loop."""
@@ -159,11 +213,19 @@ class Gradients:
                     now = parameter.grad
                     if now is not self.of(i):
                         self._given[i] = now
-            for i, (tensor, version, bits) in self._fetched.items():
-                changed = tensor._version != version or not all(map(torch.equal, bits, sums(tensor.untyped_storage())))
-                if changed and self.of(i) is tensor:
+            changed = self._fetched_noted.changed()
+            for i, tensor in self._fetched.items():
+                if id(tensor) in changed and self.of(i) is tensor:
                     self._given[i] = tensor
-            return {i: value for i, value in self._given.items() if self._told.get(i, _NEVER) != _state(value)}
+            changed = self._copied_noted.changed()
+            for i, tensor in self._copied.items():
+                if id(tensor) in changed and i not in self._given:
+                    self._given[i] = tensor
+            changed = self._told_noted.changed()
+            return {
+                i: value for i, value in self._given.items()
+                if i not in self._told or self._told[i] is not value or id(value) in changed
+            }  # fmt: skip
 
     @property
     def given(self) -> frozenset[int]:
@@ -172,7 +234,7 @@ class Gradients:
 
     def written(self) -> set[int]:
         """Buffers of the job whose local bytes the script wrote, without a fetch before: zeros. A fetch leaves them alone."""
-        places = [self._table.place(value) for value in self._given.values() if value is not None]
+        places = [self._table.place(v) for v in self._given.values() if v is not None and held_of(v) is None]
         return {place.buffer for place in places if place is not None}
 
     def lost(self) -> dict[int, Place]:
@@ -182,8 +244,11 @@ class Gradients:
     def told(self) -> None:
         """The job knows of all changes."""
         with plainly():
-            self._told = {i: _state(value) for i, value in self._given.items()}
+            self._told = dict(self._given)
+            self._told_noted = Noted(value for value in self._told.values() if value is not None)
             self._fetched = {i: found for i, found in self._fetched.items() if i not in self._given}
+            self._copied = {i: found for i, found in self._copied.items() if self._given.get(i, found) is found}
+            self._copied_noted = Noted(self._copied.values())
 
     def passed(self) -> None:
         """A step has run: what the script gave was for it."""
@@ -194,8 +259,21 @@ class Gradients:
                 self._table.params[i].grad = None
         if given or fetched:
             self._given, self._told, self._fetched = {}, {}, {}
+            self._told_noted = self._fetched_noted = Noted(())
             for i in {*given, *fetched}:
                 self.of(i)
+
+
+def _lose_all(storages: set[int]) -> None:
+    """Whatever the script holds of this memory, it has not the plain loop's values any more. Needs torch functions to be off."""
+    for tensor in search(storages) if storages else ():
+        lose(tensor)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where it begins in memory, and where it ends."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * (tensor.numel() > 0)
 
 
 def _added(name: str, what: str) -> StaleGradient:
@@ -204,6 +282,3 @@ def _added(name: str, what: str) -> StaleGradient:
         "call job.sync() after the step and before such a backward()",
     )
 
-
-def _state(value: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if value is None else (id(value), value._version)

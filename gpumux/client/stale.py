@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from gpumux.client import overrides
 from gpumux.client.aliases import Aliases
 from gpumux.client.checksums import Checksums
-from gpumux.client.fetching import Held, held_of, hold, leave_lost, let_go, plainly, watch_modules
+from gpumux.client.fetching import Held, held_of, hold, let_go, lose, plainly, watch_modules
 from gpumux.client.gradients import Gradients
 from gpumux.client.optimizers import FetchingState
 from gpumux.client.recorder import Recorder
@@ -112,6 +112,9 @@ class StaleGuard:
     def gradient_set(self, index: int, value: torch.Tensor | None) -> None:
         self.gradients.give(index, value)
 
+    def gradient_zeroed(self, index: int, value: torch.Tensor) -> None:
+        self.gradients.written_to(index, value)
+
     def has(self, module: torch.nn.Module) -> bool:
         """Whether calling the module may read the job's parameters."""
         if id(module) in self._modules:
@@ -154,10 +157,8 @@ class StaleGuard:
     def _hold(self, tensors: list[torch.Tensor]) -> None:
         """These, and all others over their storages, fetch from now on."""
         index = {id(p): i for i, p in enumerate(self._table.params)}
-        model = {id(t) for _, t in self._table.tensors}
-        where = {
-            t.untyped_storage()._cdata: Part.MODEL if id(t) in model else Part.OPTIMIZER for t in reversed(tensors)
-        }
+        part = dict.fromkeys(map(id, self._inner), Part.OPTIMIZER) | {id(t): Part.MODEL for _, t in self._table.tensors}
+        where = {t.untyped_storage()._cdata: part.get(id(t), Part.GRADIENTS) for t in reversed(tensors)}
         for tensor in [*tensors, *self._aliases.of(tensors)]:
             if held_of(tensor) is None:
                 self.hold(tensor, where[tensor.untyped_storage()._cdata], index.get(id(tensor), -1))
@@ -176,6 +177,8 @@ class StaleGuard:
     def fetched(self, parts: frozenset[Part], *, adopted: bool = False) -> None:
         """These parts of the local state are what the daemon holds. `adopted`: gradients of the script's, too."""
         with plainly(), torch.inference_mode(False):
+            if Part.GRADIENTS in parts:
+                self._lose_gone()
             self._let_go(parts)
             self.stale -= parts
             if Part.GRADIENTS in parts:
@@ -196,6 +199,12 @@ class StaleGuard:
                     optimizer.state = optimizer.state.plain
         if Part.MODEL in parts:
             watch_modules(self, False)
+
+    def _lose_gone(self) -> None:
+        """Tensors that were gradients, or windows onto some, and are none now: no fetch has their values."""
+        behind = [tensor for tensor, held in self._held() if held.part is Part.GRADIENTS]
+        for tensor in self.gradients.gone(behind):
+            lose(tensor)
 
     @contextmanager
     def quiet(self, *, writes: bool = False) -> Iterator[None]:
@@ -323,7 +332,8 @@ class StaleGuard:
                 self.gradients.put()
             for tensor, held in self._held():
                 if held.part is None:
-                    leave_lost(tensor)
+                    lose(tensor)
+            self._lose_gone()
             self._let_go(ALL)
             self._mine = {}
         self.stale = frozenset()

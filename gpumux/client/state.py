@@ -7,7 +7,7 @@ are one buffer. Buffers are only ever added: a Program binds to them by number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -58,6 +58,10 @@ def _between_processes(storage: torch.UntypedStorage) -> bool:
     return storage.is_shared() and storage.filename is None
 
 
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 class StateTable:
     def __init__(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], device: str = "cpu", runs_on: str = "cpu"
@@ -73,6 +77,7 @@ class StateTable:
         self._where: dict[int, tuple[int, int, int]] = {}  # storage -> (buffer, its bytes, start byte)
         self._index: dict[int, int] = {}  # id(param) -> index
         self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._paths: dict[int, set[tuple[Any, ...]]] = {}  # buffer -> keys of `_at_path`
         self._at: dict[Place, torch.Tensor] = {}
         self._device = device
         self.runs_on = runs_on
@@ -217,6 +222,7 @@ class StateTable:
         place = self.place(tensor)
         assert place is not None
         self._at[place] = tensor
+        self._paths.setdefault(place.buffer, set()).add(key)
         return place
 
     def _rehome(self, old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -232,21 +238,34 @@ class StateTable:
         self._at = {place: t for place, t in self._at.items() if place.buffer != buffer}
         return True
 
-    def renew(self, path: tuple[Any, ...], place: Place) -> bool:
-        """Another local tensor for a place, whose memory means nothing yet: the old one is the script's. False where other tensors
-        share its memory."""
-        old = self.local(place)
+    def renew(self, buffers: Collection[int], *, keep: bool) -> set[int]:
+        """Other local memory for these buffers: the script has the old one from now on. `keep`: with the same bytes, where they
+        would else mean nothing. Returns the storages they lay in."""
+        gone: set[int] = set()
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-            new = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.home)
-        before, after = old.untyped_storage()._cdata, new.untyped_storage()
-        buffer, nbytes, start = self._where[before]
-        if place.offset or len(self.buffers[buffer].home) != 1 or after.nbytes() != nbytes:
-            return False
-        del self._where[before]
-        self._where[after._cdata] = (buffer, nbytes, start)
-        self.buffers[buffer].home = [(after, start)]
-        self._at_path[path, place.dtype, place.size, place.stride] = self._at[place] = new
-        return True
+            for index in buffers:
+                buffer = self.buffers[index]
+                at_path = {key: self.place(self._at_path[key]) for key in self._paths[index]}
+                new = torch.UntypedStorage(buffer.nbytes, device=self.home)
+                for storage, start in buffer.home:
+                    if keep:
+                        _bytes(new)[start : start + storage.nbytes()] = _bytes(storage)
+                    del self._where[storage._cdata]
+                    gone.add(storage._cdata)
+                buffer.home = [(new, 0)]
+                self._where[new._cdata] = (index, buffer.nbytes, 0)
+                self._at = {place: t for place, t in self._at.items() if place.buffer != index}
+                for key, place in at_path.items():
+                    if place is not None and place.buffer == index:  # no other tensor came there since
+                        self._at_path[key] = self.local(place)
+        return gone
+
+    def restore(self, place: Place, tensor: torch.Tensor) -> None:
+        """The local tensor at this place got other memory (`.data` was set): another stands there from now on."""
+        del self._at[place]
+        for key in self._paths[place.buffer]:
+            if self._at_path[key] is tensor:
+                self._at_path[key] = self.local(place)
 
     def placeholder(
         self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]

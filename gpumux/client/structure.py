@@ -170,6 +170,7 @@ def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tu
 
     optimizers = tuple(freeze_state(o.state, table, leaf, i) for i, o in enumerate(table.optimizers))
     kept, dropped = [], []
+    model = {place.buffer for _, tensor in table.tensors if (place := table.place(tensor)) is not None}
     for i, p in enumerate(table.params):
         if lost and i in lost and p.grad is table.local(lost[i]):
             dropped.append((i, lost[i]))
@@ -179,5 +180,12 @@ def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tu
             assert place is not None
             dropped.append((i, place))
         elif p.grad is not None:
+            found = table.lookup(p.grad)
+            if found is not None and found[0] in model:
+                name = table.param_names[i]
+                raise CaptureError(
+                    f"the gradient of {name} lies in the memory of {table.buffers[found[0]].name}",
+                    f"give it memory of its own: {name}.grad = {name}.grad.clone()",
+                )
             kept.append((i, table.adopt(("grad", i), f"grad.{table.param_names[i]}", p.grad)))
     return Structure(optimizers, tuple(kept), tuple(dropped)), classes.values

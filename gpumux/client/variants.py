@@ -95,12 +95,13 @@ class Made:
     lowered: Lowered
     number: int | None = None
     remade: frozenset[int] = frozenset()  # parameters whose gradients it does not write to, but makes anew
-    writes: bool = field(init=False)  # whether it changes state
+    writes: frozenset[int] = field(init=False)  # the job's buffers that it changes
 
     def __post_init__(self) -> None:
         program = self.lowered.program
         ops = tuple(op for op in program.ops if not _evaluates(op))
-        self.writes = any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
+        written = [program.storages[s] for s in written_storages(replace(program, ops=ops))]
+        self.writes = frozenset(self.lowered.binding[s.slot] for s in written if s.kind == "state")
 
 
 def _evaluates(op: Op) -> bool:
