@@ -25,7 +25,7 @@ from gpumux.client.stale import StaleGuard
 from gpumux.client.state import ALL, Part, Place, StateTable
 from gpumux.client.structure import Structure, from_local
 from gpumux.client.variants import Made, State
-from gpumux.errors import GpumuxError, LocalWrite, StaleState
+from gpumux.errors import GpumuxError, LocalWrite, StaleGradient, StaleState
 
 T = TypeVar("T")
 log = logging.getLogger("gpumux.client")
@@ -146,6 +146,8 @@ class Cached:
         if not parts:
             return
         with alone():
+            if Part.MODEL in parts:
+                self._guard.gradients.accumulated()
             self._persist(lambda: self._install(parts))
             self._guard.fetched(parts)
         if not self._guard.stale:
@@ -303,6 +305,11 @@ class Cached:
             started = time.monotonic()
             parts = self._guard.stale
             with alone(), self._replaced_states(parts):
+                try:
+                    if Part.MODEL in parts:
+                        self._guard.gradients.accumulated()
+                except StaleGradient as error:
+                    log.warning("job %r ends, and a gradient is not the plain loop's: %s", self.name, error.message)
                 if limit is None:
                     self._persist(lambda: self._install(parts))
                 else:

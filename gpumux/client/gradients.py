@@ -266,7 +266,7 @@ class Gradients:
 
 def _lose_all(storages: set[int]) -> None:
     """Whatever the script holds of this memory, it has not the plain loop's values any more. Needs torch functions to be off."""
-    for tensor in search(storages) if storages else ():
+    for tensor, _ in search(storages) if storages else ():
         lose(tensor)
 
 
@@ -281,4 +281,3 @@ def _added(name: str, what: str) -> StaleGradient:
         f"{what} adds to the gradient of {name}, which the daemon has",
         "call job.sync() after the step and before such a backward()",
     )
-

@@ -53,24 +53,14 @@ def _named(function: Callable[..., Any], module: str, name: str) -> Callable[...
     return function
 
 
-def _nested(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, whose first argument is a list of tensors."""
+def _of_lists(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, some of whose arguments are lists of tensors."""
 
     @functools.wraps(plain)
-    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        fetch_arguments(tensors if isinstance(tensors, (list, tuple)) else (tensors,))
-        return plain(tensors, *args, **kwargs)
-
-    return call
-
-
-def _gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain(outputs, their gradients, ...)`, with which backward() and grad() begin."""
-
-    @functools.wraps(plain)
-    def call(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        fetch_arguments(gradients)
-        return plain(outputs, gradients, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            fetch_arguments(value if isinstance(value, (list, tuple)) else (value,))
+        return plain(*args, **kwargs)
 
     return call
 
@@ -105,22 +95,20 @@ def install() -> None:
             setattr(torch.Tensor, name, _named(asking, "torch", f"Tensor.{name}"))
         function = torch.jit.ScriptFunction
         function.__call__ = _asking(function.__call__)  # type: ignore[method-assign]
-        for owner, name in (
-            (torch._C, "_to_dlpack"),
-            (torch, "to_dlpack"),
-            (torch.utils.dlpack, "to_dlpack"),
-            *_TRANSFORMS,
-        ):
+        for owner, name in _TRANSFORMS:
             setattr(owner, name, _asking(getattr(owner, name)))
+        to_dlpack = _named(_asking(torch._C._to_dlpack), "torch._C", "_to_dlpack")
+        for module, name in (torch._C, "_to_dlpack"), (torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"):
+            setattr(module, name, to_dlpack)
         for made, name in ((torch.Tensor, "_make_subclass"), (torch.nn.Parameter, "__new__")):
             setattr(made, name, staticmethod(_asking(getattr(made, name))))
-        torch.nested.nested_tensor = _nested(torch.nested.nested_tensor)
-        torch.autograd._make_grads = _gradients(torch.autograd._make_grads)
+        torch.nested.nested_tensor = _of_lists(torch.nested.nested_tensor)
+        torch.autograd._make_grads = _of_lists(torch.autograd._make_grads)  # with which backward() and grad() begin
         for scripted in _script.ScriptModule, _script.RecursiveScriptModule:
             for name in _SCRIPTED:
                 if name in vars(scripted):
                     setattr(scripted, name, _of_scripted(vars(scripted)[name]))
         freeze = _of_scripted(_freeze.freeze)
-        for module in (torch.jit, _freeze):
-            setattr(module, "freeze", freeze)  # noqa: B010  mypy knows neither name
+        for owner in (torch.jit, _freeze):
+            setattr(owner, "freeze", freeze)  # noqa: B010  mypy knows neither name
         _installed = True

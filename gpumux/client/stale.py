@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +27,7 @@ from gpumux.client.optimizers import FetchingState
 from gpumux.client.recorder import Recorder
 from gpumux.client.state import ALL, Part, StateTable
 from gpumux.client.structure import Structure
-from gpumux.errors import LocalWrite, StaleState
+from gpumux.errors import LocalWrite, StaleGradient, StaleState
 
 _NESTED = (dict, list, tuple)
 _VERSION, _STATE = attrgetter("_version"), attrgetter("state")  # of many tensors or optimizers, without a call each
@@ -159,9 +159,10 @@ class StaleGuard:
         index = {id(p): i for i, p in enumerate(self._table.params)}
         part = dict.fromkeys(map(id, self._inner), Part.OPTIMIZER) | {id(t): Part.MODEL for _, t in self._table.tensors}
         where = {t.untyped_storage()._cdata: part.get(id(t), Part.GRADIENTS) for t in reversed(tensors)}
-        for tensor in [*tensors, *self._aliases.of(tensors)]:
+        own = [(tensor, tensor.untyped_storage()._cdata) for tensor in tensors]
+        for tensor, storage in [*own, *self._aliases.of(tensors)]:
             if held_of(tensor) is None:
-                self.hold(tensor, where[tensor.untyped_storage()._cdata], index.get(id(tensor), -1))
+                self.hold(tensor, where[storage], index.get(id(tensor), -1))
 
     def hold(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None:
         """From now on the tensor is behind."""
@@ -329,6 +330,8 @@ class StaleGuard:
         self._removed = True
         with plainly():
             if Part.MODEL in self.stale:
+                with suppress(StaleGradient):  # there is no job that could hear of it
+                    self.gradients.accumulated()
                 self.gradients.put()
             for tensor, held in self._held():
                 if held.part is None:

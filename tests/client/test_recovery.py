@@ -282,7 +282,7 @@ def test_a_job_that_was_kept_goes_on_in_another_program(daemon: Phoenix):
         submit(gan(SEED), daemon.endpoint, resume=fresh.name)
 
 
-def test_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix):
+def test_l2_a_client_that_died_is_resumed_from_the_last_snapshot(daemon: Phoenix):
     run = submit(conv_sgd(SEED), daemon.endpoint)
     turns(run, 30)  # the rate is lowered after 25
     until_saved(run)

@@ -190,10 +190,3 @@ def test_l1_the_end_of_the_script(end: str, endpoint: str, tmp_path: Path) -> No
     )
     assert run.returncode == (1 if end == "1 / 0" else 0), run.stderr
     assert_equal(torch.load(saved, weights_only=True), trained(3))
-
-
-def test_l2_a_killed_script_goes_on_from_its_snapshot() -> None:
-    """That is driven where daemons with a state directory are: by this test there."""
-    from tests.client.test_recovery import test_a_client_that_died_is_resumed_from_the_last_snapshot as driven
-
-    assert callable(driven)
