@@ -141,17 +141,22 @@ class LoadedJob:
         submitted: float | None = None,
     ) -> list[LaunchId]:
         """Ask for every piece of one step; with `submitted` the device may answer it."""
-        step = StepId(self.steps)
+        pieces = self.pieces_of_step(program, scalars, slot, stream)
+        for launch in pieces[:-1]:
+            self.driver.device.launch(launch)
+        self.driver.device.launch(pieces[-1]._replace(submitted=submitted))
+        return [launch.launch for launch in pieces]
+
+    def pieces_of_step(
+        self, program: ProgramId, scalars: Sequence[float | int] = (), slot: int = 0, stream: int = 0
+    ) -> list[Launch]:
+        """The pieces of the next step, which are still to be asked for."""
+        step, cut = StepId(self.steps), self.cut[program]
         self.steps += 1
-        launches = []
-        for piece in range(len(self.pieces[program])):
-            number = LaunchId(next(_numbers))
-            cut = self.cut[program]
-            last = piece == len(self.pieces[program]) - 1
-            launch = Launch(number, self.job, step, program, cut, piece, slot, tuple(scalars), stream)
-            self.driver.device.launch(launch._replace(submitted=submitted if last else None))
-            launches.append(number)
-        return launches
+        return [
+            Launch(LaunchId(next(_numbers)), self.job, step, program, cut, piece, slot, tuple(scalars), stream)
+            for piece in range(len(self.pieces[program]))
+        ]
 
     def step(self, program: ProgramId, scalars: Sequence[float | int] = (), slot: int = 0) -> list[LaunchDone]:
         """Run one step to its end, and use the newest cut from then on."""

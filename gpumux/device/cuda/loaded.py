@@ -56,6 +56,7 @@ class LoadedProgram:
         )
         self._whole: tuple[tuple[int, ...], Captured] | None = None
         self.twin: Twin | None = None  # while its operators are measured
+        self._ending: list[Twin] = []  # retired in the middle of a step, which goes on through them
 
     # ---- any thread
 
@@ -85,16 +86,43 @@ class LoadedProgram:
     def share(self, step: int, cut: int, piece: int, wanted: float) -> float:
         """Where a captured piece will run: on the share wanted, or on the whole if it was not captured for that, or while
         its operators are measured."""
-        if self.twin is not None and self.twin.runs(step, cut, piece):
+        if piece == 0 and self.twin is not None:
+            self.twin.begins(step, cut)
+        if self._measured_by(step) is not None:
             return 1.0
         return wanted if wanted in self._graphs[cut].by_share else 1.0
 
     def replay(self, step: int, cut: int, piece: int, share: float, stream: int) -> None:
-        twin = self.twin
-        measured = twin is not None and twin.runs(step, cut, piece)
-        graph = twin.graphs[piece] if twin is not None and measured else self._graphs[cut].by_share[share][piece]
+        """After `share`."""
+        twin = self._measured_by(step)
+        graph = twin.graphs[piece] if twin is not None else self._graphs[cut].by_share[share][piece]
         if graph is not None:
             graph.replay(stream)
+
+    def _measured_by(self, step: int) -> Twin | None:
+        twins = self._ending if self.twin is None else [self.twin, *self._ending]
+        return next((twin for twin in twins if twin.runs(step)), None)
+
+    def retire(self) -> list[Twin]:
+        """There is no twin any more. Returns those that no step can use, to be dropped when nothing of the job runs."""
+        twin, self.twin = self.twin, None
+        if twin is None:
+            return []
+        if not twin.under_way:
+            return [twin]
+        self._ending.append(twin)
+        return []
+
+    def measured(self, step: int) -> list[Twin]:
+        """A step has ended, maybe through a twin. What `retire` returns."""
+        twin = self._measured_by(step)
+        if twin is None:
+            return []
+        twin.under_way = False
+        if twin is self.twin:
+            return []
+        self._ending.remove(twin)
+        return [twin]
 
     # ---- the worker's thread
 
@@ -148,9 +176,9 @@ class LoadedProgram:
             graphs.drop()
         self._graphs.clear()
         self._known.clear()
-        if self.twin is not None:
-            self.twin.drop()
-            self.twin = None
+        for twin in (*self._ending, *([] if self.twin is None else [self.twin])):
+            twin.drop()
+        self._ending, self.twin = [], None
         self._frame = None
         self.operands.close()
 

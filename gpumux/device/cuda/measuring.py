@@ -34,6 +34,7 @@ class Twin:
         self._driver = driver
         self._samples: list[list[float]] = []
         self.step: int | None = None  # that runs through it, or ran and is not read yet
+        self.under_way = False  # a step that runs through it has not ended
         self._dropped = False
 
     @property
@@ -45,10 +46,13 @@ class Twin:
         """How many it has measured."""
         return len(self._samples)
 
-    def runs(self, step: int, cut: int, piece: int) -> bool:
-        """Whether this launch is to run through the twin: a step does from its first piece to its last, or not at all."""
-        if piece == 0 and cut == self.cut and self.step is None and not self.complete:
-            self.step = step
+    def begins(self, step: int, cut: int) -> None:
+        """A step begins, which runs through the twin from its first piece to its last, or not at all."""
+        if cut == self.cut and self.step is None and not self.complete:
+            self.step, self.under_way = step, True
+
+    def runs(self, step: int) -> bool:
+        """Whether this step's launches are to run through the twin."""
         return step == self.step
 
     def read(self) -> None:

@@ -71,6 +71,7 @@ class Profiles:
     def landed(self, job: CudaJob, launch: Launch) -> None:
         """A step has ended."""
         loaded = job.programs[launch.program]
+        job.garbage += loaded.measured(launch.step)
         twin = loaded.twin
         if twin is None or twin.step != launch.step or launch.cut != twin.cut:
             return
@@ -153,6 +154,5 @@ class Profiles:
         loaded = job.programs.get(program)
         if loaded is None or loaded.twin is None:
             return False
-        job.garbage.append(loaded.twin)
-        loaded.twin = None
+        job.garbage += loaded.retire()
         return True

@@ -14,7 +14,7 @@ from gpumux.errors import JobFailed
 from gpumux.model import JobId, Priority, ProgramId
 from gpumux.program.profile import StepProfile, loads
 from tests.device.cuda.fake import FakeDriver
-from tests.device.cuda.running import captured, chain, compute_of, gpu_of
+from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Driver, LoadedJob
 from tests.device.test_contract import floats, numbers
 from tests.program import samples
@@ -83,6 +83,43 @@ def test_a_step_runs_through_the_twin_from_end_to_end_or_not_at_all(
         driver.done(launch)
     for slot in (0, 1):
         assert numbers(job.get(number, 0, 16, slot)) == pytest.approx([21, 22, 23, 24])
+
+
+def test_a_step_that_a_new_cut_meets_midway_ends_through_the_twin_it_began_with(
+    driver: Driver,
+    shared: CudaDevice,
+    patient: None,
+) -> None:
+    """What crosses from piece to piece lies elsewhere in the twin's graphs than in the others'."""
+    job, number = captured(driver, crossing())
+    loaded = shared._jobs[job.job].programs[number]
+    launch = shared.launch
+    for slot in (0, 1):
+        job.put(number, 0, floats(1, 2, 3, 4), slot)
+    first, second = (job.pieces_of_step(number, [0.5 + slot], slot) for slot in (0, 1))
+    for piece in first[:-1]:
+        launch(piece)
+        driver.done(piece.launch)
+    shared.profile(job.job, number)
+    while loaded.twin is None:
+        driver.poll()
+    shared.regrade(job.job, Priority.HIGH)  # captured anew when a step has ended
+    gpu_of(shared).auto = False
+    launch(first[-1])
+    launch(second[0])
+    twin = loaded.twin
+    assert twin.step == second[0].step
+    gpu_of(shared).auto = True
+    driver.done(second[0].launch)
+    driver.until(Recut, job.job)
+    assert loaded.twin is not twin
+    for piece in second[1:]:
+        launch(piece)
+        driver.done(piece.launch)
+    for slot in (0, 1):
+        assert numbers(job.get(number, 0, 16, slot)) == pytest.approx(crossed([1, 2, 3, 4], 0.5 + slot))
+    assert "captured pieces" in steps_until_profiled(driver, job, number)[0].note
+    assert all(graph.dropped for graph in twin.graphs if graph is not None)
 
 
 def test_a_job_that_stands_still_is_told_the_times_of_its_timed_step(
@@ -210,13 +247,16 @@ def marked() -> Iterator[Callable[[list[float]], Twin]]:
 def test_what_the_events_cost_is_taken_off_and_the_median_counts(marked: Callable[[list[float]], Twin]) -> None:
     twin = marked([0.0] * 4)
     for step, slow in enumerate((1.0, 1.0, 5.0, 1.0, 9.0)):
-        assert twin.runs(step, 1, 0)
-        assert not twin.runs(step + 100, 1, 0)  # another step meanwhile
-        assert not twin.runs(step + 100, 0, 0)
+        twin.begins(step, 1)
+        assert twin.runs(step)
+        for cut in (1, 0):
+            twin.begins(step + 100, cut)  # another step meanwhile
+            assert not twin.runs(step + 100)
         marked.set_times(twin, [0.0, 2e-6, 2e-6 + slow * 12e-6, 3e-6 + slow * 12e-6])  # type: ignore[attr-defined]
         twin.read()
     assert twin.complete
-    assert not twin.runs(7, 1, 0)
+    twin.begins(7, 1)
+    assert not twin.runs(7)
     first, second = twin.op_s()
     assert first == pytest.approx(10e-6)
     assert second == pytest.approx(0.5e-6)  # less than an event: at least the resolution
