@@ -274,6 +274,11 @@ def is_symbol(value: Any) -> bool:
     return isinstance(getattr(value, "node", None), HostNode)
 
 
+def _odd(value: Number) -> bool:
+    """Whether `==` does not tell it apart: a zero has a sign, and a NaN equals nothing."""
+    return isinstance(value, float) and (value == 0.0 or value != value)
+
+
 class Evaluator:
     """Recomputes chosen expressions for new values of the variables, without torch."""
 
@@ -307,12 +312,13 @@ class Evaluator:
                 place[index] = len(self._vars) + len(self._consts) + len(self._steps)
                 self._steps.append((OPS[expr.op], tuple(place[a.index] for a in expr.args)))
         self._wanted = [place[e.index] for e in wanted]
-        self._checks = [(place[g.expr.index], g.value) for g in self._guards]
+        self._checks = [(place[g.expr.index], g.value) for g in self._guards if not _odd(g.value)]
+        self._odd_checks = [(place[g.expr.index], repr(g.value)) for g in self._guards if _odd(g.value)]
 
     def run(self, env: Mapping[str, Number]) -> list[Number] | None:
         """Values of the wanted expressions, or None when a guard no longer holds. A formula that
         raises (a division by zero the traced path would have met too) counts as not holding."""
-        if not (self._wanted or self._checks):
+        if not (self._wanted or self._guards):
             return []
         try:
             values: list[Any] = list(map(env.__getitem__, self._vars))
@@ -327,4 +333,6 @@ class Evaluator:
             got = values[at]
             if got != value or type(got) is not type(value):
                 return None
+        if any(repr(values[at]) != value for at, value in self._odd_checks):
+            return None
         return list(map(values.__getitem__, self._wanted))

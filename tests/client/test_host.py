@@ -73,6 +73,14 @@ def test_a_plain_number_is_a_guard_on_its_value() -> None:
     assert evaluator(s).run({"x": 2.5}) is None
 
 
+@pytest.mark.parametrize(("value", "others"), [(0.0, [-0.0, 1.0]), (-0.0, [0.0]), (math.nan, [0.0]), (1.0, [math.nan])])
+def test_a_guard_knows_the_sign_of_zero_and_what_is_no_number(value: float, others: list[float]) -> None:
+    x = scope().var("a", value)
+    guarded = Evaluator([], [Guard(x, value, "here:2")])
+    assert guarded.run({"a": value}) == []
+    assert [guarded.run({"a": other}) for other in others] == [None] * len(others)
+
+
 def test_equal_formulas_are_one_and_constants_fold() -> None:
     s = scope()
     x = s.var("x", 2.0)

@@ -20,7 +20,7 @@ from gpumux.device.cpu.keeper import Keeper
 from gpumux.device.cpu.schedule import Schedule
 from gpumux.device.cuda.faults import as_fault
 from gpumux.device.cuda.flights import Flights, Landed
-from gpumux.device.cuda.jobs import Capture, Chore, Command, CudaJob, Instrument, Load, release, unanswered
+from gpumux.device.cuda.jobs import Capture, Chore, Command, CudaJob, Instrument, Load, Sweep, release, unanswered
 from gpumux.device.cuda.profiling import Profiles
 from gpumux.device.cuda.running import Running
 from gpumux.device.cuda.worker import Worker
@@ -58,7 +58,7 @@ class Dispatch:
         self._untrimmed = False
         self._answers: dict[type, Callable[[CudaJob, Any, Any, Fault | None], None]] = {
             Launch: self._ran, Load: self._loaded, Move: self._moved, Profile: self._told_profile,
-            Capture: self._captured, Instrument: self._instrumented,
+            Capture: self._captured, Instrument: self._instrumented, Sweep: self._swept,
         }  # fmt: skip
 
     def _tell(self, *events: DeviceEvent) -> None:
@@ -165,6 +165,8 @@ class Dispatch:
             work = engine.capturing(job, command, job.programs[command.program])
         elif isinstance(command, Instrument):
             work = engine.instrumenting(job, job.programs[command.program])
+        elif isinstance(command, Sweep):
+            work = partial(engine.sweep, job)
         else:
             work = _nothing  # its turn has come; what follows is no command of the caller's (profiling.py)
         job.busy, job.at = True, command
@@ -182,7 +184,7 @@ class Dispatch:
                 job.garbage.append(value[0])
             self._let_go(job)
             return
-        if not isinstance(command, Capture | Instrument):
+        if not isinstance(command, Capture | Instrument | Sweep):
             self._schedule.done(job.id)
         if error is not None:
             self._log(job, command, error)
@@ -230,6 +232,10 @@ class Dispatch:
         self._profiles.instrumented(job, chore.program, twin)
         self._after(job, None)
 
+    def _swept(self, job: CudaJob, chore: Sweep, value: Any, fault: Fault | None) -> None:
+        self._untrimmed = True
+        self._after(job, None)
+
     def _captured(self, job: CudaJob, capture: Capture, value: Any, fault: Fault | None) -> None:
         if fault is not None and capture.whole:
             job.unmerged.add(capture.program)
@@ -240,6 +246,7 @@ class Dispatch:
             self._after(job, None)
             return
         graphs, grown = value
+        job.transients[capture.program] = max(job.transients[capture.program], grown)
         if capture.whole and (graphs.left_out or not self._alone(job)):
             job.unmerged |= {capture.program} if graphs.left_out else set()
             job.garbage.append(graphs)
@@ -250,7 +257,6 @@ class Dispatch:
             where = f"operators {start} to {stop - 1} of program {capture.program} stay operator by operator"
             self._say_uncaptured(job, f"{where}: {error}", error)
         loaded = job.programs[capture.program]
-        job.transients[capture.program] = max(job.transients[capture.program], grown)
         self._untrimmed = True
         self._recut(job, capture.program, loaded.accept(capture.bounds, graphs, whole=capture.whole))
         self._after(job, None)
@@ -311,6 +317,8 @@ class Dispatch:
                 job.backlog.appendleft(Capture(number, bounds))
             elif ended.cut == cuts.newest and number not in job.stale:
                 self._merge(job, number)
+            if job.garbage and not any(isinstance(waiting, Capture | Sweep) for waiting in job.backlog):
+                job.backlog.appendleft(Sweep())  # as a capture does
         self._advance(job)
         self._hand_over()
         self._running.rest(job)

@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A program is to be cut anew; nobody asked for it. `whole`: for as long as the job is alone, beside the cut there is."""
+    """A program is to be cut anew; no caller asked for it. `whole`: for as long as the job is alone, beside the cut there is."""
 
     program: ProgramId
     bounds: tuple[int, ...]
@@ -47,8 +47,13 @@ class Instrument:
     program: ProgramId
 
 
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What no step can use any more is to be dropped (`CudaJob.garbage`)."""
+
+
 Command = Launch | Load | Move | Profile
-Chore = Capture | Instrument  # what no caller waits for
+Chore = Capture | Instrument | Sweep  # what no caller waits for
 
 
 @dataclass(slots=True)

@@ -262,3 +262,17 @@ def test_what_the_events_cost_is_taken_off_and_the_median_counts(marked: Callabl
     assert second == pytest.approx(0.5e-6)  # less than an event: at least the resolution
     twin.drop()
     twin.read()  # asked for before, done after: nothing
+
+
+def test_a_twin_is_dropped_when_it_has_measured(driver: Driver, shared: CudaDevice, patient: None) -> None:
+    """And not when the job ends."""
+    job, number = captured(driver, samples.counter(), [4])
+    plain = len(compute_of(shared).graphs)
+    shared.profile(job.job, number)
+    steps_until_profiled(driver, job, number)
+    twins = compute_of(shared).graphs[plain:]
+    for _ in range(2):
+        job.step(number, [1.0])
+    assert twins
+    assert all(graph.dropped for graph in twins)
+    assert numbers(job.transfer([0], [4])[:4])
