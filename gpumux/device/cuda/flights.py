@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from gpumux.device.cuda.driver import Driver
-from gpumux.device.cuda.ring import Ring, Ticket
+from gpumux.device.cuda.ring import Ring
 from gpumux.errors import DeviceLost, GpumuxError, JobFailed
 
 ANCHOR_S = 1.0
@@ -42,7 +42,7 @@ class _Flight(Generic[T]):
     what: T
     start: int
     end: int
-    ticket: Ticket
+    stores: int  # what the GPU stores when it is over (ring.py)
     anchor: _Anchor
     launched: float
     expected: float
@@ -82,8 +82,9 @@ class Flights(Generic[T]):
         """Give the stream `work`, with the times taken around it. `waits`: the stream has been told to wait for something
         since its last flight, or `work` does, which is no time of this flight's. Raises what `work` does, and JobFailed
         when there are PLACES flights in the air already."""
-        ticket = self._ring.take()
-        if ticket is None:
+        ring = self._ring
+        stores = ring.take()
+        if stores is None:
             raise JobFailed(f"{PLACES} launches are outstanding", "this is a bug in the daemon: report it")
         driver, launched = self._driver, self._clock()
         anchor = self._anchor
@@ -94,19 +95,19 @@ class Flights(Generic[T]):
             queue = self._air[stream] = deque()
         start, end = 0, self._event()
         try:
-            if waits or not queue or self._ring.reached(queue[-1].ticket):
+            if waits or not queue or ring.reached(queue[-1].stores):
                 start = self._event()
                 driver.record(start, stream)
             work()
             driver.record(end, stream)
-            driver.write_value(self._address + self._ring.offset(ticket), ticket.number, stream)
+            driver.write_value(self._address + ring.offset(stores), stores, stream)
         except BaseException:
-            self._ring.give(ticket)  # what it stores, if it still does, is no later launch's number
+            ring.give(stores)  # what it stores, if it still does, is no later launch's number
             self._events += [event for event in (start, end) if event]
             raise
         anchor.users += 1
         self._number += 1
-        queue.append(_Flight(what, start, end, ticket, anchor, launched, launched + expected_s, self._number))
+        queue.append(_Flight(what, start, end, stores, anchor, launched, launched + expected_s, self._number))
 
     def landed(self) -> list[Landed[T]]:
         """Flights that are over, each told once; those that ran one after the other, on whatever streams, in order.
@@ -118,7 +119,7 @@ class Flights(Generic[T]):
         ):  # a stream that waited for another: what it waited for is over, too, but may have been looked at before
             more = False
             for stream, flights in self._air.items():
-                while flights and self._ring.reached(flights[0].ticket):
+                while flights and self._ring.reached(flights[0].stores):
                     flight = flights[0]
                     landed = self._land(flight, stream)
                     if landed is None:
@@ -181,7 +182,7 @@ class Flights(Generic[T]):
         started = max(started, flight.launched, self._ended.get(stream, -inf))
         ended = max(started, min(ended, self._clock()))
         self._ended[stream] = ended
-        self._ring.give(flight.ticket)
+        self._ring.give(flight.stores)
         if flight.start:
             self._events.append(flight.start)
         self._events.append(flight.end)
@@ -198,7 +199,7 @@ class Flights(Generic[T]):
             return False
 
     def _failed(self, flight: _Flight[T], error: GpumuxError) -> Landed[T]:
-        self._ring.give(flight.ticket)  # what it stores, if it still does, is no later launch's number
+        self._ring.give(flight.stores)  # what it stores, if it still does, is no later launch's number
         flight.anchor.users -= 1
         for event in filter(None, (flight.start, flight.end)):  # no other launch is to meet the same error
             try:

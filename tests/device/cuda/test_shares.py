@@ -168,11 +168,11 @@ def test_flights_of_one_job_on_two_streams_land_in_order() -> None:
     flights.launch("second", late, 0.0, lambda: None)
     reached, looked = flights._ring.reached, []
 
-    def ring(ticket: object) -> bool:
-        looked.append(ticket)
+    def ring(number: int) -> bool:
+        looked.append(number)
         if len(looked) == 2:  # between two looks the GPU does all it has
             gpu.advance()
-        return reached(ticket)  # type: ignore[arg-type]
+        return reached(number)
 
     flights._ring.reached = ring  # type: ignore[method-assign, assignment]
     order = [landed.what for _ in range(3) for landed in flights.landed()]
