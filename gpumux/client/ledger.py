@@ -152,8 +152,8 @@ class Ledger:
             value = self._arg(symbol, fake, param.takes_scalar, schema.target)
             if not param.kwarg_only:
                 positional.append(value)
-            elif not self._is_default(param.name, fake, param.default):
-                keywords.append((param.name, value))
+            elif isinstance(value, ScalarRef) or not self._is_default(param.name, fake, param.default):
+                keywords.append((param.name, value))  # a number that is the default now may be another later
         for o in fresh:
             writes.add(self.add_storage(o.untyped_storage(), "temp", None, str(o.dtype).removeprefix("torch.")))
         slot = (

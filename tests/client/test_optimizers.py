@@ -180,3 +180,34 @@ def test_a_number_that_becomes_numpys_own_is_named(endpoint: str) -> None:
         w.optimizers[0].param_groups[0]["lr"] = 0.1
         job.step(*example).result()
         job.sync()
+
+
+def test_an_integer_that_is_an_operators_default_may_change(endpoint: str) -> None:
+    """SGD's dampening is the int 0, by which alpha is the operator's own default."""
+    found = []
+    for at in (None, endpoint):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+
+        def step(x: torch.Tensor, y: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def losses(run: Any, optimizer: Any = optimizer) -> list[float]:
+            out = []
+            for i in range(8):
+                optimizer.param_groups[0]["dampening"] = 0 if i < 3 else 0.5
+                out.append(float(run(x, y)))
+            return out
+
+        if at is None:
+            found.append(losses(step))
+        else:
+            with client.submit(step, example=(x, y), model=model, optimizer=optimizer, endpoint=at) as job:
+                found.append(losses(job.step))
+    assert found[1] == found[0]

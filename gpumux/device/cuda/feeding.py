@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from gpumux.device.cuda import asking
+from gpumux.device.cuda import asking, optimizer_steps
 from gpumux.errors import ProgramError
 from gpumux.program.ir import ITEM_BYTES, Op, Program, ScalarRef, TensorRef
 from gpumux.program.schemas import schema
@@ -282,15 +282,18 @@ def _addcdiv_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Ten
 
 def _fused(name: str) -> Callable[..., None]:
     """A fused optimizer with the learning rate in memory: torch has kernels that read it there, and not the other numbers."""
-    step = getattr(torch.ops.aten, name).tensor_lr
+    kernel = getattr(torch.ops.aten, name).tensor_lr
 
-    def run(*lists: list[Tensor], lr: Number, **others: Any) -> None:
-        if any(isinstance(value, Number) for value in others.values()):
-            raise ProgramError(
-                f"{name} takes a number other than the learning rate that changes from step to step",
-                "use the optimizer with fused=False, or change its learning rate only",
-            )
-        step(*lists, lr=lr.f32, **others)
+    def run(*lists: list[Tensor], lr: Scalar, **others: Any) -> None:
+        if not any(isinstance(value, Number) for value in others.values()):
+            assert isinstance(lr, Number)
+            kernel(*lists, lr=lr.f32, **others)
+            return
+        unscaled = {key: value for key, value in others.items() if key not in ("grad_scale", "found_inf")}
+        double = lists[0][0].dtype == torch.float64
+        values = {"lr": lr, **unscaled}
+        numbers = {k: (v.f64 if double else v.f32) if isinstance(v, Number) else v for k, v in values.items()}
+        optimizer_steps.step(name, lists, numbers)
 
     return run
 
@@ -328,9 +331,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
     foreach("addcmul.Scalar addcmul.ScalarList", "addcmul_.default", _addcmul_list)
     foreach("addcdiv.Scalar addcdiv.ScalarList", "addcdiv_.default", _addcdiv_list)
     foreach("lerp.Scalar lerp.ScalarList", "lerp_.Scalar", _lerp_list)
-    table |= {
-        f"{name}.default": _fused(name) for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-    }
+    table |= {f"{name}.default": _fused(name) for name in optimizer_steps.STEPS}
     return {f"aten.{name}": function for name, function in table.items()}
 
 
@@ -344,11 +345,17 @@ _LIST_MAKERS = frozenset(
 
 
 def made_beside(program: Program, op: Op) -> int:
-    """Bytes of the temporary list that an operator's form makes, which the Program knows nothing of."""
-    if op.target not in _LIST_MAKERS or not takes_numbers(op) or not isinstance(op.args[0], tuple):
+    """Bytes of the temporary lists that an operator's form makes, which the Program knows nothing of."""
+    if not takes_numbers(op) or not isinstance(op.args[0], tuple):
         return 0
     views = [program.views[leaf.view] for leaf in op.args[0] if isinstance(leaf, TensorRef)]
-    return sum(prod(view.size) * ITEM_BYTES[view.dtype] for view in views)
+    nbytes = sum(prod(view.size) * ITEM_BYTES[view.dtype] for view in views)
+    if op.target in _LIST_MAKERS:
+        return nbytes
+    name = op.target.removeprefix("aten.").removesuffix(".default")
+    if name in optimizer_steps.STEPS and any(isinstance(value, ScalarRef) for key, value in op.kwargs if key != "lr"):
+        return optimizer_steps.LISTS * sum(4 * prod(view.size) for view in views) if views else 0
+    return 0
 
 
 def takes_numbers(op: Op) -> bool:

@@ -152,7 +152,7 @@ class Flights(Generic[T]):
     def _ask_after_the_late(self) -> list[tuple[int, Landed[T]]]:
         """Those the driver says an error of."""
         now, failed = self._clock(), []
-        for flights in self._air.values():
+        for stream, flights in self._air.items():
             if flights and now > max(flights[0].expected, self._asked) + LATE_S:
                 self._asked = now
                 try:
@@ -161,7 +161,7 @@ class Flights(Generic[T]):
                     raise
                 except GpumuxError as error:
                     flight = flights.popleft()
-                    failed.append((flight.number, self._failed(flight, error)))
+                    failed.append((flight.number, self._failed(flight, stream, error)))
         return failed
 
     def _land(self, flight: _Flight[T], stream: int) -> Landed[T] | None:
@@ -177,7 +177,7 @@ class Flights(Generic[T]):
         except DeviceLost:
             raise
         except GpumuxError as error:
-            return None if self._under_way(flight) else self._failed(flight, error)
+            return None if self._under_way(flight) else self._failed(flight, stream, error)
         # Anchors differ by microseconds: nothing begins before it was launched, or before what it waited for ended.
         started = max(started, flight.launched, self._ended.get(stream, -inf))
         ended = max(started, min(ended, self._clock()))
@@ -198,7 +198,8 @@ class Flights(Generic[T]):
         except GpumuxError:
             return False
 
-    def _failed(self, flight: _Flight[T], error: GpumuxError) -> Landed[T]:
+    def _failed(self, flight: _Flight[T], stream: int, error: GpumuxError) -> Landed[T]:
+        self._ended[stream] = self._clock()  # at the latest: what is queued behind it begins no earlier
         self._ring.give(flight.stores)  # what it stores, if it still does, is no later launch's number
         flight.anchor.users -= 1
         for event in filter(None, (flight.start, flight.end)):  # no other launch is to meet the same error

@@ -123,6 +123,41 @@ def test_training_with_a_schedule_is_what_it_is_on_the_cpu(
     close(want_state, got_state, tolerance)
 
 
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+        lambda p: optim.Adam(p, lr=1e-2, fused=True, amsgrad=True, weight_decay=1e-2, maximize=True),
+        lambda p: optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True, fused=True),
+        lambda p: optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    ],
+    ids=["adamw", "adam", "nesterov", "sgd"],
+)
+def test_a_fused_optimizer_whose_momentum_cycles(make_optimizer: Any, endpoint: str) -> None:
+    """torch's kernels read the learning rate in memory, and no other number."""
+
+    def make() -> Work:
+        work = training(make_optimizer, steps=0)()
+        (model,), (optimizer,), ((step, example),) = work.models, work.optimizers, work.functions
+        schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
+        data = [(x.double(), y) for x, y in batches((8, 12))]
+
+        def loop(run: Any) -> Any:
+            out = []
+            for i in range(12):
+                out.append(run(*data[i % len(data)]))
+                optimizer.param_groups[0]["weight_decay"] = 0.01 * (i % 3)
+                schedule.step()
+            return out
+
+        return Work([model], [optimizer], [(step, example)], loop)
+
+    want, want_state = plain(make)
+    got, got_state = through(make, endpoint)
+    close(want, got, 1e-6)
+    close(want_state, got_state, 1e-6)
+
+
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Lowered]:
     """What is captured, in order."""
