@@ -202,7 +202,7 @@ def test_an_integer_that_is_an_operators_default_may_change(endpoint: str) -> No
             out = []
             for i in range(8):
                 optimizer.param_groups[0]["dampening"] = 0 if i < 3 else 0.5
-                out.append(float(run(x, y)))
+                out.append(run(x, y).item())
             return out
 
         if at is None:
