@@ -116,9 +116,9 @@ class Cached:
             for optimizer, its in replaced:
                 optimizer.state = its
 
-    def _newer(self, made: Made) -> None:
-        """A step has changed the state in the daemon."""
-        self._guard.gradients.stepped(made.remade, made.writes)
+    def _newer(self, made: Made, before: Structure) -> None:
+        """A step has changed the state in the daemon, from `before` on."""
+        self._guard.gradients.stepped(before, made.remade, made.changed)
         self._guard.newer()
         self._unsynced += 1
         self._values.clear()
@@ -229,7 +229,14 @@ class Cached:
     def _home_of(self, index: int, value: torch.Tensor, before: Place | None) -> Place | None:
         """Where a gradient of the script's lies already, if that is its own place: the one `before`. Raises LocalWrite where it is
         another's."""
-        table = self._table
+        table, name = self._table, self._table.param_names[index]
+        if value.layout is not torch.strided:
+            raise LocalWrite(f"the gradient that {name} was given is {value.layout}", f"{name}.grad = value.to_dense()")
+        if value.is_conj() or value.is_neg():
+            raise LocalWrite(
+                f"the gradient that {name} was given is conjugated or negated by a flag, not in its memory",
+                f"{name}.grad = value.resolve_conj().resolve_neg()",
+            )
         with plainly():
             place = table.place(value)
             if place is None and before is not None and table.local(before) is value:
@@ -255,11 +262,12 @@ class Cached:
         with plainly(), torch.no_grad():
             path, layout = ("grad", index), (value.dtype, tuple(value.shape), value.stride())
             local = table.placeholder(path, name, *layout)
-            alone = local.untyped_storage().nbytes() == local.nbytes
-            if not alone:  # others lie there, which may be newer in the daemon
-                local = table.fresh(path, name, *layout)
+            place, others = table.place(local), self._state.structure.buffers(table, {Part.OPTIMIZER})
+            if place is None or place.buffer in others or local.untyped_storage().nbytes() != local.nbytes:
+                local = table.fresh(path, name, *layout)  # more lies there, which may be newer in the daemon
             if index in self._state.keep and table.takes(local, value):
                 table.adopt(path, name, value)
+                self._guard.gradients.adopted(index)
                 local = value
             else:
                 local.copy_(value.detach())

@@ -14,7 +14,7 @@ import torch
 
 from gpumux.client.aliases import search
 from gpumux.client.checksums import sums
-from gpumux.client.fetching import Keeper, held_of, lose, plainly
+from gpumux.client.fetching import Keeper, held_of, is_lost, lose, plainly
 from gpumux.client.state import Part, Place, StateTable
 from gpumux.client.structure import Structure
 from gpumux.errors import StaleGradient
@@ -87,35 +87,40 @@ class Gradients:
         self._shown.add(index)
         return self.of(index)
 
-    def stepped(self, remade: frozenset[int], written: frozenset[int]) -> None:
-        """A step ran. It made these gradients anew, and changed these buffers."""
-        self.part(remade)
-        if not self._copied:
-            return
-        kept = dict(self._structure().kept)
-        mine = {i: value for i, value in self._copied.items() if i in kept and i not in remade}
-        with plainly():
-            added = {i: value for i, value in mine.items() if kept[i].buffer in written}
-            _lose_all({value.untyped_storage()._cdata for value in added.values()})
-            self._copied = {i: value for i, value in mine.items() if i not in added}
+    def stepped(self, before: Structure, remade: frozenset[int], changed: frozenset[int]) -> None:
+        """A step ran, from `before`. It made the gradients of `remade` anew, and its operators wrote to these buffers in place."""
+        entry, kept = dict(before.kept), dict(self._structure().kept)
+        over = frozenset(i for i, place in entry.items() if i in remade or kept.get(i) != place)
+        if over or remade & self._shown:
+            # Where the step added to a gradient before it took another one, or none, the sum was never here.
+            self.part(over | remade, [*entry.items(), *kept.items()], changed)
+        if self._copied:
+            with plainly():
+                added = {i for i in self._copied if i in entry and entry[i].buffer in changed}
+                _lose_all({self._copied[i].untyped_storage()._cdata for i in added})
+            self._copied = {i: v for i, v in self._copied.items() if i not in added | over and i in kept}
 
-    def part(self, indices: frozenset[int]) -> None:
-        """These gradients become others. The tensors that they were are the script's, with their values: so they get other memory.
-        Of those that are behind, the values were never here: `settle` finds them."""
+    def part(
+        self, indices: frozenset[int], places: Iterable[tuple[int, Place]] | None = None,
+        changed: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        """These gradients become others, which lay at `places`. The tensors that they were are the script's, with their values: so
+        the job takes other memory. They are lost where `changed` says that the values are elsewhere; of those that are behind,
+        `settle` finds that out."""
         if not indices & self._shown:
             return
         structure = self._structure()
         shared = structure.buffers(self._table, {Part.OPTIMIZER})  # an optimizer may hold on to a gradient
-        kept = [(i, place.buffer) for i, place in structure.kept if place.buffer not in shared]
-        buffers = {buffer for i, buffer in kept if i in indices and i in self._shown}
+        at = [(i, p.buffer) for i, p in (structure.kept if places is None else places) if p.buffer not in shared]
+        buffers = {buffer for i, buffer in at if i in indices and i in self._shown}
         if not buffers:
             return
         self._shown -= indices
-        others = any(buffer in buffers and i not in indices for i, buffer in kept)
+        others = any(buffer in buffers and i not in indices for i, buffer in at)
         with plainly(), torch.inference_mode(False):
-            gone = self._table.renew(buffers, keep=others)
-            if others:  # which lie where the job knows nothing of it any more
-                _lose_all(gone)
+            gone = self._table.renew(buffers - changed, keep=others)
+            elsewhere = self._table.renew(buffers & changed, keep=others)
+            _lose_all(gone | elsewhere if others else elsewhere)
 
     def gone(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of these in whose memory no gradient of the job lies, or none that was ever brought here."""
@@ -133,6 +138,10 @@ class Gradients:
     def written_to(self, index: int, value: torch.Tensor) -> None:
         """The script gives it new values, in its own memory."""
         self._given[index] = value
+
+    def adopted(self, index: int) -> None:
+        """What the script gave lies where steps read and write it: the script holds it."""
+        self._shown.add(index)
 
     def copied(self, index: int, value: torch.Tensor) -> None:
         """The job has a copy of what the script gave, and steps go on with that."""
@@ -183,8 +192,10 @@ class Gradients:
         """The parameters are plain, and have the gradients that they have in the plain loop."""
         with plainly():
             for i, parameter in enumerate(self._table.params):
-                grad = self.of(i)
-                if parameter.grad is not grad:
+                grad, now = self.of(i), parameter.grad
+                if now is not grad and not (
+                    is_lost(now) and is_lost(grad)
+                ):  # another job's, which had no values either
                     parameter.grad = grad
                 if grad is not None:
                     self._shown.add(i)
@@ -210,8 +221,8 @@ class Gradients:
         with plainly():
             if plain:
                 for i, parameter in enumerate(self._table.params):
-                    now = parameter.grad
-                    if now is not self.of(i):
+                    mine, now = self.of(i), parameter.grad
+                    if now is not mine and not (is_lost(now) and is_lost(mine)):
                         self._given[i] = now
             changed = self._fetched_noted.changed()
             for i, tensor in self._fetched.items():
@@ -234,7 +245,8 @@ class Gradients:
 
     def written(self) -> set[int]:
         """Buffers of the job whose local bytes the script wrote, without a fetch before: zeros. A fetch leaves them alone."""
-        places = [self._table.place(v) for v in self._given.values() if v is not None and held_of(v) is None]
+        values = [v for v in self._given.values() if v is not None and v.layout is torch.strided and held_of(v) is None]
+        places = [self._table.place(v) for v in values]
         return {place.buffer for place in places if place is not None}
 
     def lost(self) -> dict[int, Place]:

@@ -199,7 +199,7 @@ class Job(Capturing, Cached, Slotted):
         self._unread += 1
         changed = self._state.structure is not before.structure or self._state.host != before.host
         if choice.made.writes or changed or choice.made.remade & self._guard.gradients.given:
-            self._newer(choice.made)
+            self._newer(choice.made, before.structure)
 
     def _wait(self, predicate: Callable[[], bool], timeout: float | None, step: int | None = None) -> bool:
         """The predicate is about this job's steps, and holds once `step` is answered (default: the newest): a job that

@@ -78,6 +78,9 @@ class StateTable:
         self._index: dict[int, int] = {}  # id(param) -> index
         self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
         self._paths: dict[int, set[tuple[Any, ...]]] = {}  # buffer -> keys of `_at_path`
+        self._place_of: dict[
+            tuple[Any, ...], Place
+        ] = {}  # key of `_at_path` -> where its tensor lay when it came there
         self._at: dict[Place, torch.Tensor] = {}
         self._device = device
         self.runs_on = runs_on
@@ -214,7 +217,12 @@ class StateTable:
         key = (path, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
         if self.lookup(tensor) is None:
             old = self._at_path.get(key)
-            if old is not None and tensor.storage_offset() == old.storage_offset() and self._rehome(old, tensor):
+            if (
+                old is not None
+                and self.lookup(old) is not None
+                and tensor.storage_offset() == old.storage_offset()
+                and self._rehome(old, tensor)
+            ):
                 pass
             else:
                 self._merge([tensor], [name])
@@ -223,6 +231,7 @@ class StateTable:
         assert place is not None
         self._at[place] = tensor
         self._paths.setdefault(place.buffer, set()).add(key)
+        self._place_of[key] = place
         return place
 
     def _rehome(self, old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -262,7 +271,7 @@ class StateTable:
 
     def restore(self, place: Place, tensor: torch.Tensor) -> None:
         """The local tensor at this place got other memory (`.data` was set): another stands there from now on."""
-        del self._at[place]
+        self._at.pop(place, None)
         for key in self._paths[place.buffer]:
             if self._at_path[key] is tensor:
                 self._at_path[key] = self.local(place)
@@ -272,7 +281,11 @@ class StateTable:
     ) -> torch.Tensor:
         """The local stand-in for state that a step makes (momentum, gradients): the same tensor each
         time it is asked for under one path and layout. Its memory stays untouched until sync()."""
-        found = self._at_path.get((path, dtype, tuple(size), tuple(stride)))
+        key = (path, dtype, tuple(size), tuple(stride))
+        found = self._at_path.get(key)
+        if found is not None and self.lookup(found) is None:
+            self.restore(self._place_of[key], found)
+            found = self._at_path[key]
         return found if found is not None else self.fresh(path, name, dtype, size, stride)
 
     def takes(self, local: torch.Tensor, value: torch.Tensor) -> bool:

@@ -95,13 +95,13 @@ class Made:
     lowered: Lowered
     number: int | None = None
     remade: frozenset[int] = frozenset()  # parameters whose gradients it does not write to, but makes anew
-    writes: frozenset[int] = field(init=False)  # the job's buffers that it changes
+    changed: frozenset[int] = frozenset()  # buffers of the job that its own operators write to, in place
+    writes: bool = field(init=False)  # whether it changes state
 
     def __post_init__(self) -> None:
         program = self.lowered.program
         ops = tuple(op for op in program.ops if not _evaluates(op))
-        written = [program.storages[s] for s in written_storages(replace(program, ops=ops))]
-        self.writes = frozenset(self.lowered.binding[s.slot] for s in written if s.kind == "state")
+        self.writes = any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
 
 
 def _evaluates(op: Op) -> bool:
@@ -371,7 +371,9 @@ class StepFunction:
         program = replace(lowered.program, kind="compiled") if self.compiled else lowered.program
         raw = phase.raw
         remade = frozenset(i for i, view in raw.gradients.items() if place_of(raw.record, view) is None)
-        made = Made(replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade)
+        written = [raw.record.storages[s] for s in frozenset().union(*(op.writes for op in raw.record.ops))]
+        changed = frozenset(storage.key for storage in written if storage.kind == "state")
+        made = Made(replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade, changed=changed)
         phase.made[state.keep] = made
         return made
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpumux import errors
-from tests.client.between.support import Script, made, momentum, same, without_zeroing
+from gpumux import client, errors
+from tests.client.between.support import Script, X, batches, made, momentum, same, whole, without_zeroing
 
 STEPS = 5
 
@@ -87,14 +87,11 @@ def test_g3_the_buffer_that_gradients_are_windows_onto(act: Any, make: Any, endp
     same(each(act), endpoint, make=make, step=without_zeroing, optimize=momentum)
 
 
-def same_or_refused(script: Callable[[Script], Any], endpoint: str, **how: Any) -> None:
-    """The plain run's bits, or an error with a remedy: here both are right."""
-    refused = None
-    try:
+def refused(script: Callable[[Script], Any], endpoint: str, **how: Any) -> None:
+    """Not the plain run's bits, but an error with a remedy."""
+    with pytest.raises((errors.StaleGradient, errors.LocalWrite)) as error:
         same(script, endpoint, **how)
-    except (errors.StaleGradient, errors.LocalWrite) as error:
-        refused = error
-    assert refused is None or refused.remedy
+    assert error.value.remedy
 
 
 def test_g3_cleared_gradients_leave_the_flat_buffer_as_it_was(endpoint: str) -> None:
@@ -193,7 +190,7 @@ def test_g3_gradients_that_change_places(fetch: bool, endpoint: str) -> None:
             one.sum()
         one.grad, two.grad = two.grad, one.grad
 
-    same_or_refused(each(act), endpoint, make=Square, step=without_zeroing, optimize=momentum)
+    refused(each(act), endpoint, make=Square, step=without_zeroing, optimize=momentum)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +253,8 @@ def test_g3_what_the_script_holds_of_memory_it_gave_is_never_silently_old(way: s
         return [*out, memory.clone()]
 
     make = Square if "two" in way else linear
-    same_or_refused(script, endpoint, make=make, step=without_zeroing, optimize=momentum)
+    right = same if way == "by data" else refused
+    right(script, endpoint, make=make, step=without_zeroing, optimize=momentum)
 
 
 def test_g3_memory_given_and_replaced_by_the_step_keeps_its_values(endpoint: str) -> None:
@@ -386,3 +384,154 @@ def test_g3_a_gradient_in_the_memory_of_a_parameter_is_refused_by_submit(endpoin
 
     with pytest.raises(errors.CaptureError, match="clone"), made(endpoint, make, momentum, without_zeroing):
         raise AssertionError("refused before")
+
+
+def zeroing_last(model: Any, optimizer: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def functional(model: Any, optimizer: Any) -> Any:
+    """Gradients by torch.autograd.grad, each added to out of place."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), y)
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        for p, g in zip(model.parameters(), found, strict=True):
+            p.grad = g if p.grad is None else p.grad + g
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def given_before_each(s: Script) -> Any:
+    mine, out = torch.full((3, 6), 0.5), []
+    for i in range(4):
+        s.model.weight.grad = mine
+        out += [*s.train(1, i), mine.clone()]
+    return out
+
+
+def given_once(s: Script) -> Any:
+    s.train(2)
+    mine = s.model.weight.grad = torch.full((3, 6), 0.5)
+    return [*s.train(1, 2), mine.clone()]
+
+
+def given_as_windows(s: Script) -> Any:
+    s.train(2)
+    memory = torch.full((21,), 0.5)
+    windows_of(memory, s)
+    return [*s.train(1, 2), memory.clone()]
+
+
+def given_and_replaced_later(s: Script) -> Any:
+    s.train(1)
+    mine = s.model.weight.grad = torch.full((3, 6), 0.5)
+    out: list[Any] = [*s.train(1, 1), mine.clone()]
+    return [*out, *s.train(1, 2), mine.clone()]
+
+
+WAYS = [given_before_each, given_once, given_as_windows, given_and_replaced_later]
+
+
+@pytest.mark.parametrize("step", [without_zeroing, whole, functional, zeroing_last], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("script", WAYS, ids=lambda f: f.__name__)
+def test_g3_what_is_given_is_added_to_by_steps_that_add_in_place_alone(script: Any, step: Any, endpoint: str) -> None:
+    """A step that adds to it and then takes the gradient away leaves the sum in the script's tensor, which never comes back."""
+    lost = step is zeroing_last or (step is without_zeroing and script is given_as_windows)
+    (refused if lost else same)(script, endpoint, make=linear, step=step, optimize=momentum)
+
+
+def test_g3_a_gradient_that_was_read_and_that_a_step_adds_to_and_takes_away(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        def add(x: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(s.model(x), y)
+            loss.backward()
+            return loss
+
+        more = add if s.job is None else s.job.add(add, example=batches(1)[0])
+        more(*batches(1)[0])
+        held = s.model.weight.grad
+        held.sum()
+        s.train(1)
+        return held.clone()
+
+    refused(script, endpoint, make=linear, step=zeroing_last, optimize=momentum)
+
+
+@pytest.mark.parametrize("then", ["given", "windows", "pushed", "cleared"])
+@pytest.mark.parametrize("step", [without_zeroing, whole], ids=lambda f: f.__name__)
+def test_g3_what_follows_data_of_a_gradient(then: str, step: Any, endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        out: list[Any] = []
+        s.model.weight.grad = torch.ones(3, 6)
+        for i in range(3):
+            out += s.train(1, i)
+            s.model.weight.grad = torch.full((3, 6), 0.25)
+            s.model.weight.grad.data = torch.full((3, 6), 0.5)
+            if then == "given":
+                s.model.weight.grad = torch.ones(3, 6)
+            elif then == "windows":
+                windows_of(torch.linspace(-1, 1, 21), s)
+            elif then == "cleared":
+                s.model.weight.grad = None
+            elif s.job is not None:
+                s.job.load_state()
+        return out + s.train(2, 3)
+
+    same(script, endpoint, make=linear, step=step, optimize=momentum)
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.parametrize("kind", ["sparse", "conjugated", "negated"])
+def test_g3_a_gradient_of_another_layout_is_refused_and_nothing_is_lost(kind: str, endpoint: str) -> None:
+    def make() -> nn.Module:
+        return nn.Linear(6, 3).to(torch.complex64) if kind == "conjugated" else nn.Linear(6, 3)
+
+    def step(model: Any, optimizer: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(model(x.to(model.weight.dtype)).abs(), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    def script(s: Script) -> Any:
+        out: list[Any] = s.train(2)
+        if s.job is not None:
+            full = torch.full((3, 6), 0.5, dtype=s.model.weight.dtype)
+            odd = {"sparse": Tensor.to_sparse, "conjugated": Tensor.conj, "negated": torch._neg_view}[kind](full)
+            s.model.weight.grad = odd
+            with pytest.raises(errors.LocalWrite) as error:
+                s.train(1)
+            assert "weight.grad = value." in error.value.remedy
+        s.model.weight.grad = None
+        return out + s.train(1, 2)
+
+    same(script, endpoint, make=make, step=step, optimize=momentum)
+
+
+def test_g3_a_second_job_on_the_model_sets_no_gradients(endpoint: str) -> None:
+    """Neither has values for those that the steps do not keep."""
+
+    def script(s: Script) -> Any:
+        out: list[Any] = s.train(2)
+        if s.job is not None:
+            with client.submit(lambda x: s.model(x), example=(X,), model=s.model, endpoint=endpoint) as other:
+                out.append(other.step(X).result())
+                out += s.train(2, 2)
+        else:
+            out.append(s.model(X))
+            out += s.train(2, 2)
+        return out
+
+    same(script, endpoint, make=linear, step=whole, optimize=momentum)
