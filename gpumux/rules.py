@@ -63,13 +63,13 @@ def _rule(name: str, body: Any, where: str) -> Rule:
 
 
 def _nobody_twice(rules: tuple[Rule, ...], where: str) -> None:
-    for field in ("users", "groups", "keys"):
+    for kind in ("users", "groups", "keys"):
         seen: dict[Any, str] = {}
         for rule in rules:
-            for one in getattr(rule, field):
+            for one in getattr(rule, kind):
                 if one in seen:
                     raise ConfigError(
-                        f"{where}: {one} stands in the {field} of both {seen[one]!r} and {rule.name!r}", "keep one"
+                        f"{where}: {one} stands in the {kind} of both {seen[one]!r} and {rule.name!r}", "keep one"
                     )
                 seen[one] = rule.name
 

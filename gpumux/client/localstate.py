@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from gpumux.client.optimizers import FetchingState
-from gpumux.client.remote import byte_view
-from gpumux.client.state import ALL, Part, Place, StateTable
+from gpumux.client.state import ALL, Part, Place, StateTable, byte_view
 from gpumux.client.structure import DeviceLeaf, HostLeaf, thaw
 from gpumux.client.variants import State
 from gpumux.errors import ConfigError

@@ -16,18 +16,13 @@ import torch
 from gpumux.client.lower import Lowered
 from gpumux.client.patience import Loading, Waits
 from gpumux.client.session import Session
-from gpumux.client.state import StateTable
+from gpumux.client.state import StateTable, byte_view
 from gpumux.errors import DaemonGone, GpumuxError, from_code
 from gpumux.program import codec
 from gpumux.program.ir import SlotLayout, aligned, slot_layout
 from gpumux.wire import messages as m
 
 PORTION_BYTES = 32 << 20  # of state that is on its way at once; two portions are while it is fetched
-
-
-def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A flat uint8 tensor over a local storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 @dataclass(slots=True)

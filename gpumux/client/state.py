@@ -58,8 +58,9 @@ def _between_processes(storage: torch.UntypedStorage) -> bool:
     return storage.is_shared() and storage.filename is None
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A flat uint8 tensor over a local storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class StateTable:
@@ -258,7 +259,7 @@ class StateTable:
                 new = torch.UntypedStorage(buffer.nbytes, device=self.home)
                 for storage, start in buffer.home:
                     if keep:
-                        _bytes(new)[start : start + storage.nbytes()] = _bytes(storage)
+                        byte_view(new)[start : start + storage.nbytes()] = byte_view(storage)
                     del self._where[storage._cdata]
                     gone.add(storage._cdata)
                 buffer.home = [(new, 0)]

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gpumux.client.remote import byte_view
-from gpumux.client.state import StateTable
+from gpumux.client.state import StateTable, byte_view
 from gpumux.errors import NotFusible
 
 Key: TypeAlias = "tuple[str, int, int]"  # name, bytes of one model, how many of that name and size came before

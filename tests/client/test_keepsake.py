@@ -11,8 +11,7 @@ from torch import nn
 
 from gpumux.client import keepsake
 from gpumux.client.keepsake import Counts, Keepsake
-from gpumux.client.remote import byte_view
-from gpumux.client.state import StateTable
+from gpumux.client.state import StateTable, byte_view
 from gpumux.client.structure import from_local
 from gpumux.client.variants import State
 from gpumux.errors import ConfigError

@@ -7,8 +7,7 @@ import torch
 from gpumux.client.ledger import Record
 from gpumux.client.microbatch.machine import Inconclusive, Machine
 from gpumux.client.microbatch.pairs import call_refs
-from gpumux.client.remote import byte_view
-from gpumux.client.state import StateTable
+from gpumux.client.state import StateTable, byte_view
 
 
 class Loader:
