@@ -6,7 +6,8 @@ on the operator, the number of elements and the processor (`exponential_`, for o
 when the step is captured: the operator runs here, on as many elements, and what it took is counted. Skipping as many words
 after each step costs a few nanoseconds a word and waits for nothing.
 
-Where the number of words depends on data (`poisson`), or skipping would take longer than what it saves, `step()` waits for the
+Where the number of words depends on data (`poisson`), on a normal number that an earlier draw left over (fewer than 16 are drawn in
+pairs, and the second of a pair is kept for the next call), or skipping would take longer than what it saves, `step()` waits for the
 answer instead, which brings the generator's state as the step left it.
 """
 
@@ -60,6 +61,8 @@ _MOST_BLOCKS = 2000  # that are looked through for a number of words that is nei
 _BLOCK = 624  # words that the Mersenne Twister makes at once
 _AT = slice(24, 24 + 8 * _BLOCK)  # its state within the bytes of torch.Generator.get_state()
 _NEXT = slice(16, 24)  # and the next word's place in it
+# Behind it are the normal numbers kept for the next call: one of 64 bits, and one of 32, each with the byte that says it is there.
+_KEPT = ((slice(5024, 5032), 5040, torch.float64), (slice(5048, 5052), 5052, torch.float32))
 _SCRATCH = 1 << 14  # elements of 64 bits, drawn to skip twice as many words
 
 WAIT_S = 500e-6  # what waiting for an answer costs a loop that would have gone on, about (microbench/draws.py)
@@ -127,7 +130,8 @@ def _words_of(program: Program, op: Op) -> int | None:
 
 
 def _measure(program: Program, op: Op, elements: int) -> int | None:
-    """Run the operator from two states of a generator; None where the two don't take as many words, or torch refuses."""
+    """Run the operator from several states of a generator, one with normal numbers kept; None where they don't all take as many
+    words and leave what is kept as it was, or torch refuses."""
     _, name, overload = op.target.split(".")
     call = getattr(getattr(torch.ops.aten, name), overload)
     takes_generator = any(argument.name == "generator" for argument in call._schema.arguments)
@@ -137,10 +141,13 @@ def _measure(program: Program, op: Op, elements: int) -> int | None:
     before = generator.get_state()
     taken: set[int | None] = set()
     try:
-        for seed in (1, 2):
+        for seed, kept in ((1, False), (2, False), (1, True)):
             args = [_value(program, arg) for arg in op.args]
             kwargs = {key: _value(program, arg) for key, arg in op.kwargs}
             start = generator.manual_seed(seed).get_state()
+            if kept:
+                start = with_kept(start)
+                generator.set_state(start)
             with torch.no_grad():
                 call(*args, **kwargs, **more)
             taken.add(_words_between(start, generator.get_state(), elements))
@@ -170,7 +177,7 @@ def _value(program: Program, arg: Arg) -> Any:
 
 def _words_between(start: torch.Tensor, end: torch.Tensor, elements: int) -> int | None:
     """How many words were taken from state `start` to `end`; None where skipping so many leads elsewhere (a normal number that
-    was drawn and is kept for the next call), or where they are too far apart. One or two an element is looked for first."""
+    is kept for the next call came or went), or where they are too far apart. One or two an element is looked for first."""
     for words in (2 * elements, elements):
         if torch.equal(_after(start, words), end):
             return words
@@ -184,6 +191,15 @@ def _words_between(start: torch.Tensor, end: torch.Tensor, elements: int) -> int
         at = skipper.get_state()
     words = blocks * _BLOCK + _place(end) - _place(at)
     return words if words >= 0 and torch.equal(_after(start, words), end) else None
+
+
+def with_kept(state: torch.Tensor) -> torch.Tensor:
+    """The state with a normal number of either size kept for the next call."""
+    found = state.clone()
+    for place, valid, dtype in _KEPT:
+        found[place] = torch.tensor([0.75], dtype=dtype).view(torch.uint8)
+        found[valid] = 1
+    return found
 
 
 def _after(start: torch.Tensor, words: int) -> torch.Tensor:

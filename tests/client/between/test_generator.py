@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gpumux import client
 from gpumux.client import generator
-from gpumux.client.generator import client_generator, skip, words_drawn
+from gpumux.client.generator import client_generator, skip, with_kept, words_drawn
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.program.builder import ProgramBuilder
 from gpumux.program.ir import Program
@@ -315,49 +316,117 @@ def test_a_job_that_draws_nothing_takes_no_generator_along(endpoint: str) -> Non
 # ---- words
 
 
-def drawing(target: str, size: tuple[int, ...], dtype: str, *args: Any) -> Program:
+def drawing(
+    target: str, size: tuple[int, ...], dtype: str, *args: Any, stride: tuple[int, ...] | None = None
+) -> Program:
     builder = ProgramBuilder()
-    given = (builder.input(dtype, size), *args)
-    builder.result(builder.call(target, *given, size=size, dtype=dtype, random=0))
-    return builder.build()
+    given = builder.input(dtype, size)
+    builder.result(builder.call(target, given, *args, size=size, dtype=dtype, random=0))
+    program = builder.build()
+    views = list(program.views)
+    views[given.view] = replace(views[given.view], stride=stride or views[given.view].stride)
+    return replace(program, views=tuple(views))
 
 
-@pytest.mark.parametrize(
-    ("target", "args", "run"),
-    [
-        ("aten.bernoulli.p", (0.3,), lambda t: torch.bernoulli(t, 0.3)),
-        ("aten.uniform.default", (), lambda t: t.uniform_()),
-        ("aten.exponential.default", (), lambda t: t.exponential_()),
-        ("aten.normal_functional.default", (), lambda t: t.normal_()),
-        ("aten.rand_like.default", (), torch.rand_like),
-        ("aten.cauchy.default", (), lambda t: t.cauchy_()),
-        ("aten.geometric.default", (0.25,), lambda t: t.geometric_(0.25)),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("size", [(16,), (64, 33), (1000,), (3, 1001)])
+NORMAL = {
+    "aten.normal_functional.default": ((), torch.ops.aten.normal_functional.default),
+    "aten.normal_.default": ((), lambda t: t.normal_()),
+    "aten.randn_like.default": ((), torch.randn_like),
+    "aten.log_normal_.default": ((), lambda t: t.log_normal_()),
+    "aten.normal.Tensor_float": ((0.5,), lambda t: torch.normal(t, 0.5)),
+}
+DRAWING = {
+    "aten.bernoulli.p": ((0.3,), lambda t: torch.bernoulli(t, 0.3)),
+    "aten.uniform.default": ((), lambda t: t.uniform_()),
+    "aten.exponential.default": ((), lambda t: t.exponential_()),
+    "aten.rand_like.default": ((), torch.rand_like),
+    "aten.cauchy.default": ((), lambda t: t.cauchy_()),
+    "aten.geometric.default": ((0.25,), lambda t: t.geometric_(0.25)),
+    **NORMAL,
+}
+SIZES = [(1,), (2,), (3,), (6,), (14,), (15,), (16,), (4, 8), (64, 33), (1000,), (3, 1001)]
+
+
+@pytest.mark.parametrize("target", DRAWING)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "not contiguous"])
 def test_skipping_the_words_an_operator_takes_is_as_good_as_running_it(
-    target: str,
-    args: tuple[Any, ...],
-    run: Callable[[torch.Tensor], Any],
-    dtype: str,
-    size: tuple[int, ...],
+    target: str, dtype: str, contiguous: bool
 ) -> None:
-    torch.manual_seed(31)
-    before = torch.get_rng_state()
-    words = words_drawn(drawing(target, size, dtype, *args))
-    assert torch.equal(torch.get_rng_state(), before), "measuring left the generator elsewhere"
-    assert words, "not counted"
-    run(torch.full(size, 0.5, dtype=getattr(torch, dtype)))
-    after = torch.get_rng_state()
-    torch.set_rng_state(before)
-    skip(words)
-    assert torch.equal(torch.get_rng_state(), after)
+    """From whatever state: with a normal number kept for the next call, or none."""
+    args, run = DRAWING[target]
+    for size in SIZES:
+        wide = (size[0], 2 * size[-1]) if len(size) > 1 else (2 * size[0],)
+        given = torch.full(size if contiguous else wide, 0.5, dtype=getattr(torch, dtype))
+        given = given if contiguous else given[..., ::2]
+        torch.manual_seed(31)
+        fresh = torch.get_rng_state()
+        words = words_drawn(drawing(target, size, dtype, *args, stride=given.stride()))
+        assert torch.equal(torch.get_rng_state(), fresh), "measuring left the generator elsewhere"
+        if target not in NORMAL or (contiguous and given.numel() >= 16 and target != "aten.log_normal_.default"):
+            assert words, f"not counted: {size}"
+        if words is None:
+            continue
+        torch.randn(1)
+        left_over = torch.get_rng_state()
+        for before in (fresh, left_over, with_kept(fresh), with_kept(left_over)):
+            torch.set_rng_state(before)
+            run(given)
+            given.fill_(0.5)
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            skip(words)
+            assert torch.equal(torch.get_rng_state(), after), size
+
+
+def test_a_state_with_kept_numbers_is_one_that_torch_takes() -> None:
+    torch.manual_seed(3)
+    state = with_kept(torch.get_rng_state())
+    torch.set_rng_state(state)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.randn(1) == 0.75, "the kept one is drawn first"
+    assert not torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(3)
+    plain = torch.get_rng_state()
+    torch.randn(1)
+    assert not torch.equal(torch.get_rng_state()[5016:], plain[5016:]), "torch keeps none any more"
+
+
+NORMAL_STEPS: dict[str, Step] = {
+    **{f"{n} of {dtype}": lambda n=n, dtype=dtype: torch.randn(n, dtype=dtype).float().sum()
+       for n in (1, 2, 3, 6, 14, 16) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)},
+    "in place": lambda: torch.empty(2).normal_().sum(),
+    "mean and deviation": lambda: torch.normal(0.0, 1.0, (2,)).sum(),
+    "two tensors": lambda: torch.normal(torch.zeros(2), torch.ones(2)).sum(),
+    "logarithmic": lambda: torch.empty(2).log_normal_().sum(),
+    "complex": lambda: torch.randn(1, dtype=torch.complex64).real.sum(),
+    "many complex": lambda: torch.randn(20, dtype=torch.complex64).real.sum(),
+    "like a transposed one": lambda: torch.randn_like(torch.zeros(4, 8).t()).sum(),
+    "like one of channels last": lambda: torch.randn_like(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)).sum(),
+    "every other element": lambda: torch.zeros(4, 8)[:, ::2].normal_().sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", NORMAL_STEPS)
+def test_r8_a_normal_number_kept_for_the_next_call_goes_through_the_step(draw: str, endpoint: str) -> None:
+    def script(run: Run) -> list[Any]:
+        seen: list[Any] = []
+        with run(lambda x: x.sum() + NORMAL_STEPS[draw](), (X[:2],)) as step:
+            for odd in (1, 2, 3):
+                torch.manual_seed(13)
+                for _ in range(2):
+                    seen += [torch.randn(odd), step(X[:2]), torch.get_rng_state()]
+                seen += [torch.randn(1), torch.randn(1, dtype=torch.float64), step(X[:2]), torch.randn(1)]
+        return seen
+
+    same_in_both(script, endpoint)
 
 
 def test_words_are_not_counted_where_they_could_be_others_next_time() -> None:
     assert words_drawn(drawing("aten.poisson.default", (64,), "float32")) is None
-    assert words_drawn(drawing("aten.normal_functional.default", (7,), "float32")) is None, "one number is kept"
+    for size in ((7,), (8,)):
+        small = drawing("aten.normal_functional.default", size, "float32")
+        assert words_drawn(small) is None, "one number is kept, or the one that was kept is used"
     builder = ProgramBuilder()
     x, p = builder.input("float32", (64,)), builder.scalar("float")
     builder.result(builder.call("aten.bernoulli.p", x, p, size=(64,), random=0))
