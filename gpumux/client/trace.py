@@ -22,6 +22,7 @@ from gpumux.client.hyper import hyper_name, hyperparameters
 from gpumux.client.layers import Layers
 from gpumux.client.ledger import Record
 from gpumux.client.leftovers import Leftovers
+from gpumux.client.memory import memory_kept
 from gpumux.client.ongpu import as_on_a_gpu
 from gpumux.client.patches import RngTape, patched
 from gpumux.client.placement import names_of_devices
@@ -147,6 +148,7 @@ class Tracer:
                     autocast_of_a_gpu(self.table.gpu, self.table.home),
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
                     as_on_a_gpu(tape, self.table.gpu, by_device),
+                    memory_kept(rec, self.table, fn),
                     rec,
                     observer,
                 ):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
 import random
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -626,3 +628,165 @@ def test_an_operator_without_a_shape_rule_is_named_at_capture(endpoint: str) -> 
 
     error = refusal(step, endpoint, errors.UnsupportedOperator, model=nn.ParameterList([weight]))
     assert line_of(step, "this one") in error.message
+
+
+# ---- other memory
+
+Body = Callable[[Any, Any], Any]
+
+
+@torch.no_grad()
+def storage_of_its_own(m: Any, o: Any) -> None:
+    m[0].weight.set_(m[0].weight * 0.9)
+
+
+def to_other_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.data = value
+
+
+def swapped(m: Any, o: Any) -> None:
+    m[0].bias.data, m[1].bias.data = m[1].bias.data, m[0].bias.data
+
+
+def then_an_error(m: Any, o: Any) -> None:
+    to_other_memory(m[0].weight, m[0].weight.data * 0.9)
+    m[0].weight.sum().item()
+
+
+OUTSIDE = torch.ones(3)
+MOVES: dict[str, tuple[Body, str]] = {
+    "a parameter": (lambda m, o: to_other_memory(m[0].weight, m[0].weight.data * 0.9), r"0\.weight"),
+    "by its gradient": (
+        lambda m, o: to_other_memory(m[0].weight, m[0].weight - 0.1 * m[0].weight.grad), r"0\.weight",
+    ),
+    "two swapped": (swapped, r"0\.bias"),
+    "one with a window onto another": (lambda m, o: to_other_memory(m[0].bias, m[0].weight.data[0]), r"0\.bias"),
+    "a buffer": (lambda m, o: to_other_memory(m[1].running_mean, m[1].running_mean * 0.5), r"1\.running_mean"),
+    "the optimizer's": (
+        lambda m, o: to_other_memory(
+            o.state[m[0].weight]["momentum_buffer"], o.state[m[0].weight]["momentum_buffer"] * 0.5
+        ),
+        "momentum_buffer",
+    ),
+    "a stranger": (lambda m, o: to_other_memory(OUTSIDE, m[0].bias[:3].detach().clone()), r"shape \(3,\)"),
+    "vector_to_parameters": (
+        lambda m, o: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()) * 0.9, m.parameters()),
+        r"0\.weight",
+    ),
+    "swap_tensors": (
+        lambda m, o: torch.utils.swap_tensors(m[0].weight, nn.Parameter(m[0].weight.detach() * 0.9)), r"0\.weight",
+    ),
+    "a stranger's memory": (lambda m, o: to_other_memory(m[0].bias, torch.cat([OUTSIDE, OUTSIDE])), r"shape \(3,\)"),
+    "a stranger itself": (lambda m, o: to_other_memory(m[2].bias, OUTSIDE), r"2\.bias"),
+    "an error after it": (then_an_error, r"0\.weight"),
+    "a storage filled": (lambda m, o: m[0].weight.untyped_storage().fill_(0), r"0\.weight"),
+    "a storage resized": (lambda m, o: m[0].weight.untyped_storage().resize_(0), r"0\.weight"),
+    "bytes of a storage": (lambda m, o: m[0].weight.untyped_storage().__setitem__(0, 1), r"0\.weight"),
+    "set_": (storage_of_its_own, "set_"),
+    "another type": (lambda m, o: m.double(), ""),
+    "another parameter": (lambda m, o: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach() * 0.9)), "weight"),
+}  # fmt: skip
+
+
+def test_a_step_that_gives_a_tensor_other_memory_is_refused_by_name_and_nothing_has_changed(endpoint: str) -> None:
+    """One after another, over one model: what a refused step leaves would be seen by the next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    classes = {name: type(t) for name, t in model.state_dict(keep_vars=True).items()}
+
+    def tensors() -> list[torch.Tensor]:
+        held = [s["momentum_buffer"] for s in optimizer.state.values()]
+        return [OUTSIDE, *model.state_dict(keep_vars=True).values(), *held, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+    def lie() -> list[Any]:
+        return [(t, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors()]
+
+    before, values = lie(), [t.detach().clone() for t in tensors()]
+    for body, name in MOVES.values():
+
+        def step(x: torch.Tensor, y: torch.Tensor, body: Body = body) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            body(model, optimizer)
+            optimizer.step()
+            return loss
+
+        error = refusal(step, endpoint, errors.CaptureError, model=model, optimizer=optimizer)
+        assert re.search(name, error.message), error
+        for (old, *was), (new, *now) in zip(before, lie(), strict=True):
+            assert old is new
+            assert was == now, (name, old)
+        for value, tensor in zip(values, tensors(), strict=True):
+            assert torch.equal(value, tensor)
+    assert {name: type(t) for name, t in model.state_dict(keep_vars=True).items()} == classes
+    assert isinstance(torch._C.TensorBase.data, type(torch.Tensor.data)), "torch's own attribute is back"
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+
+
+def test_the_remedy_of_other_memory_works(endpoint: str) -> None:
+    """And setting a tensor's own memory changes nothing."""
+
+    def run(by_job: bool) -> tuple[list[torch.Tensor], list[float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.1 * p.grad)  # type: ignore[operator]
+                    p.data = p.data.to(torch.float32)
+                    p.data = p.data.view(p.shape)
+            return loss
+
+        if not by_job:
+            return list(model.parameters()), [step(X, Y).item() for _ in range(3)]
+        with client.submit(step, example=(X, Y), model=model, endpoint=endpoint) as job:
+            losses = [job.step(X, Y).item() for _ in range(3)]
+        return list(model.parameters()), losses
+
+    plain, ours = run(False), run(True)
+    assert plain[1] == ours[1]
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], ours[0], strict=True))
+
+
+def test_a_later_case_that_sets_data_is_refused_and_the_job_goes_on(endpoint: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    moves = False
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if moves:
+            model.weight.data = model.weight.data * 0.5
+        return loss
+
+    want = copy.deepcopy(model)
+    theirs = torch.optim.SGD(want.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        theirs.zero_grad()
+        F.cross_entropy(want(X), Y).backward()
+        theirs.step()
+    at = model.weight.data_ptr()
+    with client.submit(step, example=(X, Y), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        job.step(X, Y)
+        moves = True
+        for _ in range(2):
+            with pytest.raises(errors.CaptureError, match=r"\.data of weight"):
+                job.step(X, Y)
+        moves = False
+        job.step(X, Y)
+        job.step(X, Y)
+    assert model.weight.data_ptr() == at
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
