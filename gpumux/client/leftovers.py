@@ -1,23 +1,34 @@
 """What a traced step leaves behind in Python places, and putting it back.
 
 A buffer that the step replaces (`self.running = 0.9 * self.running + ...`) is state: the new value is
-copied to where the old one lies. Any other tensor it leaves in an attribute, a variable or a dictionary
-is harmless while nobody reads it: it stays until the step was traced a second time, and reading it then
-is an error that names it.
+copied to where the old one lies. Any other tensor it leaves in an attribute, a variable, a dictionary or a list
+stays until the step was traced a second time, where reading it is an error that names it; then what was there before
+is put back. Each step that runs leaves something there that says whose value is missing (unreturned.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.client.fingerprint import Fingerprint
+from gpumux.client.unreturned import unreturned
 from gpumux.errors import CaptureError
 
 _MISSING = object()
+
+
+class _Place(NamedTuple):
+    """That a step left tensors in: an entry of a dictionary (an attribute, a global variable), or a variable's cell."""
+
+    name: str
+    space: Any
+    key: Any
+    value: Any
+    old: Any
 
 
 class Leftovers:
@@ -27,8 +38,9 @@ class Leftovers:
         self._prints = prints
         self._buffers = [(m, dict(m._buffers)) for m in prints.modules]
         self._params = [(m, dict(m._parameters)) for m in prints.modules]
-        self._spaces = [(s, dict(s)) for s in prints.spaces]
-        self._cells = [(c, _content(c)) for c in prints.cells]
+        self._spaces = [(name, s, skip, dict(s)) for name, s, skip in prints.spaces]
+        self._lists = [(label, items, list(items)) for label, items in prints.lists]
+        self._cells = [(name, c, _content(c)) for name, c in prints.cells]
         self._strange = [(o, dict(o.state)) for _, o in prints.strangers]
 
     def replaced_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -68,15 +80,43 @@ class Leftovers:
 
     def restorers(self) -> list[Callable[[], None]]:
         """One for every place that holds a tensor of the trace now."""
-        found: list[Callable[[], None]] = []
-        for space, before in self._spaces:
-            for key, value in list(space.items()):
-                if _holds_fake(value):
-                    found.append(_put_back(space, key, before.get(key, _MISSING)))
-        for cell, old in self._cells:
-            if _holds_fake(_content(cell)):
-                found.append(_refill(cell, old))
+        found = [_put_back(place.space, place.key, place.old) for place in self._entries()]
+        found += [_refill(place.space, place.old) for place in self._variables()]
+        return found + [_relist(items, old) for _, items, old in self._lists if _any_fake(items)]
+
+    def left(self, home: torch.device | None) -> list[Callable[[], None]]:
+        """Puts what says that its value is missing into each of these places, as the step leaves them. `home`: where the
+        job's tensors lie. Raises CaptureError for a list in which the step moves what is there."""
+        found = [_put_back(p.space, p.key, unreturned(p.name, p.value, home)) for p in self._entries()]
+        found += [_refill(p.space, unreturned(p.name, p.value, home)) for p in self._variables()]
+        for label, items, old in self._lists:
+            if not _any_fake(items):
+                continue
+            pairs = list(zip(items, old, strict=False))
+            if len(items) != len(old) or any(new is not was and not _holds_fake(new) for new, was in pairs):
+                raise CaptureError(
+                    f"the step moves what {label} holds, to leave a tensor there",
+                    "return the tensor from the step, and keep it outside",
+                )
+            found += [
+                _put_back(items, i, unreturned(f"{label}[{i}]", new, home))
+                for i, (new, was) in enumerate(pairs)
+                if _holds_fake(new) and new is not was
+            ]
         return found
+
+    def _entries(self) -> Iterator[_Place]:
+        for name, space, skip, before in self._spaces:
+            for key, value in list(space.items()):
+                old = before.get(key, _MISSING)
+                if key not in skip and value is not old and _holds_fake(value):
+                    yield _Place(name(key), space, key, value, old)
+
+    def _variables(self) -> Iterator[_Place]:
+        for name, cell, old in self._cells:
+            value = _content(cell)
+            if value is not old and _holds_fake(value):
+                yield _Place(name, cell, None, value, old)
 
     def restore(self) -> None:
         """After a failed trace: everything as it was."""
@@ -100,6 +140,10 @@ def _holds_fake(value: Any, depth: int = 3) -> bool:
     return any(_holds_fake(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
+def _any_fake(items: Any) -> bool:
+    return any(map(_holds_fake, items))
+
+
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
@@ -107,12 +151,20 @@ def _content(cell: Any) -> Any:
         return _MISSING
 
 
-def _put_back(space: dict[Any, Any], key: Any, old: Any) -> Callable[[], None]:
+def _put_back(space: Any, key: Any, old: Any) -> Callable[[], None]:
     def put() -> None:
         if old is _MISSING:
             space.pop(key, None)
         else:
             space[key] = old
+
+    return put
+
+
+def _relist(items: Any, old: list[Any]) -> Callable[[], None]:
+    def put() -> None:
+        items.clear()
+        items.extend(old)
 
     return put
 

@@ -8,7 +8,7 @@ import enum
 import random
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy
@@ -21,6 +21,8 @@ from gpumux.client.reading import SCALARS, Watch
 from gpumux.errors import CaptureError
 
 _STRUCTURE = frozenset(torch.nn.Module().__dict__) - {"training"}
+_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
+_NONE: frozenset[str] = frozenset()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 MOST = 20_000  # objects a step may reach, and elements of one container
@@ -52,8 +54,11 @@ class Objects(abc.ABC):
         self.watches: list[Watch] = []
         self.modules: list[torch.nn.Module] = []
         self.strangers: list[tuple[str, Any]] = []  # optimizers that are reached but were not given
-        self.spaces: list[dict[Any, Any]] = []  # where a step may leave tensors
-        self.cells: list[types.CellType] = []
+        # Where a step may leave tensors: attributes, globals and dictionaries, with what names an entry and the keys that are
+        # looked after elsewhere; lists; and variables of closures.
+        self.spaces: list[tuple[Callable[[Any], str], dict[Any, Any], frozenset[str]]] = []
+        self.lists: list[tuple[str, Any]] = []
+        self.cells: list[tuple[str, types.CellType]] = []
         self.generators: list[tuple[str, Any]] = []
 
     @abc.abstractmethod
@@ -77,6 +82,8 @@ class Objects(abc.ABC):
         elif isinstance(value, (list, set, collections.deque)):
             self._bounded(label, len(value))
             self.watches.append(watch.sequence(label, value))
+            if not isinstance(value, set):
+                self.lists.append((label, value))
             self._items(label, enumerate(value))
         elif isinstance(value, (tuple, frozenset)):
             self._bounded(label, len(value))
@@ -94,7 +101,7 @@ class Objects(abc.ABC):
 
     def _dictionary(self, label: str, value: dict[Any, Any]) -> None:
         self._bounded(label, len(value))
-        self.spaces.append(value)
+        self.spaces.append((lambda key: f"{label}[{key!r}]", value, _NONE))
         self.watches.append(watch.items(label, value))
         self._items(label, list(dict.items(value)))
 
@@ -122,7 +129,7 @@ class Objects(abc.ABC):
         if bytes_of is not None:
             self.watches.append(bytes_of)
         if space is not None:
-            self.spaces.append(space)
+            self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
             if _unwalked(cls, _PLAIN_BASES):
                 self._entries(label, space, list(space))
             else:
@@ -140,7 +147,9 @@ class Objects(abc.ABC):
             self._visit(label, wrapped)
         elif isinstance(value, (*_CONTAINERS, *SCALARS)) or foreign.fixed(value):
             return
-        elif type(value).__module__.split(".")[0] == "torch":
+        if space is not None:
+            self.spaces.append((lambda key: f"{label}.{key}", space, _NONE))
+        if type(value).__module__.split(".")[0] == "torch":
             if space is not None:
                 self._scalars(label, space)
         else:
@@ -177,7 +186,7 @@ class Objects(abc.ABC):
             )
         self.modules.append(module)
         space = module.__dict__
-        self.spaces.append(space)
+        self.spaces.append((lambda key: f"{label}.{key}", space, _STRUCTURE))
         if "training" in space:
             self.watches.append(watch.entries(label, space, ["training"], flag=True))
         else:  # a wrapper that shows another module's
@@ -219,9 +228,10 @@ class Objects(abc.ABC):
                     self._group_value(f"{label}.param_groups[{i}][{key!r}]", value)
         self._dictionary(f"{label}.defaults", optimizer.defaults)
         cls, space = type(optimizer), optimizer.__dict__
+        self.spaces.append((lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
         if of_class(cls) is not Origin.LIBRARY:
             self._class(label, cls, space)
-            self._named_entries(label, space, frozenset(("state", "param_groups", "defaults")))
+            self._named_entries(label, space, _OF_OPTIMIZERS)
         for kind in _STEP_HOOKS:
             self._hooks(f"{label}.{kind}", getattr(optimizer, kind))
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from gpumux.client.unreturned import NOBODYS
 
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
 Reading = tuple[Any, ...]
@@ -66,11 +67,11 @@ class Watch:
 
 def equal(a: Any, b: Any, identity: Identity) -> bool:
     """Whether a step could not tell two values apart. `identity` says which of the job's tensors one is,
-    or its layout. A tensor that a trace left behind is nobody's yet (leftovers.py)."""
+    or its layout. One that a trace or a step left behind is nobody's (leftovers.py)."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):
+        if isinstance(a, NOBODYS) or isinstance(b, NOBODYS):
             return all(isinstance(x, torch.Tensor) or x is None or x is ABSENT for x in (a, b))
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             return False

@@ -72,6 +72,7 @@ class RawTrace:
     entry: Structure
     replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
     executed: Executed = field(default_factory=dict)  # the Python that ran
+    left: list[Callable[[], None]] = field(default_factory=list)  # mark the places where it leaves tensors
 
 
 _capturing = threading.RLock()  # a trace swaps functions of whole modules: one at a time
@@ -187,6 +188,7 @@ class Tracer:
                 "gpumux runs a step's Python only when it captures it: count outside the step, or keep the value in a tensor buffer",
             )
         raw.flags = changes
+        raw.left = left.left(self.table.home)
         return raw
 
     def tidy(self) -> None:

@@ -7,7 +7,7 @@ case has *phases* the optimizer goes through by itself: its first step, RAdam's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +96,7 @@ class Made:
     number: int | None = None
     remade: frozenset[int] = frozenset()  # parameters whose gradients it does not write to, but makes anew
     changed: frozenset[int] = frozenset()  # buffers of the job that its own operators write to, in place
+    left: Sequence[Callable[[], None]] = ()  # mark the places where the step leaves tensors that it does not return
     writes: bool = field(init=False)  # whether it changes state
 
     def __post_init__(self) -> None:
@@ -167,7 +168,7 @@ class Choice:
         return State(self.made.lowered.exit, self.values[scalars : scalars + host], keep)
 
     def settle(self, table: StateTable) -> None:
-        """The hyperparameters and flags that the call changes, changed in the local objects."""
+        """What the call changes in local objects, changed: hyperparameters and flags, and where it leaves tensors."""
         lowered = self.made.lowered
         scalars, host, _ = lowered.counts
         for (i, j, key, k), value in zip(lowered.groups, self.values[scalars + host :], strict=False):
@@ -180,6 +181,8 @@ class Choice:
                 group[key] = type(group[key])(items)
         for flag in lowered.flags:
             flag.again()
+        for mark in self.made.left:
+            mark()
         for optimizer in table.optimizers:
             optimizer._opt_called = True  # learning-rate schedulers ask whether step() ever ran
 
@@ -373,7 +376,10 @@ class StepFunction:
         remade = frozenset(i for i, view in raw.gradients.items() if place_of(raw.record, view) is None)
         written = [raw.record.storages[s] for s in frozenset().union(*(op.writes for op in raw.record.ops))]
         changed = frozenset(storage.key for storage in written if storage.kind == "state")
-        made = Made(replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade, changed=changed)
+        made = Made(
+            replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade, changed=changed,
+            left=raw.left,
+        )  # fmt: skip
         phase.made[state.keep] = made
         return made
 

@@ -139,7 +139,7 @@ class Walk(Objects):
             return  # a decorator, whose function was visited, or nothing that ran
         self._code(fn.__code__, fn.__globals__)
         for name, box in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
-            self.cells.append(box)
+            self.cells.append((name, box))
             self.watches.append(watch.cell(name, box))
             found = self.watches[-1].read()
             self._visit(name, found[0] if found else None)
@@ -156,7 +156,7 @@ class Walk(Objects):
         if names:
             if id(space) not in self._globals:
                 self._globals[id(space)] = (space, {})
-                self.spaces.append(space)
+                self.spaces.append((str, space, frozenset()))
             self._globals[id(space)][1].update(dict.fromkeys(names))
             for name in names:
                 self._visit(name, space[name])

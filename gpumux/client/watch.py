@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.client.fetching import HOOKS, OtherHooks
 from gpumux.client.numerics import precisions
 from gpumux.client.reading import ABSENT, Reading, Watch
+from gpumux.client.unreturned import NOBODYS
 
 
 def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) -> Watch:
@@ -61,18 +61,18 @@ def values(label: str, space: dict[Any, Any]) -> Watch:
 
 
 def items(label: str, space: dict[Any, Any]) -> Watch:
-    """A user's dictionary: its keys, in order, and values. What a trace left in it doesn't count (a hook
-    may collect activations)."""
+    """A user's dictionary: its keys, in order, and values. What a trace or a step left in it doesn't count (a
+    hook may collect activations)."""
 
     def read() -> Reading:
-        return tuple([x for k, v in dict.items(space) if not isinstance(v, FakeTensor) for x in (k, v)])
+        return tuple([x for k, v in dict.items(space) if not isinstance(v, NOBODYS) for x in (k, v)])
 
     def name(i: int) -> str:
         keys = list(dict.keys(space))
         return f"{label}[{keys[min(i // 2, len(keys) - 1)]!r}]" if keys else label
 
     def restore(old: Reading) -> None:
-        left = {k: v for k, v in dict.items(space) if isinstance(v, FakeTensor)}
+        left = {k: v for k, v in dict.items(space) if isinstance(v, NOBODYS)}
         dict.clear(space)
         dict.update(space, left)
         dict.update(space, zip(old[::2], old[1::2], strict=True))
@@ -86,7 +86,7 @@ def appeared(label: str, space: dict[str, Any], wanted: set[str]) -> Watch:
     known = frozenset(space)
 
     def read() -> Reading:
-        names = [k for k, v in space.items() if k not in known and k in wanted and not isinstance(v, FakeTensor)]
+        names = [k for k, v in space.items() if k not in known and k in wanted and not isinstance(v, NOBODYS)]
         return (tuple(sorted(names)),)
 
     def restore(old: Reading) -> None:

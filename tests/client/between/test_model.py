@@ -1,4 +1,4 @@
-"""Rows M1 to M18 of docs/architecture.md, "Between two steps": what a script does to the model."""
+"""Rows M1 to M19 of docs/architecture.md, "Between two steps": what a script does to the model."""
 
 from __future__ import annotations
 
