@@ -59,6 +59,18 @@ class StepFuture:
             raise self._error
         return self._value
 
+    def __getattr__(self, name: str) -> Any:
+        """Of what it has not. Says where a tensor would have it."""
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name == "backward":
+            message += (
+                ": the graph of a step's loss is in the step — call loss.backward() inside the step; .result() is the value, "
+                "without a graph"
+            )
+        elif hasattr(torch.Tensor, name) and not name.startswith("__"):
+            message += f", which a tensor has — wait for the step's own result: .result().{name}"
+        raise AttributeError(message, name=name, obj=self)
+
     # ---- the value of a step that returns one number
 
     def item(self) -> float | int | bool:

@@ -188,3 +188,30 @@ def test_what_is_no_number_is_computed_with_by_name_alone() -> None:
         future_of({"loss": 1}) + 1
     with pytest.raises(TypeError):
         future_of(1.0) + "a"
+
+
+def test_backward_says_where_it_belongs() -> None:
+    future = future_of(torch.tensor(1.0))
+    with pytest.raises(
+        AttributeError, match=r"loss\.backward\(\) inside the step; \.result\(\) is the value"
+    ) as caught:
+        future.backward()
+    assert caught.value.name == "backward"
+    assert not future.done(), "nothing is waited for"
+
+
+@pytest.mark.parametrize("name", ["detach", "cpu", "shape", "numpy", "mean", "grad_fn", "tolist"])
+def test_what_a_tensor_has_is_asked_of_the_result(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"{name!r}, which a tensor has .* \.result\(\)\.{name}$"):
+        getattr(future_of(torch.tensor(1.0)), name)
+
+
+def test_what_it_has_not_it_has_not() -> None:
+    future = future_of(torch.tensor(1.0))
+    for name in ("backward", "detach", "shape", "nothing", "__array__", "__dlpack__", "__cuda_array_interface__"):
+        assert not hasattr(future, name)
+        assert getattr(future, name, None) is None
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        future.nothing
+    for name in ("item", "result", "times", "done"):
+        assert hasattr(future, name)
