@@ -53,6 +53,7 @@ class Fingerprint:
         self.modules = walk.modules
         self.strangers = walk.strangers
         self.spaces = walk.spaces
+        self.fields = walk.fields
         self.lists = walk.lists
         self.cells = walk.cells
         self._generators = walk.generators

@@ -22,7 +22,8 @@ _MISSING = object()
 
 
 class _Place(NamedTuple):
-    """That a step left tensors in: an entry of a dictionary (an attribute, a global variable), or a variable's cell."""
+    """That a step left tensors in: an entry of a dictionary (an attribute, a global variable), or a variable's cell; of an object's
+    slots, or a class's attributes, `space` is the owner."""
 
     name: str
     space: Any
@@ -39,6 +40,7 @@ class Leftovers:
         self._buffers = [(m, dict(m._buffers)) for m in prints.modules]
         self._params = [(m, dict(m._parameters)) for m in prints.modules]
         self._spaces = [(name, s, skip, dict(s)) for name, s, skip in prints.spaces]
+        self._fields = [(label, o, {n: _field(o, n) for n in names}) for label, o, names in prints.fields]
         self._lists = [(label, items, list(items)) for label, items in prints.lists]
         self._cells = [(name, c, _content(c)) for name, c in prints.cells]
         self._strange = [(o, dict(o.state)) for _, o in prints.strangers]
@@ -82,6 +84,7 @@ class Leftovers:
         """One for every place that holds a tensor of the trace now."""
         found = [_put_back(place.space, place.key, place.old) for place in self._entries()]
         found += [_refill(place.space, place.old) for place in self._variables()]
+        found += [_assign(place.space, place.key, place.old) for place in self._attributes()]
         return found + [_relist(items, old) for _, items, old in self._lists if _any_fake(items)]
 
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
@@ -89,6 +92,7 @@ class Leftovers:
         job's tensors lie. Raises CaptureError for a list in which the step moves what is there."""
         found = [_put_back(p.space, p.key, unreturned(p.name, p.value, home)) for p in self._entries()]
         found += [_refill(p.space, unreturned(p.name, p.value, home)) for p in self._variables()]
+        found += [_assign(p.space, p.key, unreturned(p.name, p.value, home)) for p in self._attributes()]
         for label, items, old in self._lists:
             if not _any_fake(items):
                 continue
@@ -111,6 +115,13 @@ class Leftovers:
                 old = before.get(key, _MISSING)
                 if key not in skip and value is not old and _holds_fake(value):
                     yield _Place(name(key), space, key, value, old)
+
+    def _attributes(self) -> Iterator[_Place]:
+        for label, owner, before in self._fields:
+            for name, old in before.items():
+                value = _field(owner, name)
+                if value is not old and _holds_fake(value):
+                    yield _Place(f"{label}.{name}", owner, name, value, old)
 
     def _variables(self) -> Iterator[_Place]:
         for name, cell, old in self._cells:
@@ -149,6 +160,20 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return _MISSING
+
+
+def _field(owner: Any, name: str) -> Any:
+    return vars(owner).get(name, _MISSING) if isinstance(owner, type) else getattr(owner, name, _MISSING)
+
+
+def _assign(owner: Any, name: str, old: Any) -> Callable[[], None]:
+    def put() -> None:
+        if old is not _MISSING:
+            setattr(owner, name, old)
+        elif _field(owner, name) is not _MISSING:
+            delattr(owner, name)
+
+    return put
 
 
 def _put_back(space: Any, key: Any, old: Any) -> Callable[[], None]:

@@ -45,7 +45,7 @@ def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Ite
             raise CaptureError(f"{blame.user_line()} sets .data of {_name(self, table, fn)} to other memory", _REMEDY)
         _DATA.__set__(self, value)
 
-    plain_swap = torch.utils.swap_tensors
+    plain_swap: Callable[[Any, Any], None] = torch.utils.swap_tensors
 
     def swap(one: Any, other: Any) -> None:
         for tensor in (one, other):
@@ -65,7 +65,7 @@ def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Ite
 
         return method
 
-    swaps = [(torch.UntypedStorage, name, of_storage(name)) for name in _OF_STORAGE]
+    swaps: list[tuple[Any, str, Any]] = [(torch.UntypedStorage, name, of_storage(name)) for name in _OF_STORAGE]
     swaps += [
         (torch.Tensor, "data", property(_DATA.__get__, set_data)),
         (torch.utils, "swap_tensors", here(plain_swap, swap)),

@@ -55,8 +55,9 @@ class Objects(abc.ABC):
         self.modules: list[torch.nn.Module] = []
         self.strangers: list[tuple[str, Any]] = []  # optimizers that are reached but were not given
         # Where a step may leave tensors: attributes, globals and dictionaries, with what names an entry and the keys that are
-        # looked after elsewhere; lists; and variables of closures.
+        # looked after elsewhere; slots and attributes of classes; lists; and variables of closures.
         self.spaces: list[tuple[Callable[[Any], str], dict[Any, Any], frozenset[str]]] = []
+        self.fields: list[tuple[str, Any, tuple[str, ...]]] = []
         self.lists: list[tuple[str, Any]] = []
         self.cells: list[tuple[str, types.CellType]] = []
         self.generators: list[tuple[str, Any]] = []
@@ -138,6 +139,7 @@ class Objects(abc.ABC):
         names = tuple(n for c in cls.__mro__ for n in _slots(c) if n in self._names)
         if names:
             self.watches.append(watch.slots(label, value, names))
+            self.fields.append((label, value, names))
             for name in names:
                 self._visit(f"{label}.{name}", getattr(value, name, None))
 

@@ -45,7 +45,7 @@ class Unreturned(torch.Tensor):
     def at(
         place: str, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
     ) -> Unreturned:
-        made: Unreturned = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Unreturned = torch.Tensor._make_wrapper_subclass(
             Unreturned, size, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
         )
         made._place = place
@@ -59,7 +59,9 @@ class Unreturned(torch.Tensor):
         raise _unreturned((args, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise _unreturned((args, kwargs))
 
     def __deepcopy__(self, memo: Any) -> Any:

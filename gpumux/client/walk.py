@@ -179,6 +179,7 @@ class Walk(Objects):
             data = [k for k in named if not isinstance(vars(base)[k], _METHODS)]
             if data:
                 self.watches.append(watch.class_attributes(base.__name__, base, data))
+                self.fields.append((base.__name__, base, tuple(data)))
                 if space is not None:
                     self.watches.append(watch.optional(label, space, data))
             for key in named:

@@ -24,6 +24,8 @@ from tests.client.between.support import DATA, Script, X, Y, made, same
 class Aux(nn.Module):
     """Keeps its auxiliary loss in an attribute."""
 
+    shared: Any = None
+
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(6, 3)
@@ -56,10 +58,28 @@ def leave_global(model: Any, optimizer: Any, loss: Tensor) -> None:
     LAST = loss.detach()
 
 
+def leave_slot(model: Any, optimizer: Any, loss: Tensor) -> None:
+    SLOTS.last = loss.detach()
+
+
+def leave_class(model: Any, optimizer: Any, loss: Tensor) -> None:
+    Aux.shared = loss.detach()
+
+
 # How a step leaves its loss, where the script reads it, and what that is called.
 STORE: dict[str, Any] = {}
 FIRST: list[Any] = [torch.zeros(())]
 WINDOW: Any = collections.deque([None], maxlen=1)
+
+
+class Slots:
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+
+SLOTS = Slots()
 SPACE = types.SimpleNamespace(last=None)
 PLACES: dict[str, tuple[Leave, Callable[[Any, Any], Any], str]] = {
     "attribute": (lambda m, o, loss: None, lambda m, o: m.aux, r"model\.aux"),
@@ -73,6 +93,8 @@ PLACES: dict[str, tuple[Leave, Callable[[Any, Any], Any], str]] = {
     "dictionary": (lambda m, o, loss: STORE.__setitem__("last", loss.detach()), lambda m, o: STORE["last"], r"STORE\['last'\]"),
     "list": (lambda m, o, loss: FIRST.__setitem__(0, loss.detach()), lambda m, o: FIRST[0], r"FIRST\[0\]"),
     "deque": (lambda m, o, loss: WINDOW.append(loss.detach()), lambda m, o: WINDOW[0], r"WINDOW\[0\]"),
+    "slot": (leave_slot, lambda m, o: SLOTS.last, r"SLOTS\.last"),
+    "class": (leave_class, lambda m, o: Aux.shared, r"Aux\.shared"),
     "namespace": (lambda m, o, loss: setattr(SPACE, "last", loss.detach()), lambda m, o: SPACE.last, r"SPACE\.last"),
 }  # fmt: skip
 READS: dict[str, Callable[[Any], Any]] = {
@@ -106,7 +128,7 @@ def test_m19_reading_it_names_it_and_the_remedy(place: str, endpoint: str, monke
     STORE.clear()
     FIRST[:] = [torch.zeros(())]
     WINDOW.append(None)
-    SPACE.last = None
+    SPACE.last = SLOTS.last = Aux.shared = None
     with made(endpoint, make=Aux, step=leaving(leave)) as s:
         with torch.no_grad():
             s.model.aux = torch.zeros(())
