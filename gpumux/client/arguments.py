@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gpumux.client.session import Session
+from gpumux.client.state import StateTable
 from gpumux.errors import ConfigError
 from gpumux.model import JobSpec, Priority
 from gpumux.wire.fields import MAX_INT, MAX_NAME
@@ -68,3 +70,27 @@ def several(given: Any, kind: type[Any], what: str) -> list[Any]:
         if not isinstance(item, kind):
             raise ConfigError(f"{what}= holds a {type(item).__name__}", f"pass a {kind.__name__} or a sequence of them")
     return items
+
+
+def check_rng(rng: Any, seed: Any) -> None:
+    """Raises ConfigError unless `rng` is what submit() takes."""
+    if rng not in (None, "client", "own"):
+        raise ConfigError(f"rng is {rng!r:.60}", 'use "client" or "own"')
+    if rng == "client" and seed is not None:
+        raise ConfigError(
+            "seed= is for a generator of the job's own, and rng=\"client\" draws from torch's default one",
+            'call torch.manual_seed(...) yourself, or say rng="own"',
+        )
+
+
+def draws_from_client(rng: str | None, seed: Any, session: Session, table: StateTable) -> bool:
+    """Whether a job's draws go on from the client's generator. Raises ConfigError where that is asked for and can't be."""
+    on_the_cpu = session.welcome.device["kind"] == "cpu" and not table.gpu
+    if rng == "client" and not on_the_cpu:
+        where = (
+            f"the model lies on {table.home}"
+            if table.gpu
+            else f"the daemon's device is {session.welcome.device['kind']}"
+        )
+        raise ConfigError(f'rng="client" needs model and daemon on the CPU, and {where}', 'drop rng=, or use rng="own"')
+    return on_the_cpu and rng != "own" and seed is None

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from gpumux.client.arguments import check_compile, job_spec, several, whole
+from gpumux.client.arguments import check_compile, check_rng, draws_from_client, job_spec, several, whole
 from gpumux.client.devices import devices_of
-from gpumux.client.generator import check_rng, draws_from_client
 from gpumux.client.job import Job
 from gpumux.client.microbatch.split import check_microbatches
 from gpumux.client.persevering import through
