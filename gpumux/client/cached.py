@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -155,7 +155,11 @@ class Cached:
 
     def _install(self, parts: frozenset[Part]) -> None:
         wanted = None if parts == ALL else self._state.structure.buffers(self._table, parts)
-        mine = self._guard.gradients.written() if Part.GRADIENTS in parts else frozenset()
+        mine = self._guard.gradients.written() if Part.GRADIENTS in parts else set()
+        if (
+            Part.GRADIENTS not in self._guard.stale | parts
+        ):  # what lies in a gradient's memory is newer here, if backward() added
+            mine |= self._state.structure.buffers(self._table, {Part.GRADIENTS})
         install(self._table, self._state, partial(self._remote.pull, wanted=wanted), parts, mine)
 
     def _say_read(self, parts: frozenset[Part]) -> None:
@@ -206,12 +210,14 @@ class Cached:
             return
         structure = state.structure.without_gradients(changes)
         kept, dropped, written = dict(structure.kept), dict(structure.dropped), []
+        taken = structure.buffers(self._table, {Part.OPTIMIZER, Part.GRADIENTS})
+        in_daemon = dict(state.structure.kept).keys()  # some of them for what shares their memory
         with alone():
             for i, home in homes.items():
                 value = changes[i]
                 assert value is not None
-                place = home or self._settle_in(i, value)
-                if i in state.keep:
+                place = home or self._settle_in(i, value, taken)
+                if i in state.keep or (home is not None and i in in_daemon):
                     kept[i] = place
                     written.append(place.buffer)
                 else:
@@ -254,17 +260,17 @@ class Cached:
             f"give it a copy: {name}.grad = value.clone()",
         )
 
-    def _settle_in(self, index: int, value: torch.Tensor) -> Place:
+    def _settle_in(self, index: int, value: torch.Tensor, taken: Collection[int]) -> Place:
         """A place for a gradient of the script's: its own memory, which steps go on to add to; or, where others may lie in that, a
-        copy."""
+        copy. `taken`: buffers in which other state lies."""
         table = self._table
         name = f"grad.{table.param_names[index]}"
         with plainly(), torch.no_grad():
             path, layout = ("grad", index), (value.dtype, tuple(value.shape), value.stride())
             local = table.placeholder(path, name, *layout)
-            place, others = table.place(local), self._state.structure.buffers(table, {Part.OPTIMIZER})
-            if place is None or place.buffer in others or local.untyped_storage().nbytes() != local.nbytes:
-                local = table.fresh(path, name, *layout)  # more lies there, which may be newer in the daemon
+            home, alone = table.place(local), local.untyped_storage().nbytes() == local.nbytes
+            if home is None or home.buffer in taken or not alone:  # more lies there, which may be newer in the daemon
+                local = table.fresh(path, name, *layout)
             if index in self._state.keep and table.takes(local, value):
                 table.adopt(path, name, value)
                 self._guard.gradients.adopted(index)

@@ -239,6 +239,8 @@ class StateTable:
         return self._move(old.untyped_storage()._cdata, new.untyped_storage())
 
     def _move(self, before: int, after: torch.UntypedStorage) -> bool:
+        if before not in self._where:
+            return False  # its buffer moved on before
         buffer, nbytes, start = self._where[before]
         if len(self.buffers[buffer].home) != 1 or after.nbytes() != self.buffers[buffer].home[0][0].nbytes():
             return False
@@ -285,6 +287,8 @@ class StateTable:
         key = (path, dtype, tuple(size), tuple(stride))
         found = self._at_path.get(key)
         if found is not None and self.lookup(found) is None:
+            if self._at.get(self._place_of[key]) is not found:  # its buffer has moved on to another tensor
+                return self.fresh(path, name, dtype, size, stride)
             self.restore(self._place_of[key], found)
             found = self._at_path[key]
         return found if found is not None else self.fresh(path, name, dtype, size, stride)
@@ -300,6 +304,7 @@ class StateTable:
         """`placeholder`, in memory of its own, whatever was known under the path."""
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.home)
+        self._at_path.pop((path, dtype, tuple(size), tuple(stride)), None)  # whose buffer it would take over
         self.buffers[self.adopt(path, name, found).buffer].filled = False
         return found
 
@@ -362,6 +367,10 @@ class StateTable:
             return None
         self._known[id(new)] = new.untyped_storage()._cdata
         return new
+
+    def holders(self, place: Place) -> int:
+        """How many times modules hold what lies there."""
+        return sum(tensor is not None and self.place(tensor) == place for _, _, tensor in self._slots)
 
     def replaced(self) -> bool:
         """Whether a model holds other parameters or buffers than when the job was submitted."""
