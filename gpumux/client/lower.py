@@ -18,12 +18,13 @@ import torch.utils._pytree as pytree
 
 from gpumux.client.fingerprint import Change
 from gpumux.client.generator import STATE_BYTES, words_drawn
+from gpumux.client.homes import Homes
 from gpumux.client.host import Evaluator, Expr, Guard
 from gpumux.client.hyper import Steady
 from gpumux.client.ledger import RawOp, RawStorage, Record
 from gpumux.client.numerics import numerics_now, uses_tf32
-from gpumux.client.state import Place, StateTable
-from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, path_name
+from gpumux.client.state import ALL, Place, StateTable
+from gpumux.client.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure
 from gpumux.client.trace import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
 from gpumux.program.builder import contiguous_strides
 from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, ScalarRef, Storage, Tag, TensorRef, View
@@ -59,49 +60,21 @@ class Lowered:
         return leaves[0] if self.returns_leaf else pytree.tree_unflatten(leaves, self.result_spec)
 
 
-def place_of(record: Record, view: int) -> Place | None:
-    """The job buffer place of a view that lies on state, else None."""
-    v = record.views[view]
-    storage = record.storages[v.storage]
-    if storage.kind != "state":
-        return None
-    return Place(storage.key, getattr(torch, v.dtype), v.size, v.stride, v.offset)
-
-
 class _Exit:
     """How the step ends: where each thing it leaves behind lies, and the copies that takes."""
 
     def __init__(self, raw: RawTrace, table: StateTable, keep: frozenset[int]) -> None:
-        self._raw = raw
-        self._table = table
-        self.copies: list[tuple[Place, int]] = []
         self.host: list[Expr] = []
         self._vars: dict[int, int] = {}
+        self._homes = Homes(raw, table, keep)
         optimizers = tuple(
             tuple((key, thaw_frozen(tree, self._leaf)) for key, tree in frozen) for frozen in raw.optimizers
         )
-        kept, dropped = [], []
-        for index, view in sorted(raw.gradients.items()):
-            place, copied = self._home(("grad", index), f"grad.{table.param_names[index]}", view)
-            if index in keep:
-                kept.append((index, place))
-                if copied:
-                    self.copies.append((place, view))
-            else:
-                dropped.append((index, place))
-        self.copies += raw.replaced
-        self.structure = Structure(optimizers, tuple(kept), tuple(dropped))
-
-    def _home(self, path: tuple[Any, ...], name: str, view: int) -> tuple[Place, bool]:
-        """(place, whether a copy must bring it there)."""
-        place = place_of(self._raw.record, view)
-        if place is not None:
-            return place, False
-        v = self._raw.record.views[view]
-        tensor = self._table.placeholder(path, name, getattr(torch, v.dtype), v.size, v.stride)
-        place = self._table.place(tensor)
-        assert place is not None
-        return place, True
+        places = [(index, self._homes.of(("grad", index))) for index in sorted(raw.gradients)]
+        kept = tuple(one for one in places if one[0] in self._homes.kept)
+        dropped = tuple(one for one in places if one[0] not in self._homes.kept)
+        self.copies = [*self._homes.copies(), *raw.replaced]
+        self.structure = Structure(optimizers, kept, dropped)
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, HostExit):
@@ -110,10 +83,7 @@ class _Exit:
                 self.host.append(leaf.expr)
             return HostLeaf(var, leaf.dtype)
         if isinstance(leaf, DeviceExit):
-            place, copied = self._home(leaf.path, path_name(leaf.path, self._table), leaf.view)
-            if copied:
-                self.copies.append((place, leaf.view))
-            return DeviceLeaf(place)
+            return DeviceLeaf(self._homes.of(leaf.path))
         assert isinstance(leaf, ConstLeaf)
         return leaf
 
@@ -137,9 +107,8 @@ def lower(
     end = _Exit(raw, table, keep)
     record = raw.record
     dropped = {place.buffer: i for i, place in (*raw.entry.dropped, *end.structure.dropped)}
-    for i, place in end.structure.kept:
-        dropped.pop(place.buffer, None)
-        del i
+    for buffer in end.structure.buffers(table, ALL):
+        dropped.pop(buffer, None)
     tensors = [r.view for r in raw.results if isinstance(r, TensorResult)]
     roots = {record.views[v].storage for v in tensors} | {record.views[v].storage for _, v in end.copies}
     roots |= {s for b, s in record.state_storage.items() if b not in dropped}

@@ -299,7 +299,14 @@ class Tracer:
                     "the step replaces a buffer of a module that was not given", "pass the module in model="
                 )
             out.append((place, rec.view_of(rec.to_fake(new))))
-        return out
+        names = {place: name for name, tensor in self.table.tensors if (place := self.table.place(tensor)) is not None}
+        for place, view in dict(out).items():
+            if self.table.holders(place) != out.count((place, view)):
+                raise CaptureError(
+                    f"the step replaces the buffer {names.get(place, '')} in one place, and modules hold it in several",
+                    "replace it in all of them, or give each a copy of its own: .clone()",
+                )
+        return list(dict(out).items())
 
     def _refuse_new_keys(self) -> None:
         for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):

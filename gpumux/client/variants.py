@@ -17,9 +17,10 @@ import torch.utils._pytree as pytree
 from gpumux.client.executed import Executed
 from gpumux.client.fetching import plainly
 from gpumux.client.fingerprint import Change, Fingerprint
+from gpumux.client.homes import place_of
 from gpumux.client.host import Number
 from gpumux.client.hyper import HyperReader, Steady
-from gpumux.client.lower import Lowered, lower, place_of
+from gpumux.client.lower import Lowered, lower
 from gpumux.client.microbatch.split import first_part, split
 from gpumux.client.refusals import refuse_odd_tensors
 from gpumux.client.repeat import first_difference

@@ -1,0 +1,373 @@
+"""Things that share memory because a step made them so: optimizer state, gradients, buffers of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpumux import errors
+from tests.client.between.support import DATA, Script, X, made, momentum, same, whole, without_zeroing
+
+STEPS = 5
+
+
+class Square(nn.Module):
+    """Two layers of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 6)
+        self.two = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.two(torch.tanh(self.one(x)))[:, :3]
+
+
+class OfAll(torch.optim.Optimizer):
+    """Steps with all parameters at hand."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.parameters(), {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.all([p for group in self.param_groups for p in group["params"] if p.grad is not None])
+
+    def all(self, params: list[Any]) -> None:
+        raise NotImplementedError
+
+
+class KeepsGradient(OfAll):
+    """Its state holds the gradient itself."""
+
+    def kept(self, p: Any) -> Any:
+        return p.grad
+
+    def all(self, params: list[Any]) -> None:
+        for p in params:
+            state = self.state[p]
+            if "last" in state:
+                p.add_(state["last"], alpha=-0.02)
+            p.add_(p.grad, alpha=-0.05)
+            state["last"] = self.kept(p)
+
+
+class KeepsDetached(KeepsGradient):
+    def kept(self, p: Any) -> Any:
+        return p.grad.detach()
+
+
+class KeepsWindow(KeepsGradient):
+    """Of which a part is enough."""
+
+    def kept(self, p: Any) -> Any:
+        return p.grad[1:]
+
+    def all(self, params: list[Any]) -> None:
+        for p in params:
+            state = self.state[p]
+            if "last" in state:
+                p[1:].add_(state["last"], alpha=-0.02)
+            p.add_(p.grad, alpha=-0.05)
+            state["last"] = self.kept(p)
+
+
+class FlatState(OfAll):
+    """One buffer, made in the first step, and windows onto it."""
+
+    def all(self, params: list[Any]) -> None:
+        if not self.state[params[0]]:
+            flat, at = torch.zeros(sum(p.numel() for p in params)), 0
+            for p in params:
+                self.state[p]["buffer"] = flat[at : at + p.numel()].view_as(p)
+                at += p.numel()
+            self.state[params[0]]["flat"] = flat
+        self.state[params[0]]["flat"].mul_(0.9)
+        for p in params:
+            p.add_(self.state[p]["buffer"].add_(p.grad), alpha=-0.05)
+
+
+class OneForAll(OfAll):
+    """One tensor in the state of all parameters."""
+
+    def all(self, params: list[Any]) -> None:
+        if not self.state[params[0]]:
+            mean = torch.zeros(3)
+            for p in params:
+                self.state[p]["mean"] = mean
+        for p in params:
+            self.state[p]["mean"].mul_(0.9).add_(p.grad.norm())
+            p.add_(p.grad / (1 + self.state[p]["mean"][0]), alpha=-0.05)
+
+
+class PassesOn(OfAll):
+    """What was the newest becomes the one before, in the same memory."""
+
+    def all(self, params: list[Any]) -> None:
+        for p in params:
+            state = self.state[p]
+            if "new" in state:
+                state["old"] = state["new"]
+                p.add_(state["old"], alpha=-0.02)
+            state["new"] = p.grad.clone()
+            p.add_(p.grad, alpha=-0.05)
+
+
+class SharesAtTimes(OfAll):
+    """Two entries are one tensor in every second step, and two in the others."""
+
+    def all(self, params: list[Any]) -> None:
+        for p in params:
+            state = self.state[p]
+            if "a" in state:
+                state["a"].mul_(0.5)
+                p.add_(state["b"], alpha=-0.02)
+            p.add_(p.grad, alpha=-0.05)
+            together = "one" not in state
+            state["a"] = p.grad.clone()
+            state["b"] = state["a"] if together else p.grad.clone()
+            if together:
+                state["one"] = None
+            else:
+                del state["one"]
+
+
+def zeros_first(model: Any, optimizer: Any) -> Callable[..., Any]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def zeros_last(model: Any, optimizer: Any) -> Callable[..., Any]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def nothing(s: Script, i: int) -> None:
+    pass
+
+
+def read(s: Script, i: int) -> list[Any]:
+    return [tensor.clone() for state in s.optimizer.state.values() for tensor in state.values() if tensor is not None]
+
+
+def read_model_at_times(s: Script, i: int) -> list[Any]:
+    return [p.sum().item() for p in s.model.parameters()] if i % 2 else []
+
+
+def no_gradients(s: Script, i: int) -> None:
+    s.optimizer.zero_grad()
+
+
+def no_gradients_at_times(s: Script, i: int) -> None:
+    if i % 2:
+        s.optimizer.zero_grad()
+
+
+def zero_gradients(s: Script, i: int) -> None:
+    """The state, too, where it holds them."""
+    s.optimizer.zero_grad(set_to_none=False)
+
+
+def given(s: Script, i: int) -> None:
+    for p in s.model.parameters():
+        p.grad = torch.full_like(p, 0.1)
+
+
+def backward_here(s: Script, i: int) -> None:
+    F.cross_entropy(s.model(X), DATA[9][1]).backward()
+
+
+def loaded(s: Script, i: int) -> None:
+    if s.job is not None:
+        s.job.load_state()
+
+
+def each(act: Callable[[Script, int], Any]) -> Callable[[Script], Any]:
+    def script(s: Script) -> Any:
+        out: list[Any] = []
+        for i in range(STEPS):
+            out += s.train(1, i)
+            out += act(s, i) or []
+        return [*out, *(p.detach().clone() for p in s.model.parameters())]
+
+    return script
+
+
+ACTS = [
+    nothing,
+    read,
+    read_model_at_times,
+    no_gradients,
+    no_gradients_at_times,
+    zero_gradients,
+    given,
+    backward_here,
+    loaded,
+]
+OPTIMIZERS = [KeepsGradient, KeepsDetached, KeepsWindow, FlatState, OneForAll, PassesOn, SharesAtTimes]
+
+
+STYLES = [whole, zeros_first, zeros_last]
+
+
+@pytest.mark.parametrize(
+    ("step", "act"),
+    [*((without_zeroing, act) for act in ACTS), *((step, read) for step in STYLES), (whole, backward_here)],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("optimize", OPTIMIZERS, ids=lambda f: f.__name__)
+def test_state_that_a_step_made_to_share_memory(optimize: Any, act: Any, step: Any, endpoint: str) -> None:
+    try:
+        same(each(act), endpoint, make=Square, optimize=optimize, step=step)
+    except errors.StaleGradient as error:  # zeros in part of what is behind
+        assert optimize is KeepsWindow and act is zero_gradients and error.remedy
+
+
+def backward_and_step_here(s: Script) -> Any:
+    """Before the first step: the state is there already, and holds the gradient."""
+    backward_here(s, 0)
+    s.optimizer.step()
+    if s.job is not None:
+        s.job.load_state()
+    out = s.train(1)
+    backward_here(s, 1)
+    return out + s.train(2, 1)
+
+
+@pytest.mark.parametrize("step", [without_zeroing, zeros_last], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("optimize", OPTIMIZERS, ids=lambda f: f.__name__)
+def test_state_that_the_script_made_to_share_memory(optimize: Any, step: Any, endpoint: str) -> None:
+    same(backward_and_step_here, endpoint, make=Square, optimize=optimize, step=step)
+
+
+def gives(change: Callable[[Any], None]) -> Any:
+    def body(model: Any, optimizer: Any) -> Callable[..., Any]:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            change(model)
+            optimizer.step()
+            return loss
+
+        return step
+
+    return body
+
+
+def one_for_two(model: Any) -> None:
+    model.two.weight.grad = model.one.weight.grad
+
+
+def windows(model: Any) -> None:
+    flat, at = torch.cat([p.grad.reshape(-1) for p in model.parameters()]), 0
+    for p in model.parameters():
+        p.grad = flat[at : at + p.numel()].view_as(p)
+        at += p.numel()
+
+
+def overlapping_windows(model: Any) -> None:
+    flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    model.one.weight.grad = flat[:36].view(6, 6)
+    model.two.weight.grad = flat[6:42].view(6, 6)
+
+
+def the_parameter_itself(model: Any) -> None:
+    model.one.bias.grad = model.one.bias.data
+
+
+def halved(s: Script, i: int) -> None:
+    s.model.one.weight.grad.mul_(0.5)
+
+
+def read_gradients(s: Script, i: int) -> list[Any]:
+    return [p.grad.clone() for p in s.model.parameters()]
+
+
+@pytest.mark.parametrize("optimize", [momentum, KeepsGradient], ids=["momentum", "keeps gradients"])
+@pytest.mark.parametrize("act", [nothing, halved, read_gradients, read_model_at_times], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", [one_for_two, windows, overlapping_windows, the_parameter_itself])
+def test_gradients_that_a_step_made_to_share_memory(change: Any, act: Any, optimize: Any, endpoint: str) -> None:
+    if act is halved and (optimize is KeepsGradient or change is the_parameter_itself):
+        act = nothing  # a write to other state, which is refused
+    same(each(act), endpoint, make=Square, optimize=optimize, step=gives(change))
+
+
+class Buffers(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("a", torch.zeros(3))
+        self.register_buffer("b", torch.zeros(3))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return y + self.change(self, y.detach().mean(0))
+
+
+def one_for_both(m: Any, mean: Tensor) -> Any:
+    m.a.add_(mean)
+    out = m.b.clone()
+    m.a = m.b = m.a * 0.5
+    return out
+
+
+def the_other(m: Any, mean: Tensor) -> Any:
+    m.a.add_(mean)
+    m.b = m.a
+    return m.b
+
+
+def window_of_parameter(m: Any, mean: Tensor) -> Any:
+    m.a = m.linear.bias.detach()
+    return m.a
+
+
+@pytest.mark.parametrize("change", [one_for_both, the_other, window_of_parameter], ids=lambda f: f.__name__)
+def test_buffers_that_a_step_makes_to_share_memory_are_refused(change: Any, endpoint: str) -> None:
+    with (
+        pytest.raises(errors.CaptureError, match=r"replaces the buffer [ab] .* shares memory with .*clone") as found,
+        made(endpoint, lambda: Buffers(change), momentum),
+    ):
+        pass
+    assert ".clone()" in found.value.remedy
+
+
+def passed_on(m: Any, mean: Tensor) -> Any:
+    m.b = m.a
+    m.a = m.a * 0.9 + mean
+    return m.b
+
+
+def swapped(m: Any, mean: Tensor) -> Any:
+    m.a, m.b = m.b, m.a
+    m.a.add_(mean)
+    return m.b
+
+
+def itself(m: Any, mean: Tensor) -> Any:
+    m.a = m.a.detach()
+    m.a.add_(mean)
+    return m.a
+
+
+@pytest.mark.parametrize("change", [passed_on, swapped, itself], ids=lambda f: f.__name__)
+def test_buffers_that_change_places_share_nothing(change: Any, endpoint: str) -> None:
+    same(each(read_model_at_times), endpoint, make=lambda: Buffers(change), optimize=momentum)
