@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from gpumux.client.state import Part
-from gpumux.errors import StaleGradient
+from gpumux.errors import StaleGradient, StaleState
 
 plainly = torch._C.DisableTorchFunctionSubclass  # with plainly(): nothing is fetched
 
@@ -50,7 +50,8 @@ class Held:
 _MARK = "_gpumux_held"
 _fetching: dict[type, type] = {}  # by the plain class
 _lost: dict[type, type] = {}  # by the plain class
-_plain: dict[type, type] = {}  # by either
+_outdated: dict[type, type] = {}  # by the plain class
+_plain: dict[type, type] = {}  # by any of them
 
 
 def held_of(tensor: torch.Tensor) -> Held | None:
@@ -129,9 +130,47 @@ def lost(plain: type) -> type:
     return found
 
 
+def outdate(tensor: torch.Tensor) -> None:
+    """The tensor was a buffer or optimizer state that a step replaced while it was behind: its values are nowhere any more."""
+    let_go(tensor)
+    plain = type(tensor)
+    found = _outdated.get(plain)
+    if found is None:
+        found = type(plain)(
+            plain.__name__,
+            (plain,),
+            {
+                "__module__": plain.__module__,
+                "__torch_function__": classmethod(_outdated_torch_function),
+                "__deepcopy__": lambda self, memo: _refuse_outdated(),
+                "__reduce_ex__": lambda self, protocol: _refuse_outdated(),
+                "__repr__": lambda self, **kwargs: f"<a tensor of size {tuple(self.shape)} that a step replaced>",
+            },
+        )
+        _outdated[plain] = found
+        _plain[found] = plain
+    object.__setattr__(tensor, "__class__", found)
+
+
+def _outdated_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if func in _DESCRIBES:
+        with plainly():
+            return func(*args, **(kwargs or {}))
+    return _refuse_outdated()
+
+
+def _refuse_outdated() -> Any:
+    raise StaleState(
+        "this tensor has no values here: it was replaced by a step of the job, and not read between the step that gave it its values "
+        "and that one",
+        "keep a copy when it is there (model.buffer.clone()), or return it from the step",
+    )
+
+
 def is_lost(tensor: torch.Tensor | None) -> bool:
-    """Whether it is a gradient that was not kept."""
-    return type(tensor) in _plain and _lost.get(_plain[type(tensor)]) is type(tensor)
+    """Whether it is a gradient that was not kept, or what a step replaced."""
+    kind = type(tensor)
+    return kind in _plain and (_lost.get(_plain[kind]) is kind or _outdated.get(_plain[kind]) is kind)
 
 
 def _refuse() -> Any:
@@ -297,6 +336,8 @@ def fetch_arguments(values: Iterable[Any]) -> None:
     behind = [value for value in values if type(value) in _plain]
     if behind and torch._C._is_torch_function_enabled():
         _fetch(behind)
+        if any(type(value) in _outdated.values() for value in behind):
+            _refuse_outdated()
         if any(map(is_lost, behind)):  # or was found to be, by the fetch
             _refuse()
 

@@ -75,7 +75,9 @@ class Homes:
         for leaf in self._leaves.values():
             leaf.place = place_of(self._record, leaf.view)
         self._refuse_shared_buffers(raw)
+        fresh = [leaf for leaf in self._leaves.values() if leaf.place is None]
         self._settle()
+        self.anew = frozenset([*(self.of(leaf.path) for leaf in fresh), *(place for place, _ in raw.replaced)])
         self.kept = self._kept(keep)
 
     def of(self, path: tuple[Any, ...]) -> Place:
@@ -213,6 +215,9 @@ class Homes:
             others = left + [(names.get(p, "a buffer"), w) for p, w in raw.replaced[:at]]
             shared = [
                 one for one, w in others if views[w].storage == v.storage and _meet(_span_of(views[w]), _span_of(v))
+            ]
+            shared += [
+                n for p, n in names.items() if p.buffer == place.buffer and p != place and _meet(_span(p), _span(place))
             ]
             if lies is not None:
                 shared += [names[p] for p in staying if p.buffer == lies.buffer and _meet(_span(p), _span(lies))]

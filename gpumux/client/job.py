@@ -198,6 +198,7 @@ class Job(Capturing, Cached, Slotted):
         choice.settle(self._table)
         self._unread += 1
         changed = self._state.structure is not before.structure or self._state.host != before.host
+        self._guard.replaced(choice.made.replaces, before.structure, self._state.structure)
         if choice.made.writes or changed or choice.made.remade & self._guard.gradients.given:
             self._newer(choice.made, before.structure)
 

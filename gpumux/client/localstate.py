@@ -36,29 +36,30 @@ def install(
         torch.autograd.graph.increment_version([t for _, t in table.tensors])  # so that graphs made before are noticed
     if Part.OPTIMIZER in parts:
         for optimizer, frozen in zip(table.optimizers, state.structure.optimizers, strict=True):
-            _put_state(optimizer, _state(table, frozen, state, table.local))
+            _put_state(optimizer, _state(table, frozen, state, table.local), table)
 
 
-def _put_state(optimizer: Any, fresh: Any) -> None:
+def _put_state(optimizer: Any, fresh: Any, table: StateTable) -> None:
     """Into the dictionaries and step counters that are there, as the optimizer itself writes to them: a script may hold them."""
     old = optimizer.state.plain if isinstance(optimizer.state, FetchingState) else optimizer.state
     if type(old) not in (dict, defaultdict):
         optimizer.state = fresh
         return
-    merged = {key: _merged(old.get(key), entry) for key, entry in fresh.items()}
+    merged = {key: _merged(old.get(key), entry, table) for key, entry in fresh.items()}
     old.clear()
     old.update(merged)
     optimizer.state = old
 
 
-def _merged(old: Any, entry: Any) -> Any:
+def _merged(old: Any, entry: Any, table: StateTable) -> Any:
     if type(old) is not dict or type(entry) is not dict:
         return entry
     for key, value in entry.items():
         mine = old.get(key)
         if mine is value or not isinstance(mine, torch.Tensor) or not isinstance(value, torch.Tensor):
             continue
-        if mine.dim() == value.dim() == 0 and mine.dtype == value.dtype:
+        counter = mine.dim() == value.dim() == 0 and table.lookup(value) is None
+        if counter and mine.dtype == value.dtype:
             mine.copy_(value)
             entry[key] = mine
     old.clear()

@@ -47,6 +47,7 @@ class Lowered:
     words: int | None = (
         0  # of the client's generator that a step takes (generator.py), where its Program has `generator`
     )
+    anew: frozenset[Place] = frozenset()  # where something that the step made stands from then on
     returns_leaf: bool = field(init=False)  # the result is one value, no container
 
     def __post_init__(self) -> None:
@@ -74,6 +75,7 @@ class _Exit:
         kept = tuple(one for one in places if one[0] in self._homes.kept)
         dropped = tuple(one for one in places if one[0] not in self._homes.kept)
         self.copies = [*self._homes.copies(), *raw.replaced]
+        self.anew = self._homes.anew
         self.structure = Structure(optimizers, kept, dropped)
 
     def _leaf(self, leaf: Any) -> Any:
@@ -143,7 +145,7 @@ def lower(
     return Lowered(
         program, tuple(build.binding), end.structure, Evaluator(wanted, guards),
         (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
-        written, words,
+        written, words, end.anew,
     )  # fmt: skip
 
 

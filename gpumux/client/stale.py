@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from gpumux.client import overrides
 from gpumux.client.aliases import Aliases
 from gpumux.client.checksums import Checksums
-from gpumux.client.fetching import Held, held_of, hold, let_go, lose, plainly, watch_modules
+from gpumux.client.fetching import Held, held_of, hold, let_go, lose, outdate, plainly, watch_modules
 from gpumux.client.gradients import Gradients
 from gpumux.client.optimizers import FetchingState
 from gpumux.client.recorder import Recorder
+from gpumux.client.replaced import Replaces
 from gpumux.client.state import ALL, Part, StateTable
 from gpumux.client.structure import Structure
 from gpumux.errors import LocalWrite, StaleGradient, StaleState
@@ -72,6 +73,8 @@ class StaleGuard:
         self.stale: frozenset[Part] = frozenset()
         self._mine: dict[int, torch.Tensor] = {}  # what is behind
         self._inner: list[torch.Tensor] = []  # of the optimizers' state
+        self._shown: set[int] | None = set()  # the buffers in which these lie; None: not looked up yet
+        self._leaving: dict[tuple[int, int], frozenset[int]] = {}
         self._aliases = Aliases()
         self._modules = {id(m) for model in table.models for m in model.modules()}
         self._others: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -96,9 +99,19 @@ class StaleGuard:
             self.gradients.accumulated()
             if torch.is_grad_enabled() and self._source.structure().kept:
                 parts |= self.stale & {Part.GRADIENTS}  # a backward pass may follow, which adds to them
+        if Part.OPTIMIZER in parts and Part.GRADIENTS in self.stale and self._keeps_gradients():
+            parts |= {Part.GRADIENTS}
         if Part.GRADIENTS in parts:
             self.gradients.added_to()
         self._source.fetch(parts)
+
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients lie in the memory of the optimizers' state."""
+        structure = self._source.structure()
+        if not structure.kept:
+            return False
+        gradients = {place.buffer for _, place in structure.kept}
+        return not gradients.isdisjoint(structure.buffers(self._table, {Part.OPTIMIZER}))
 
     def refuse(self, what: str, because: BaseException | None = None) -> None:
         """Raises StaleState."""
@@ -124,6 +137,46 @@ class StaleGuard:
             mine = {id(t) for _, t in self._table.tensors}
             known = self._others[module] = any(id(p) in mine for p in module.parameters())
         return known
+
+    def replaced(self, what: Replaces, before: Structure, after: Structure) -> None:
+        """A step has put others in the places of some tensors, or left the places: the old ones are the script's from now on."""
+        left = frozenset[int]() if before is after else self._left(before, after)
+        if not (what.model or what.optimizer or left):
+            return
+        table = self._table
+        with plainly(), torch.inference_mode(False):
+            if self._shown is None:
+                self._shown = {found[0] for t in self._inner if (found := table.lookup(t)) is not None}
+            buffers = (what.optimizer | left) & self._shown
+            self._shown -= buffers
+            pairs = table.put_anew(what.model) if what.model else []
+            behind = {old.untyped_storage()._cdata for old, _ in pairs if Part.MODEL in self.stale}
+            for buffer in sorted(buffers):
+                gone = table.renew([buffer], keep=buffer in what.beside)
+                if Part.OPTIMIZER in self.stale or buffer in what.written or buffer in what.beside:
+                    behind |= gone
+            spoiled = [old for old, new in pairs if (table.lookup(new) or (-1,))[0] in what.written]
+            behind |= {old.untyped_storage()._cdata for old in spoiled}
+            if behind:
+                known = [*(old for old, _ in pairs), *self._inner]
+                known = [tensor for tensor in known if tensor.untyped_storage()._cdata in behind]
+                for tensor in [*known, *(t for t, _ in Aliases().of(known))]:
+                    self._mine.pop(id(tensor), None)
+                    outdate(tensor)
+            self._inner = [t for t in self._inner if table.lookup(t) is not None]
+            if pairs:
+                self._tensors = [t for _, t in table.tensors]
+                self._model = self._model_now()
+                for _, new in pairs if Part.MODEL in self.stale else ():
+                    self.hold(new, Part.MODEL)
+
+    def _left(self, before: Structure, after: Structure) -> frozenset[int]:
+        """Buffers of the optimizers' state in which nothing lies any more."""
+        key = (id(before), id(after))
+        if key not in self._leaving:
+            left = before.buffers(self._table, {Part.OPTIMIZER}) - {place.buffer for place in after.places()}
+            self._leaving[key] = frozenset(left - after.buffers(self._table, {Part.MODEL}) if left else ())
+        return self._leaving[key]
 
     def newer(self) -> None:
         """A step has changed the state in the daemon."""
@@ -246,6 +299,7 @@ class StaleGuard:
         self._flat = all(type(e) is dict and not any(isinstance(v, _NESTED) for v in e.values()) for e in entries)
         self._leaves = self._leaves_now()
         self._inner = [t for t in self._leaves if isinstance(t, torch.Tensor)]
+        self._shown = None
         self._optimizer = self._optimizer_now()
 
     def _note(self, parts: frozenset[Part]) -> None:

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpumux.client.reading import layout
 from gpumux.client.twins import Twins, elsewhere
@@ -83,6 +84,7 @@ class StateTable:
             tuple[Any, ...], Place
         ] = {}  # key of `_at_path` -> where its tensor lay when it came there
         self._at: dict[Place, torch.Tensor] = {}
+        self._former: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what was replaced
         self._device = device
         self.runs_on = runs_on
         self.home: torch.device | None = None  # where the local tensors lie; None while there are none
@@ -207,7 +209,10 @@ class StateTable:
         """Equal for tensors that a step can't tell apart: one of the job's by its place, and whether it is
         the parameter itself; any other by its layout, for a step can't compute with its values."""
         index = self._index.get(id(tensor))
-        return ("parameter", index) if index is not None else (self.place(tensor), layout(tensor))
+        if index is not None:
+            return ("parameter", index)
+        place = self.place(tensor) or self._former.get(tensor)
+        return layout(tensor) if place is None else (place, tensor.requires_grad)
 
     def param_index(self, tensor: Any) -> int | None:
         return self._index.get(id(tensor))
@@ -367,6 +372,38 @@ class StateTable:
             return None
         self._known[id(new)] = new.untyped_storage()._cdata
         return new
+
+    def put_anew(self, buffers: Collection[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Other tensors in the places of the models' own that lie on these buffers: the script has the old ones from now on, with
+        their memory. Returns (old, new)."""
+        found = []
+        for _, old in self.tensors:
+            place = self.place(old)
+            if place is None or place.buffer not in buffers:
+                continue
+            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+                buffer = self.buffers[place.buffer]
+                memory = torch.UntypedStorage(buffer.nbytes, device=self.home)
+                for storage, start in buffer.home:
+                    _bytes(memory)[start : start + storage.nbytes()] = _bytes(storage)
+                new = torch.empty(0, dtype=old.dtype, device=self.home)
+                new.set_(memory, place.offset, place.size, place.stride).requires_grad_(old.requires_grad)
+            found.append((old, new, place, memory))
+        for old, new, place, memory in found:
+            for storage, _ in self.buffers[place.buffer].home:
+                self._where.pop(storage._cdata, None)
+            self.buffers[place.buffer].home = [(memory, 0)]
+            self._where[memory._cdata] = (place.buffer, memory.nbytes(), 0)
+            self._at = {p: t for p, t in self._at.items() if p.buffer != place.buffer}
+            self._known[id(new)] = memory._cdata
+            self._former[old] = place
+        news = {id(old): new for old, new, _, _ in found}
+        for i, (owner, name, tensor) in enumerate(self._slots):
+            if id(tensor) in news:
+                self._slots[i] = (owner, name, news[id(tensor)])
+                owner[name] = news[id(tensor)]
+        self.tensors = [(name, news.get(id(tensor), tensor)) for name, tensor in self.tensors]
+        return [(old, new) for old, new, _, _ in found]
 
     def holders(self, place: Place) -> int:
         """How many times modules hold what lies there."""

@@ -61,6 +61,11 @@ class Structure:
         )
         return replace(self, kept=kept, dropped=dropped)
 
+    def places(self) -> list[Place]:
+        """Where the optimizers' state and the gradients lie."""
+        leaves = [leaf for optimizer in self.optimizers for _, tree in optimizer for leaf in frozen_leaves(tree)]
+        return [leaf.place for leaf in leaves if isinstance(leaf, DeviceLeaf)] + [place for _, place in self.gradients]
+
     def buffers(self, table: StateTable, parts: Collection[Part]) -> set[int]:
         """The job's buffers that hold these parts of the state."""
         places: list[Place | None] = []

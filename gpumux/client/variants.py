@@ -24,6 +24,7 @@ from gpumux.client.lower import Lowered, lower
 from gpumux.client.microbatch.split import first_part, split
 from gpumux.client.refusals import refuse_odd_tensors
 from gpumux.client.repeat import first_difference
+from gpumux.client.replaced import NOTHING, Replaces, replaces
 from gpumux.client.stale import StaleGuard
 from gpumux.client.state import StateTable
 from gpumux.client.structure import Structure
@@ -98,6 +99,7 @@ class Made:
     remade: frozenset[int] = frozenset()  # parameters whose gradients it does not write to, but makes anew
     changed: frozenset[int] = frozenset()  # buffers of the job that its own operators write to, in place
     left: Sequence[Callable[[], None]] = ()  # mark the places where the step leaves tensors that it does not return
+    replaces: Replaces = NOTHING
     writes: bool = field(init=False)  # whether it changes state
 
     def __post_init__(self) -> None:
@@ -140,7 +142,8 @@ class Case:
         if self.key != key:
             return "another batch shape or type"
         try:
-            return ", ".join(c.name for c in self.prints.changes()[:3])
+            with plainly():
+                return ", ".join(c.name for c in self.prints.changes()[:3])
         except NotRepeatable as gone:
             return gone.message
 
@@ -381,6 +384,7 @@ class StepFunction:
             replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade, changed=changed,
             left=raw.left,
         )  # fmt: skip
+        made.replaces = replaces(raw.record, lowered.anew, lowered.exit, self._table)
         phase.made[state.keep] = made
         return made
 
