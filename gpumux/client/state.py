@@ -385,7 +385,7 @@ class StateTable:
                 buffer = self.buffers[place.buffer]
                 memory = torch.UntypedStorage(buffer.nbytes, device=self.home)
                 for storage, start in buffer.home:
-                    _bytes(memory)[start : start + storage.nbytes()] = _bytes(storage)
+                    byte_view(memory)[start : start + storage.nbytes()] = byte_view(storage)
                 new = torch.empty(0, dtype=old.dtype, device=self.home)
                 new.set_(memory, place.offset, place.size, place.stride).requires_grad_(old.requires_grad)
             found.append((old, new, place, memory))
