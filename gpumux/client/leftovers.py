@@ -35,7 +35,9 @@ class _Place(NamedTuple):
 class Leftovers:
     """Looks at the places a fingerprint found, before and after a trace."""
 
-    def __init__(self, prints: Fingerprint) -> None:
+    def __init__(self, prints: Fingerprint, number: Callable[[Any], bool] = lambda value: False) -> None:
+        """`number`: whether a value is one of the trace's numbers, which are others at other steps."""
+        self._number = number
         self._prints = prints
         self._buffers = [(m, dict(m._buffers)) for m in prints.modules]
         self._params = [(m, dict(m._parameters)) for m in prints.modules]
@@ -85,48 +87,51 @@ class Leftovers:
         found = [_put_back(place.space, place.key, place.old) for place in self._entries()]
         found += [_refill(place.space, place.old) for place in self._variables()]
         found += [_assign(place.space, place.key, place.old) for place in self._attributes()]
-        return found + [_relist(items, old) for _, items, old in self._lists if _any_fake(items)]
+        return found + [_relist(items, old) for _, items, old in self._lists if any(map(self._holds, items))]
 
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
         """Puts what says that its value is missing into each of these places, as the step leaves them. `home`: where the
         job's tensors lie. Raises CaptureError for a list in which the step moves what is there."""
-        found = [_put_back(p.space, p.key, unreturned(p.name, p.value, home)) for p in self._entries()]
-        found += [_refill(p.space, unreturned(p.name, p.value, home)) for p in self._variables()]
-        found += [_assign(p.space, p.key, unreturned(p.name, p.value, home)) for p in self._attributes()]
+        found = [_put_back(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._entries()]
+        found += [_refill(p.space, unreturned(p.name, p.value, home, self._number)) for p in self._variables()]
+        found += [_assign(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._attributes()]
         for label, items, old in self._lists:
-            if not _any_fake(items):
+            if not any(map(self._holds, items)):
                 continue
             pairs = list(zip(items, old, strict=False))
-            if len(items) != len(old) or any(new is not was and not _holds_fake(new) for new, was in pairs):
+            if len(items) != len(old) or any(new is not was and not self._holds(new) for new, was in pairs):
                 raise CaptureError(
                     f"the step moves what {label} holds, to leave a tensor there",
                     "return the tensor from the step, and keep it outside",
                 )
             found += [
-                _put_back(items, i, unreturned(f"{label}[{i}]", new, home))
+                _put_back(items, i, unreturned(f"{label}[{i}]", new, home, self._number))
                 for i, (new, was) in enumerate(pairs)
-                if _holds_fake(new) and new is not was
+                if self._holds(new) and new is not was
             ]
         return found
+
+    def _holds(self, value: Any) -> bool:
+        return _holds_fake(value, also=self._number)
 
     def _entries(self) -> Iterator[_Place]:
         for name, space, skip, before in self._spaces:
             for key, value in list(space.items()):
                 old = before.get(key, _MISSING)
-                if key not in skip and value is not old and _holds_fake(value):
+                if key not in skip and value is not old and self._holds(value):
                     yield _Place(name(key), space, key, value, old)
 
     def _attributes(self) -> Iterator[_Place]:
         for label, owner, before in self._fields:
             for name, old in before.items():
                 value = _field(owner, name)
-                if value is not old and _holds_fake(value):
+                if value is not old and self._holds(value):
                     yield _Place(f"{label}.{name}", owner, name, value, old)
 
     def _variables(self) -> Iterator[_Place]:
         for name, cell, old in self._cells:
             value = _content(cell)
-            if value is not old and _holds_fake(value):
+            if value is not old and self._holds(value):
                 yield _Place(name, cell, None, value, old)
 
     def restore(self) -> None:
@@ -143,16 +148,12 @@ class Leftovers:
             put()
 
 
-def _holds_fake(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, FakeTensor):
+def _holds_fake(value: Any, depth: int = 3, also: Callable[[Any], bool] = lambda value: False) -> bool:
+    if isinstance(value, FakeTensor) or also(value):
         return True
     if depth == 0 or not isinstance(value, (tuple, list, dict)) or len(value) > 1000:
         return False
-    return any(_holds_fake(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
-
-
-def _any_fake(items: Any) -> bool:
-    return any(map(_holds_fake, items))
+    return any(_holds_fake(v, depth - 1, also) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def _content(cell: Any) -> Any:

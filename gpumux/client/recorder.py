@@ -235,6 +235,14 @@ class Recorder(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata if not isinstance(tensor, FakeTensor) else None
         return key is not None and key in self.host and key not in self._rebound
 
+    def is_number(self, value: Any) -> bool:
+        """Whether it is a tracked number, or the tensor of one, that is another at another step."""
+        if is_symbol(value):
+            return True
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not self.is_host(value):
+            return False
+        return not self.host[value.untyped_storage()._cdata].constant
+
     def _foreign(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace == "profiler":
             with torch.utils._python_dispatch._disable_current_modes():

@@ -130,7 +130,7 @@ class Tracer:
         refuse_around(self.table.gpu)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         before = prints.read()
-        left = Leftovers(prints)
+        left = Leftovers(prints, rec.is_number)
         position = 0
         fakes: list[Any] = []
         for leaf in leaves:

@@ -100,15 +100,18 @@ def _found(value: Any) -> Iterator[Unreturned]:
         yield from _found(list(value.values()))
 
 
-def unreturned(place: str, value: Any, home: torch.device | None) -> Any:
-    """`value`, in which a trace's tensors are replaced. `home`: where the job's tensors lie."""
+def unreturned(place: str, value: Any, home: torch.device | None, number: Callable[[Any], bool]) -> Any:
+    """`value`, in which a trace's tensors and numbers are replaced. `home`: where the job's tensors lie."""
     if isinstance(value, FakeTensor):
         like = (tuple(value.shape), tuple(value.stride()), value.dtype, home or value.device, value.requires_grad)
         return Unreturned.at(place, *like)
+    if number(value):
+        dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64
+        return Unreturned.at(place, (), (), dtype, torch.device("cpu"), False)
     if isinstance(value, dict):
-        return _alike(value, {k: unreturned(f"{place}[{k!r}]", v, home) for k, v in value.items()})
+        return _alike(value, {k: unreturned(f"{place}[{k!r}]", v, home, number) for k, v in value.items()})
     if isinstance(value, (tuple, list)):
-        return _alike(value, [unreturned(f"{place}[{i}]", v, home) for i, v in enumerate(value)])
+        return _alike(value, [unreturned(f"{place}[{i}]", v, home, number) for i, v in enumerate(value)])
     return value
 
 

@@ -230,6 +230,31 @@ def test_m19_the_model_is_copied_pickled_and_saved_all_the_same(endpoint: str) -
     assert type(s.model.aux) is Tensor, "a run here writes it"
 
 
+@pytest.mark.parametrize(
+    "read", [lambda o: o.param_groups[0]["lr"], lambda o: o.state[next(iter(o.state))]["step"] + 0]
+)
+def test_m19_a_number_of_the_step(read: Any, endpoint: str) -> None:
+    """A hyperparameter, or a count of steps: of the trace it would be the one that was there then."""
+
+    def bodies(model: Any, optimizer: Any) -> Callable[..., Any]:
+        optimizer.last = torch.zeros(())
+        plain = with_aux(model, optimizer)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss: Tensor = plain(x, y)
+            optimizer.last = read(optimizer)
+            return loss
+
+        return step
+
+    with made(endpoint, make=Aux, step=bodies) as s:
+        s.step(*DATA[0])  # the first count of steps is the same at each first step
+        for i in range(1, 3):
+            s.step(*DATA[i])
+            with pytest.raises(errors.StaleState, match=r"optimizer\.last"):
+                s.optimizer.last + 1
+
+
 def test_m19_a_second_job_after_the_first_goes_on(endpoint: str) -> None:
     torch.manual_seed(7)
     model = Aux()
