@@ -133,7 +133,7 @@ def lost(plain: type) -> type:
 def outdate(tensor: torch.Tensor) -> None:
     """The tensor was a buffer or optimizer state that a step replaced while it was behind: its values are nowhere any more."""
     let_go(tensor)
-    plain = type(tensor)
+    plain: Any = type(tensor)
     found = _outdated.get(plain)
     if found is None:
         found = type(plain)(

@@ -44,7 +44,7 @@ class _Leaf:
 
     @property
     def gradient(self) -> bool:
-        return self.path[0] == "grad"
+        return bool(self.path[0] == "grad")
 
 
 Span = tuple[int, int]  # first byte, and the one behind the last

@@ -401,7 +401,8 @@ class StateTable:
         for i, (owner, name, tensor) in enumerate(self._slots):
             if id(tensor) in news:
                 self._slots[i] = (owner, name, news[id(tensor)])
-                owner[name] = news[id(tensor)]
+                holder: dict[str, Any] = owner
+                holder[name] = news[id(tensor)]
         self.tensors = [(name, news.get(id(tensor), tensor)) for name, tensor in self.tensors]
         return [(old, new) for old, new, _, _ in found]
 

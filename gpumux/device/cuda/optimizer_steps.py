@@ -25,11 +25,11 @@ def adam_(
     """Adam, and AdamW if `decoupled`. `steps` are counted up already, as torch does before it calls its kernel."""
     if decoupled:
         torch._foreach_mul_(params, _tensor(1 - lr * weight_decay, params))
-        grads = torch._foreach_neg(grads) if maximize else list(grads)
+        grads = list(torch._foreach_neg(grads) if maximize else grads)
     else:
         grads = _decayed(params, grads, weight_decay, maximize)
     _blend_(averages, grads, beta1)
-    _blend_(squares, torch._foreach_mul(grads, grads), beta2)
+    _blend_(squares, list(torch._foreach_mul(grads, grads)), beta2)
     if amsgrad:
         torch._foreach_maximum_(greatest, squares)
     count = torch.stack(list(steps)).to(averages[0].dtype)
@@ -68,7 +68,7 @@ def _decayed(params: Lists, grads: Lists, weight_decay: Value, maximize: bool) -
     return list(decay)
 
 
-def _blend_(averages: Lists, values: Sequence[Tensor], beta: Value) -> None:
+def _blend_(averages: Lists, values: Lists, beta: Value) -> None:
     torch._foreach_mul_(averages, _tensor(beta, averages))
     torch._foreach_add_(averages, torch._foreach_mul(values, _tensor(1 - beta, averages)))
 
