@@ -466,13 +466,13 @@ def same_or_stale(script: Callable[[Script], Any], endpoint: str, **how: Any) ->
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_buffer_that_is_replaced_and_read_before(first: bool, endpoint: str) -> None:
+def test_m20_a_buffer_that_is_replaced_and_read_before(first: bool, endpoint: str) -> None:
     ran = same_or_stale(held(buffers_of, always), endpoint, make=lambda: Keeps(first), optimize=momentum)
     assert ran is not first  # what it was when the step replaced it was never here
 
 
 @pytest.mark.parametrize("at_once", [lambda i: False, lambda i: i % 2 == 0, lambda i: i == 3])
-def test_a_buffer_that_is_replaced_while_it_is_behind(at_once: Any, endpoint: str) -> None:
+def test_m20_a_buffer_that_is_replaced_while_it_is_behind(at_once: Any, endpoint: str) -> None:
     assert not same_or_stale(held(buffers_of, at_once), endpoint, make=Keeps, optimize=momentum)
 
 
