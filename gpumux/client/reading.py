@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 
-from gpumux.client.unreturned import NOBODYS
+from gpumux.client.unreturned import UNRETURNED
 
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
 Reading = tuple[Any, ...]
@@ -71,7 +71,7 @@ def equal(a: Any, b: Any, identity: Identity) -> bool:
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        if isinstance(a, NOBODYS) or isinstance(b, NOBODYS):
+        if isinstance(a, UNRETURNED) or isinstance(b, UNRETURNED):
             return all(isinstance(x, torch.Tensor) or x is None or x is ABSENT for x in (a, b))
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             return False

@@ -78,7 +78,7 @@ class Unreturned(torch.Tensor):
         return f"<{self._place} as a step left it, size {tuple(self.shape)}: not returned>"
 
 
-NOBODYS = (FakeTensor, Unreturned)  # what traces and steps leave behind
+UNRETURNED = (FakeTensor, Unreturned)  # what traces and steps leave behind
 
 
 def _unreturned(given: Any) -> StaleState:

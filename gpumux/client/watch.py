@@ -15,7 +15,7 @@ import torch
 from gpumux.client.fetching import HOOKS, OtherHooks
 from gpumux.client.numerics import precisions
 from gpumux.client.reading import ABSENT, Reading, Watch
-from gpumux.client.unreturned import NOBODYS
+from gpumux.client.unreturned import UNRETURNED
 
 
 def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) -> Watch:
@@ -65,14 +65,14 @@ def items(label: str, space: dict[Any, Any]) -> Watch:
     hook may collect activations)."""
 
     def read() -> Reading:
-        return tuple([x for k, v in dict.items(space) if not isinstance(v, NOBODYS) for x in (k, v)])
+        return tuple([x for k, v in dict.items(space) if not isinstance(v, UNRETURNED) for x in (k, v)])
 
     def name(i: int) -> str:
         keys = list(dict.keys(space))
         return f"{label}[{keys[min(i // 2, len(keys) - 1)]!r}]" if keys else label
 
     def restore(old: Reading) -> None:
-        left = {k: v for k, v in dict.items(space) if isinstance(v, NOBODYS)}
+        left = {k: v for k, v in dict.items(space) if isinstance(v, UNRETURNED)}
         dict.clear(space)
         dict.update(space, left)
         dict.update(space, zip(old[::2], old[1::2], strict=True))
@@ -86,7 +86,7 @@ def appeared(label: str, space: dict[str, Any], wanted: set[str]) -> Watch:
     known = frozenset(space)
 
     def read() -> Reading:
-        names = [k for k, v in space.items() if k not in known and k in wanted and not isinstance(v, NOBODYS)]
+        names = [k for k, v in space.items() if k not in known and k in wanted and not isinstance(v, UNRETURNED)]
         return (tuple(sorted(names)),)
 
     def restore(old: Reading) -> None:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gpumux.errors import ProgramError
 from gpumux.program.ir import Op
-
-Tensor = torch.Tensor
 
 
 def masked_fill(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from gpumux.device.cuda import asking, optimizer_steps
 from gpumux.errors import ProgramError
@@ -25,7 +26,6 @@ from gpumux.program.ir import ITEM_BYTES, Op, Program, ScalarRef, TensorRef
 from gpumux.program.schemas import schema
 from gpumux.program.validate import leaves, op_args
 
-Tensor = torch.Tensor
 _HALF = (torch.float16, torch.bfloat16)
 
 

@@ -19,8 +19,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
 aten = torch.ops.aten
 MATH, FLASH, EFFICIENT, CUDNN = range(4)  # as torch numbers its ways of attention
 ROW = 32  # efficient attention's rows of sums, in elements

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
 Value = Tensor | float | int
 Lists = list[Tensor]
 LISTS = 6  # of temporaries, as long as the parameters, at most at once; half types need their copies besides

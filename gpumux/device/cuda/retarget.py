@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gpumux.device.cpu.schema import DTYPES, constant
 from gpumux.device.cuda import asking, fused
@@ -20,9 +21,6 @@ from gpumux.errors import ProgramError
 from gpumux.program.allowlist import RANDOM
 from gpumux.program.ir import Arg, Complex, Op, Out, Program, ScalarRef, Tag, TensorRef, View
 from gpumux.program.schemas import schema
-
-Tensor = torch.Tensor
-
 
 _FORMS: dict[str, Callable[..., Any]] = {**asking.FORMS, **fused.FORMS}
 _COMPILED: dict[str, Callable[..., Any]] = {**asking.FORMS, **fused.COMPILED}
