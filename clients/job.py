@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gpumux.model import StepTimes
+from gpumux.types import StepTimes
 
 Step = Callable[..., Any]
 

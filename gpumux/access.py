@@ -2,7 +2,7 @@
 
 Exactly one rule applies to a peer: the first that names its user or its key, else the first that names one of its
 groups, else the one called `default`, else BUILT_IN, which allows what the [limits] allow. A rule stands by itself:
-what it leaves out is not inherited from `default`. Pure: names were made ids by `rules.py`.
+what it leaves out is not inherited from `default`. Pure: names were made ids by `config.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpumux.errors import AccessDenied
-from gpumux.model import Fault, Peer, Priority
+from gpumux.types import Fault, Peer, Priority
 
 DEFAULT = "default"
 

@@ -30,10 +30,9 @@ from gpumux.errors import BuildFailed, GpumuxError
 
 # What runs for every event. The others are asked seldom, are data that the daemon makes, too, or put things into words.
 MODULES = (
-    "answers", "awaited", "bans", "baseline", "blame", "board", "cells", "controller", "cutting", "estimates",
-    "fairness", "holds",
-    "interference", "judge", "lookahead", "lull", "machine", "models", "moments", "noise", "pairs", "places", "policy", "queue", "record",
-    "scene", "state", "story", "surprise", "track", "trying", "waiting", "work",
+    "awaited", "fair_queue", "history", "jobs", "policy", "scheduler", "state", "windows", "guard.answers", "guard.arrivals",
+    "guard.attribution", "guard.baseline", "guard.budget", "guard.costs", "guard.cutting", "guard.guard", "guard.high_job",
+    "guard.learning", "guard.scene", "guard.timing",
 )  # fmt: skip
 # As the interpreter computes: floats are rounded after each operation (a fused one differs in the last bit), integers wrap.
 FLAGS = (
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build(package: Path, *, force: bool = False) -> tuple[bool, Path]:
     """(whether it had to be made, the directory it is in). Raises Missing when a tool is, BuildFailed when one fails or the
     package's directory can't be written."""
-    place = package / "core" / compiled.PLACE.name
+    place = package / "scheduler" / compiled.PLACE.name
     with _alone(place):
         files = compiled.sources(package)
         directory = place / compiled.name(files)
@@ -160,7 +159,7 @@ def _translate_and_compile(
     made.mkdir()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         library, *shims = _translate(work)
-        include = [f"-I{path}" for path in (*library.include_dirs, work / "c" / "gpumux" / "core", *headers)]
+        include = [f"-I{path}" for path in (*library.include_dirs, work / "c" / "gpumux" / "scheduler", *headers)]
         command = [*compiler, *FLAGS, f"-O{OPTIMIZE}", *include]
         objects = [work / f"{number}.o" for number in range(len(library.sources))]
         jobs = [
@@ -168,11 +167,13 @@ def _translate_and_compile(
             for source, to in zip(library.sources, objects, strict=True)
         ]
         for shim in shims:
-            to = made / f"{shim.name.rpartition('.')[2]}{compiled.SUFFIX}"
+            *folders, name = shim.name.split(".")[2:]
+            made.joinpath(*folders).mkdir(exist_ok=True)
+            to = made.joinpath(*folders, f"{name}{compiled.SUFFIX}")
             jobs.append([*command, "-shared", str(work / shim.sources[0]), "-o", str(to)])
         list(pool.map(_run, jobs))
     _run([*compiler, "-shared", *[str(path) for path in objects], "-o", str(target)])
-    for file in (made, *made.iterdir()):
+    for file in (made, *made.rglob("*")):
         file.chmod(0o755)  # daemons may run as somebody else
 
 
@@ -186,7 +187,7 @@ def _translate(work: Path) -> list[Any]:
         try:
             return list(
                 mypycify(
-                    [*options, *[f"gpumux/core/{module}.py" for module in MODULES]],
+                    [*options, *[f"gpumux/scheduler/{module.replace('.', '/')}.py" for module in MODULES]],
                     multi_file=True,
                     group_name=compiled.LIBRARY,
                     target_dir="c",

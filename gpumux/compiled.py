@@ -1,9 +1,9 @@
 """Which core runs: its Python files as they are, or the same compiled to machine code by mypyc (`gpumux/compile_core.py`).
 
-What was compiled lies in `gpumux/core/__compiled__`, in a directory named after the interpreter it is for and the sources it was
-made of. So what is older than the sources has another name and is never used. `gpumux/core/__init__.py` looks there first when
+What was compiled lies in `gpumux/scheduler/__compiled__`, in a directory named after the interpreter it is for and the sources it was
+made of. So what is older than the sources has another name and is never used. `gpumux/scheduler/__init__.py` looks there first when
 it is imported. GPUMUX_CORE says otherwise: `interpreted` leaves what was compiled alone, `compiled` is an error where nothing fits.
-Both do the same; `tests/core/test_both.py` holds them to it.
+Both do the same; `tests/scheduler/test_both.py` holds them to it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from gpumux.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent
-PLACE = PACKAGE / "core" / "__compiled__"
+PLACE = PACKAGE / "scheduler" / "__compiled__"
 SUFFIX = EXTENSION_SUFFIXES[0]  # ".cpython-311-x86_64-linux-gnu.so": interpreter, processor and system
-BESIDE = ("__init__", "access", "compile_core", "compiled", "errors", "model")  # what the core's modules are made with
-LIBRARY = "gpumux.core.together"  # of all compiled modules; mypyc adds a word
+BESIDE = ("__init__", "access", "compile_core", "compiled", "errors", "types")  # what the core's modules are made with
+LIBRARY = "gpumux.scheduler.together"  # of all compiled modules; mypyc adds a word
 ENVIRONMENT = "GPUMUX_CORE"
 COMPILED, INTERPRETED = "compiled", "interpreted"
 COMPILE = "python -P -m gpumux.compile_core"  # -P: of the gpumux that is installed, not of a checkout one is in
@@ -48,7 +48,7 @@ def sources(package: Path = PACKAGE) -> dict[str, bytes]:
     """All that a compiled core is made of: files by their path within the package."""
     paths = [
         *(package / f"{name}.py" for name in BESIDE),
-        *sorted((package / "core").glob("[!.]*.py")),
+        *sorted(path for path in (package / "scheduler").rglob("[!.]*.py") if PLACE.name not in path.parts),
     ]  # not what an editor puts beside them
     return {str(path.relative_to(package)): path.read_bytes() for path in paths}
 
@@ -95,7 +95,7 @@ def load(directory: Path) -> None:
 
 
 def _find(package: Path) -> Choice:
-    place = package / "core" / PLACE.name
+    place = package / "scheduler" / PLACE.name
     try:
         there = os.listdir(place)
     except FileNotFoundError:

@@ -97,3 +97,14 @@ def memory_file(name: str, parts: Sequence[bytes]) -> int:
         os.close(fd)
         raise
     return fd
+
+
+# ---- What the machine this runs on is called.
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return "CPU"

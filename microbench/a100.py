@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpumux.device.sim.spec import A100
+from gpumux.device.sim.cost import A100
 from gpumux.errors import ConfigError
-from gpumux.plan import roofline
+from gpumux.plan import measure as roofline
 from gpumux.plan.layers import ModelProfile, Timing
 from gpumux.plan.models import find
 from gpumux.plan.trace import trace
@@ -51,7 +51,7 @@ def profile(directory: Path, name: str) -> ModelProfile:
     by_batch = read(directory / model.file)
     batches = sorted(by_batch)
     traced = trace(find(name, model.shape), whole=model.whole)
-    made = roofline.profile(traced, A100, batches)
+    made = roofline.roofline_profile(traced, A100, batches)
     lines = {batch: _joined(by_batch[batch]) for batch in batches}
     place, layers = 0, []
     for layer in made.layers:

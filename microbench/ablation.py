@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpumux.cli.planning import whole
-from gpumux.device.sim.spec import GpuSpec, preset
+from gpumux.cli.arguments import whole
+from gpumux.device.sim.cost import GpuSpec, preset
 from gpumux.errors import ConfigError
-from gpumux.model import Priority
 from gpumux.program.profile import StepProfile
-from gpumux.simulate import analytic, shipped
+from gpumux.simulate import workload as analytic
+from gpumux.simulate import workload as shipped
 from gpumux.simulate.run import simulate, solo
 from gpumux.simulate.workload import Workload, cut_workload, from_profile
+from gpumux.types import Priority
 from microbench import charts, common, deeppool, oracle
 
 GPUS = 8

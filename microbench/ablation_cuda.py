@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpumux.device.sim.spec import preset
-from gpumux.model import Priority
+from gpumux.device.sim.cost import preset
 from gpumux.program.profile import StepProfile, loads
-from gpumux.simulate import shipped
+from gpumux.simulate import workload as shipped
 from gpumux.simulate.workload import Workload, from_profile
+from gpumux.types import Priority
 from microbench import ablation, ways
 from microbench.ablation import HIGH_BATCH, LOW_BATCH, ROWS, SMALL_BATCH, Jobs, Row
 from microbench.daemon import GPUMUX

@@ -14,12 +14,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpumux.device.sim.kernel import Kernel
-from gpumux.device.sim.spec import preset
+from gpumux.device.sim.cost import Kernel, preset
 from gpumux.errors import GpumuxError
-from gpumux.model import Priority
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload
+from gpumux.types import Priority
 from microbench import common
 
 KERNELS = (5, 20, 50)  # of a high step, 100 us each

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumux.simulate.plot import HIGH_COLOR, LOW_COLOR, figure, save
+from gpumux.simulate.result import HIGH_COLOR, LOW_COLOR, figure, save
 
 COLUMNS = 4  # of a picture of several panels
 

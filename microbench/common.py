@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gpumux
-from gpumux.core import RUNS
+from gpumux.scheduler import RUNS
 
 PACKAGES = ("torch", "pyzmq", "msgpack", "numpy")
 

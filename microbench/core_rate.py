@@ -24,10 +24,11 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from gpumux.core import commands as cmd
-from gpumux.core import events as ev
-from gpumux.core.machine import Core, CoreConfig
-from gpumux.model import DeviceInfo, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId
+from gpumux.scheduler import events as cmd
+from gpumux.scheduler import events as ev
+from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.scheduler import Core
+from gpumux.types import DeviceInfo, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, StepId
 from microbench import common
 
 Timed = tuple[ev.Event, float]

@@ -3,7 +3,7 @@ gpumux: its path is given on the command line.
 
 One line a layer and batch size: `kind{parameters}[batch][shape]`, total ms, forward us, backward us; `sum:` closes a
 batch size. A convolution's backward time stands at the rectifier behind it. What the file lacks is modelled as the
-shipped profiles are (gpumux/simulate/analytic.py) and marked so: how kernels fill the GPU, the rectifier's part of
+shipped profiles are (gpumux/simulate/workload.py) and marked so: how kernels fill the GPU, the rectifier's part of
 its backward time, all-reduces and the optimizer.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
-from gpumux.simulate.analytic import Tape
+from gpumux.simulate.workload import Tape
 
 _LINE = re.compile(r"^\s*(\w+)(\{.*\})\[(\d+)\](\S+)\s+([\d.]+)\s+(\d+)\s+(\d+)\s*$")
 

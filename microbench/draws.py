@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpumux import client
-from gpumux.client.generator import ClientGenerator, client_generator, skip
+from gpumux.capture.generator import ClientGenerator, client_generator, skip
 from microbench import common
 from microbench.daemon import running_daemon
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpumux.cli.planning import whole
+from gpumux.cli.arguments import whole
 from gpumux.errors import ConfigError
 from microbench import common, fusionfile
 

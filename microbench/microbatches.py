@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gpumux import client
 from gpumux.cli.control import Control
-from gpumux.program.plan import plan
+from gpumux.program.memory import plan
 from gpumux.program.profile import loads
 from microbench import common
 from microbench.daemon import running_daemon

@@ -3,8 +3,8 @@
 eager        torch's optimizer with its default of many tensors at once (foreach=True), numbers as they are
 capturable   torch's own way for a captured step: the learning rate and the step count lie in memory (capturable=True where the
              optimizer has it, else a learning rate that is a tensor)
-first form   the step's Program as a GPU runs it (gpumux/device/cuda/feeding.py), if all its numbers changed from step to step
-gpumux       the same with the hyperparameters that no schedule usually changes written into it (gpumux/client/hyper.py)
+first form   the step's Program as a GPU runs it (gpumux/device/cuda/operators.py), if all its numbers changed from step to step
+gpumux       the same with the hyperparameters that no schedule usually changes written into it (gpumux/capture/symbols.py)
 
 Counted operator by operator on small tensors of the CPU, so no GPU is needed, and no time is measured: an operator that writes in
 place reads and writes, views cost nothing. Numbers of one element are left out.
@@ -21,16 +21,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumux.client.hyper import Steady
-from gpumux.client.stale import StaleGuard, Words
-from gpumux.client.state import Part, StateTable
-from gpumux.client.structure import Structure, from_local
-from gpumux.client.trace import Tracer
-from gpumux.client.variants import State, StepFunction
-from gpumux.device.cpu.schema import DTYPES, constant
-from gpumux.device.cuda import retarget
-from gpumux.device.cuda.feeding import Number
-from gpumux.program import allowlist
+from gpumux.capture.staleness import StaleGuard, Words
+from gpumux.capture.state import Part, StateTable
+from gpumux.capture.step import State, StepFunction
+from gpumux.capture.structure import Structure, from_local
+from gpumux.capture.symbols import Steady
+from gpumux.capture.tracer import Tracer
+from gpumux.device.cuda import operators as retarget
+from gpumux.device.cuda.operators import Number
+from gpumux.device.run.schema import DTYPES, constant
+from gpumux.program import operators as allowlist
 from gpumux.program.ir import Program, ScalarRef, Tag, TensorRef
 from microbench import common
 

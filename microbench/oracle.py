@@ -32,11 +32,11 @@ from functools import lru_cache
 from itertools import pairwise
 from math import ceil, inf
 
-from gpumux.device.sim.spec import GpuSpec
-from gpumux.model import Priority
+from gpumux.device.sim.cost import GpuSpec
 from gpumux.simulate.result import Result, Solo
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload
+from gpumux.types import Priority
 from microbench.planned import GAP, Cost, Entry, Plan, Planned
 
 STEPS, WARMUP = 100, 20  # of every plan tried

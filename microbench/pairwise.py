@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumux.cli.planning import whole
-from gpumux.device.sim.kernel import Kernel
-from gpumux.device.sim.spec import GpuSpec, preset
+from gpumux.cli.arguments import whole
+from gpumux.device.sim.cost import GpuSpec, Kernel, preset
 from gpumux.errors import ConfigError
-from gpumux.model import Priority
 from gpumux.simulate.run import simulate
 from gpumux.simulate.workload import Workload
+from gpumux.types import Priority
 from microbench import charts, common
 
 DURATIONS_S = (10e-6, 50e-6, 200e-6, 1e-3, 5e-3)

@@ -17,11 +17,11 @@ from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
-from gpumux.core import commands as cmd
-from gpumux.core import events as ev
-from gpumux.device.sim.pieces import TARGET_S, Pieces, piece_seconds
-from gpumux.device.sim.spec import GpuSpec
-from gpumux.model import JobId, LaunchId, Priority, ProgramId, StepId, StepTimes
+from gpumux.device.sim.cost import GpuSpec
+from gpumux.device.sim.device import TARGET_S, Pieces, piece_seconds
+from gpumux.scheduler import events as cmd
+from gpumux.scheduler import events as ev
+from gpumux.types import JobId, LaunchId, Priority, ProgramId, StepId, StepTimes
 
 HIGH_LAUNCHES = 2
 IDLE_LAUNCHES = 4  # low launches outstanding while no high piece is

@@ -15,17 +15,18 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gpumux.device.sim.spec import A100
+from gpumux.device.sim.cost import A100
 from gpumux.errors import ConfigError
-from gpumux.plan import costs, deeppool, optimal, roofline, rules, splits
-from gpumux.plan.costs import Costs, ProfiledCosts, powers_of_two
-from gpumux.plan.graph import Graph
+from gpumux.plan import branches as splits
+from gpumux.plan import costs, deeppool, optimal
+from gpumux.plan import measure as roofline
+from gpumux.plan import plan as rules
+from gpumux.plan.costs import Costs, ProfiledCosts, powers_of_two, preset
+from gpumux.plan.graph import Graph, reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
 from gpumux.plan.models import find
-from gpumux.plan.network import preset
 from gpumux.plan.plan import Placement, evaluate
 from gpumux.plan.question import Question
-from gpumux.plan.reduction import reduce
 from gpumux.plan.trace import trace
 from microbench import a100, common
 
@@ -114,7 +115,7 @@ def _ms(figure: common.Figure) -> str:
 def modelled(name: str) -> ModelProfile:
     """The same model with times by the roofline."""
     model = a100.MODELS[name]
-    return roofline.profile(trace(find(name, model.shape), whole=model.whole), A100)
+    return roofline.roofline_profile(trace(find(name, model.shape), whole=model.whole), A100)
 
 
 def searches(graph: Graph, gpus: int, batch: int, limit: float, repeats: int) -> dict[str, Any]:

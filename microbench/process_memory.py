@@ -53,7 +53,7 @@ def role_of(pid: int, default: str) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return default
-    return "snapshot writer" if b"gpumux.recovery.writer" in command else default
+    return "snapshot writer" if b"gpumux.daemon.snapshots.writer" in command else default
 
 
 def shared_files(pids: Sequence[int]) -> int:

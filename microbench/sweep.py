@@ -23,13 +23,12 @@ from random import Random
 from typing import Any
 
 from gpumux import config
-from gpumux.cli.planning import whole
-from gpumux.device.sim.kernel import Kernel
-from gpumux.device.sim.spec import GpuSpec, preset
+from gpumux.cli.arguments import whole
+from gpumux.device.sim.cost import GpuSpec, Kernel, preset
 from gpumux.errors import ConfigError
-from gpumux.model import Priority
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload
+from gpumux.types import Priority
 from microbench import charts, common, oracle
 
 SHARE = 0.8  # of the oracle's harvest that the guard is to reach

@@ -1,4 +1,4 @@
-"""What a sweep costs by scheduler: `gpumux.fuse.tune` on digits, trials one after another, as jobs, and as arrays.
+"""What a sweep costs by scheduler: `gpumux.tune.tune` on digits, trials one after another, as jobs, and as arrays.
 
 The same configurations, seeds and data for each; what is compared is the time from begin to end, capture and scoring
 included, and the seconds the device worked. Scores are compared, too: the best configuration must be one for all. One torch
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from clients import digits_sweep
-from gpumux.fuse.tune import SCHEDULERS, Found, tune
-from gpumux.fuse.tuning.task import Task, find
+from gpumux.tune.task import Task, find
+from gpumux.tune.tune import SCHEDULERS, Found, tune
 from microbench import common
 from microbench.daemon import running_daemon
 

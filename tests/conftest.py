@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 # The tests themselves look into the core, put things in their place and read its source, which takes the Python files. What they
-# start as processes runs what users would have, which is compiled after `make core`; tests/core/test_both.py compares the two.
+# start as processes runs what users would have, which is compiled after `make core`; tests/scheduler/test_both.py compares the two.
 os.environ["GPUMUX_CORE"] = "interpreted"
-import gpumux.core  # noqa: F401
+import gpumux.scheduler  # noqa: F401
 
 del os.environ["GPUMUX_CORE"]
 

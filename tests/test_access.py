@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gpumux.access import BUILT_IN, Access, Rule, refuse_priority, refuse_submit, refuse_weight
 from gpumux.config import Config, load
 from gpumux.errors import AccessDenied, ConfigError, from_code
-from gpumux.model import Peer, Priority
-from gpumux.wire.curve import peer_of
+from gpumux.types import Peer, Priority
+from gpumux.wire.peers import peer_of
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 MY_GROUP = grp.getgrgid(os.getgid()).gr_name

@@ -19,33 +19,35 @@ ROOT = Path(gpumux.__file__).resolve().parent.parent
 PACKAGE = ROOT / "gpumux"
 MAX_LINES = 1000
 
+MAX_MODULES = 15  # directly in a folder
+
 # Parts of gpumux, and the parts each may import. An arrow may skip layers, never turn back.
 BASE = frozenset(
-    {"errors", "model", "access", "config", "hostmemory", "gpumux"}
+    {"errors", "types", "access", "config", "hostmemory", "gpumux"}
 )  # "gpumux": the package itself, for its version
 SHARED = BASE | {"program"}
 ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "model": frozenset(),
-    "access": frozenset({"errors", "model"}),
-    "rules": frozenset({"errors", "model", "access"}),  # names to ids, for the configuration alone
-    "config": frozenset({"errors", "model", "access", "rules", "gpumux"}),
-    "compiled": frozenset({"errors"}),  # which core runs
+    "types": frozenset(),
+    "access": frozenset({"errors", "types"}),
+    "config": frozenset({"errors", "types", "access", "gpumux"}),
+    "compiled": frozenset({"errors"}),  # whether the scheduler runs compiled
     "compile_core": frozenset({"errors", "compiled"}),
-    "hostmemory": frozenset({"errors"}),  # what the kernel says, for whoever asks
-    "program": BASE,
-    "core": SHARED | {"compiled"},
-    "wire": SHARED,
+    "hostmemory": frozenset({"errors"}),
+    "program": frozenset({"errors", "types"}),
+    "scheduler": frozenset({"errors", "types", "access", "compiled"}),
+    "wire": frozenset({"errors", "types", "hostmemory", "gpumux"}),
+    "metrics": frozenset({"errors", "types", "gpumux"}),
     "device": SHARED,
-    "metrics": SHARED,
-    "recovery": SHARED | {"wire"},  # snapshots on a disk, and the process that writes them
-    "daemon": SHARED | {"core", "wire", "device", "metrics", "recovery"},
-    "simulate": SHARED | {"core", "device"},
+    "daemon": SHARED | {"scheduler", "wire", "device", "metrics"},
+    "simulate": SHARED | {"scheduler", "device"},
     "plan": SHARED | {"device", "simulate"},  # roofline and pictures
-    "cli": SHARED | {"compiled", "core", "wire", "device", "metrics", "recovery", "daemon", "simulate", "plan", "fuse"},
-    "client": SHARED | {"wire"},
+    "capture": SHARED,
+    "client": SHARED | {"capture", "wire"},
     "fuse": SHARED
-    | {"client", "wire", "device", "simulate"},  # captures and submits as a job does, runs as the device does
+    | {"capture", "client", "wire", "device"},  # captures and submits as a job does, runs as the device does
+    "tune": SHARED | {"client", "fuse", "simulate"},
+    "cli": SHARED | {"compiled", "wire", "device", "daemon", "simulate", "plan", "tune"},
     "integrations": SHARED | {"client"},  # training frameworks, each in a module that imports it
     "__main__": frozenset({"cli"}),
     "gpumux": frozenset(),
@@ -55,10 +57,11 @@ ARROWS: dict[str, frozenset[str]] = {
 EXCEPTIONS: dict[tuple[str, str], str] = {
     (
         "gpumux.client",
-        "gpumux.fuse.submit.submit_array",
+        "gpumux.fuse.job.submit_array",
     ): "users look for it beside submit; nothing of the client uses it",
 }
 
+CLIENT = {"client", "capture"}
 IMPURE = ("zmq", "torch", "time", "threading", "asyncio", "multiprocessing", "socket", "os", "random", "datetime")
 
 
@@ -108,7 +111,7 @@ def all_imports() -> list[Import]:
 
 
 def part(module: str) -> str:
-    """`gpumux.core.queue` -> core; `gpumux.__version__` -> gpumux."""
+    """`gpumux.scheduler.jobs` -> scheduler; `gpumux.__version__` -> gpumux."""
     rest = module.split(".")[1:]
     return rest[0] if rest and rest[0] in ARROWS else "gpumux"
 
@@ -128,7 +131,7 @@ def impure(imports: list[Import]) -> list[str]:
     return [
         f"{i.importer}:{i.line} imports {i.imported}"
         for i in imports
-        if part(i.importer) == "core" and i.imported.split(".")[0] in IMPURE
+        if part(i.importer) == "scheduler" and i.imported.split(".")[0] in IMPURE
     ]
 
 
@@ -136,7 +139,7 @@ def test_imports_follow_the_arrows():
     assert against_the_arrows(all_imports()) == []
 
 
-def test_the_core_is_pure():
+def test_the_scheduler_is_pure():
     assert impure(all_imports()) == []
 
 
@@ -154,13 +157,13 @@ def test_every_part_has_its_arrows():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("gpumux.core.queue", "from gpumux.wire import codec"),
-        ("gpumux.core.queue", "def f():\n    import gpumux.daemon.loop"),
-        ("gpumux.core.queue", "from ..device import cpu"),
-        ("gpumux.client.submit", "from gpumux.core.events import Tick"),
+        ("gpumux.scheduler.jobs", "from gpumux.wire import codec"),
+        ("gpumux.scheduler.jobs", "def f():\n    import gpumux.daemon.loop"),
+        ("gpumux.scheduler.jobs", "from ..device import cpu"),
+        ("gpumux.client.submit", "from gpumux.scheduler.events import Tick"),
         ("gpumux.wire.router", "from gpumux.daemon import loop"),
-        ("gpumux.program.ir", "import gpumux.device.contract"),
-        ("gpumux.errors", "from . import model"),
+        ("gpumux.program.ir", "import gpumux.device.base"),
+        ("gpumux.errors", "from . import types"),
     ],
 )
 def test_the_arrow_check_can_fail(module: str, source: str):
@@ -170,12 +173,225 @@ def test_the_arrow_check_can_fail(module: str, source: str):
 @pytest.mark.parametrize("name", ["zmq", "torch", "time", "threading"])
 def test_the_purity_check_can_fail(name: str):
     source = f"def late():\n    from {name} import something"
-    assert len(impure(imports_of("gpumux.core.queue", source, is_package=False))) == 1
+    assert len(impure(imports_of("gpumux.scheduler.jobs", source, is_package=False))) == 1
 
 
 def test_modules_stay_readable():
     sizes = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
+
+
+def folders() -> dict[str, list[str]]:
+    """Modules that lie directly in each package, by its name."""
+    found: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found.setdefault(package, []).extend([name] if path.name != "__init__.py" else [])
+    return found
+
+
+def test_folders_stay_readable():
+    assert {name: len(found) for name, found in folders().items() if len(found) > MAX_MODULES} == {}
+
+
+def test_every_folder_says_what_lives_there():
+    """In at most ten lines."""
+    said = {name: ast.get_docstring(ast.parse(modules()[name].read_text())) or "" for name in folders()}
+    assert {name for name, text in said.items() if not text or len(text.splitlines()) > 10} == set()
+
+
+# Modules that import each other for types alone; none may be added.
+CYCLES: set[frozenset[str]] = {
+    frozenset({"gpumux.cli.completion", "gpumux.cli.main"}),
+    frozenset({"gpumux.client.job", "gpumux.client.recovery"}),
+    frozenset({"gpumux.device.cpu.jobs", "gpumux.device.cpu.lending"}),
+    frozenset(
+        {
+            "gpumux.scheduler.fair_queue",
+            "gpumux.scheduler.guard.answers",
+            "gpumux.scheduler.guard.arrivals",
+            "gpumux.scheduler.guard.attribution",
+            "gpumux.scheduler.guard.costs",
+            "gpumux.scheduler.guard.high_job",
+            "gpumux.scheduler.guard.scene",
+            "gpumux.scheduler.jobs",
+            "gpumux.scheduler.windows",
+        }
+    ),
+    frozenset(
+        {
+            "gpumux.scheduler.guard.cutting",
+            "gpumux.scheduler.guard.guard",
+            "gpumux.scheduler.guard.learning",
+            "gpumux.scheduler.policy",
+            "gpumux.scheduler.state",
+        }
+    ),
+}
+
+
+def cycles(imports: list[Import]) -> set[frozenset[str]]:
+    """Groups of modules each of which reaches all others by imports, those for types counted."""
+    known = set(modules())
+    graph: dict[str, set[str]] = {}
+    for found in imports:
+        whole, name = found.imported, found.imported.rpartition(".")[0]
+        target = whole if whole in known else name
+        if target in known and target != found.importer and modules()[target].name != "__init__.py":
+            graph.setdefault(found.importer, set()).add(target)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for other in graph.get(todo.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    return {
+        frozenset(other for other in reach[name] if name in reach.get(other, ()))
+        for name in graph
+        if name in reach[name]
+    }
+
+
+def test_no_imports_in_circles():
+    assert cycles(all_imports()) == CYCLES
+
+
+def test_the_check_for_circles_can_fail():
+    there = [Import("gpumux.errors", "gpumux.types.JobId", 1), Import("gpumux.types", "gpumux.errors.GpumuxError", 1)]
+    assert cycles(there) == {frozenset({"gpumux.errors", "gpumux.types"})}
+
+
+# Names of one module that another reaches for, though they begin with an underscore; none may be added.
+PRIVATE = {
+    "gpumux.cli.control: gpumux.__version__",
+    "gpumux.cli.doctor: gpumux.__version__",
+    "gpumux.cli.main: gpumux.__version__",
+    "gpumux.cli.trace: gpumux.__version__",
+    "gpumux.daemon.main: gpumux.__version__",
+    "gpumux.daemon.report: gpumux.__version__",
+    "gpumux.device.cpu.program: gpumux.__version__",
+    "gpumux.device.cuda.program: gpumux.__version__",
+    "gpumux.device.sim.device: gpumux.__version__",
+    "gpumux.metrics.server: gpumux.__version__",
+}
+
+
+def private(name: str, source: str) -> set[str]:
+    """Private names of our modules that this one imports, or takes as an attribute of a module it imports."""
+    known = set(modules())
+    bound, found = {}, set()
+    for each in imports_of(name, source, is_package=False):
+        if each.imported in known:
+            bound[each.imported.rpartition(".")[2]] = each.imported
+        elif each.imported.startswith("gpumux.") and each.imported.rpartition(".")[2].startswith("_"):
+            found.add(f"{name}: {each.imported}")
+    for node in nodes(source):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound):
+            continue
+        if node.attr.startswith("_") and not node.attr.startswith("__"):
+            found.add(f"{name}: {bound[node.value.id]}.{node.attr}")
+    return found
+
+
+def test_no_module_reaches_for_anothers_private_names():
+    found = set().union(*(private(name, path.read_text()) for name, path in modules().items()))
+    assert found == PRIVATE
+
+
+def test_the_check_for_private_names_can_fail():
+    assert private("gpumux.cli.main", "from gpumux.errors import _secret")
+    assert private("gpumux.cli.main", "from gpumux import errors\nerrors._secret()")
+
+
+# Public classes of one name in several modules; none may be added.
+TWICE = {
+    "Answers",
+    "Asked",
+    "Captured",
+    "Checks",
+    "Choice",
+    "CloseJob",
+    "Command",
+    "Conv",
+    "Cost",
+    "Emitter",
+    "Entry",
+    "Executor",
+    "Frame",
+    "Fused",
+    "Graph",
+    "Guard",
+    "Held",
+    "Homes",
+    "Job",
+    "Keeper",
+    "Kept",
+    "Kind",
+    "Lane",
+    "Launch",
+    "Ledger",
+    "Level",
+    "Limits",
+    "Load",
+    "Loaded",
+    "LoadedProgram",
+    "Measured",
+    "Memory",
+    "Meter",
+    "Models",
+    "Move",
+    "Operands",
+    "Owner",
+    "Pair",
+    "Param",
+    "Piece",
+    "Place",
+    "Plan",
+    "Program",
+    "ProgramLoaded",
+    "Record",
+    "Row",
+    "Runner",
+    "Running",
+    "Schema",
+    "Segment",
+    "Session",
+    "SessionRecord",
+    "SharedSegment",
+    "Step",
+    "StepRan",
+    "Streams",
+    "Table",
+    "Told",
+    "TransferDone",
+    "Turns",
+    "Waits",
+    "Work",
+}
+
+
+def twice(sources: list[str]) -> set[str]:
+    seen: set[str] = set()
+    again: set[str] = set()
+    for source in sources:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                (again if node.name in seen else seen).add(node.name)
+    return again
+
+
+def test_no_public_class_has_its_name_twice():
+    assert twice([path.read_text() for path in modules().values()]) == TWICE
+
+
+def test_the_check_for_names_can_fail():
+    assert twice(["class A: ...", "class A: ...", "class B: ..."]) == {"A"}
 
 
 def test_nothing_pickles_or_evaluates():
@@ -189,14 +405,14 @@ def test_nothing_pickles_or_evaluates():
                 reads += [f"{name}:{node.lineno} {node.attr}"] if node.attr != "dumps" else []
             if isinstance(node, ast.ImportFrom) and node.module == "pickle":
                 reads.append(f"{name}:{node.lineno} import from pickle")
-            if part(name) == "client":
+            if part(name) in CLIENT:
                 continue
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
                 calls.append(f"{name}:{node.lineno} {node.func.id}")
     pickles = [i for i in all_imports() if i.imported.split(".")[0] in {"pickle", "dill", "cloudpickle", "marshal"}]
     assert calls == []
     assert reads == []
-    assert [i for i in pickles if part(i.importer) != "client" or i.imported != "pickle"] == []
+    assert [i for i in pickles if part(i.importer) not in CLIENT or i.imported != "pickle"] == []
 
 
 def loaded_after(code: str) -> set[str]:
@@ -242,7 +458,7 @@ def test_help_is_light():
 
 def test_the_daemon_process_loads_no_torch():
     """The daemon's main process hands torch work to executor processes (DESIGN 6)."""
-    daemon = [name for name in modules() if part(name) in {"daemon", "core", "wire", "metrics"}]
+    daemon = [name for name in modules() if part(name) in {"daemon", "scheduler", "wire", "metrics"}]
     assert "torch" not in loaded_after("import " + ", ".join(daemon))
 
 

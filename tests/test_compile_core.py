@@ -1,4 +1,4 @@
-"""The build of the compiled core: what it needs, says and leaves. Whether it works, `make core` and tests/core/test_both.py show."""
+"""The build of the compiled core: what it needs, says and leaves. Whether it works, `make core` and tests/scheduler/test_both.py show."""
 
 from __future__ import annotations
 
@@ -29,16 +29,21 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_core, "_tools", lambda: (["cc"], []))
 
 
+def _source(module: str) -> Path:
+    return (compiled.PACKAGE / "scheduler").joinpath(*module.split(".")).with_suffix(".py")
+
+
 def test_what_is_compiled_is_there_and_all_it_is_made_with_is_looked_at() -> None:
-    core = {path.stem for path in (compiled.PACKAGE / "core").glob("*.py")}
+    scheduler = compiled.PACKAGE / "scheduler"
+    core = {".".join(path.relative_to(scheduler).with_suffix("").parts) for path in scheduler.rglob("*.py")}
     assert set(compile_core.MODULES) <= core
     imports = [
         found.imported.split(".")
-        for path in (compiled.PACKAGE / "core").glob("*.py")
-        for found in test_architecture.imports_of(f"gpumux.core.{path.stem}", path.read_text(), is_package=False)
+        for path in scheduler.rglob("*.py")
+        for found in test_architecture.imports_of(f"gpumux.scheduler.{path.stem}", path.read_text(), is_package=False)
     ]
-    beside = {names[1] for names in imports if names[0] == "gpumux"} - {"core"}
-    assert "model" in beside
+    beside = {names[1] for names in imports if names[0] == "gpumux"} - {"scheduler"}
+    assert "types" in beside
     assert beside <= set(compiled.BESIDE)
 
 
@@ -47,7 +52,7 @@ def test_what_may_return_a_value_says_so_where_it_is_compiled() -> None:
     bodies that are a docstring alone, which mean None to Python."""
     found = []
     for module in compile_core.MODULES:
-        nodes = list(ast.walk(ast.parse((compiled.PACKAGE / "core" / f"{module}.py").read_text())))
+        nodes = list(ast.walk(ast.parse(_source(module).read_text())))
         protocols = [n for n in nodes if isinstance(n, ast.ClassDef) and "Protocol" in map(ast.unparse, n.bases)]
         never_run = {id(node) for protocol in protocols for node in protocol.body}
         for node in nodes:
@@ -66,7 +71,7 @@ def test_numbers_of_modules_that_are_compiled_are_final() -> None:
     """So they are part of the machine code; others are looked up by name each time, a tenth of the guard's time."""
     found = []
     for name in compile_core.MODULES:
-        for node in ast.parse((compiled.PACKAGE / "core" / f"{name}.py").read_text()).body:
+        for node in ast.parse(_source(name).read_text()).body:
             if isinstance(node, ast.Assign):
                 value = node.value.operand if isinstance(node.value, ast.UnaryOp) else node.value
                 if isinstance(value, ast.Constant) and type(value.value) in (int, float):
@@ -136,12 +141,12 @@ def test_an_unchanged_core_is_not_compiled_again_and_a_changed_one_replaces_it(
     made: list[Path] = []
 
     def compile_it(files: dict[str, bytes], work: Path, target: Path, compiler: list[str], headers: list[str]) -> None:
-        assert b"class Job" in files["core/queue.py"]
+        assert b"class Job" in files["scheduler/jobs.py"]
         target.mkdir()
         made.append(target)
 
     monkeypatch.setattr(compile_core, "_translate_and_compile", compile_it)
-    place = package / "core" / "__compiled__"
+    place = package / "scheduler" / "__compiled__"
     (place / ".new-killed" / "work").mkdir(parents=True)
     (place / "cpython-39-x86_64-linux-gnu-0123").mkdir()
     fresh, first = compile_core.build(package)
@@ -149,7 +154,7 @@ def test_an_unchanged_core_is_not_compiled_again_and_a_changed_one_replaces_it(
     assert compile_core.build(package) == (False, first)
     assert compiled.choose({}, package).directory == first
     assert compile_core.build(package, force=True) == (True, first)
-    (package / "core" / "noise.py").write_text("# changed\n")
+    (package / "scheduler" / "explain.py").write_text("# changed\n")
     fresh, second = compile_core.build(package)
     assert fresh
     assert sorted(os.listdir(place)) == sorted([".lock", "cpython-39-x86_64-linux-gnu-0123", second.name])
@@ -168,7 +173,7 @@ def test_a_build_that_fails_leaves_nothing(
     monkeypatch.setattr(compile_core, "_translate_and_compile", fail)
     with pytest.raises(type(error)):
         compile_core.build(package)
-    assert os.listdir(package / "core" / "__compiled__") == [".lock"]
+    assert os.listdir(package / "scheduler" / "__compiled__") == [".lock"]
 
 
 def test_what_a_tool_says_that_fails_is_told(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +183,7 @@ def test_what_a_tool_says_that_fails_is_told(package: Path, monkeypatch: pytest.
 
 
 def test_a_directory_that_can_not_be_written_is_an_error_with_a_remedy(package: Path) -> None:
-    shutil.rmtree(package / "core")
-    (package / "core").touch()  # nobody, not even root, makes a directory in it
+    shutil.rmtree(package / "scheduler")
+    (package / "scheduler").touch()  # nobody, not even root, makes a directory in it
     with pytest.raises(BuildFailed, match=r"can't write.*user gpumux was installed by"):
         compile_core.build(package)

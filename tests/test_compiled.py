@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpumux import compiled
-from gpumux.cli import checks
+from gpumux.cli import doctor as checks
 from gpumux.errors import ConfigError
 
 COMPILED = {"GPUMUX_CORE": "compiled"}
@@ -27,7 +27,7 @@ def package(tmp_path: Path) -> Path:
 
 def make(package: Path) -> Path:
     """An empty directory, of the right name."""
-    directory = package / "core" / "__compiled__" / compiled.name(compiled.sources(package))
+    directory = package / "scheduler" / "__compiled__" / compiled.name(compiled.sources(package))
     directory.mkdir(parents=True)
     return directory
 
@@ -35,8 +35,8 @@ def make(package: Path) -> Path:
 def test_without_a_compiled_core_it_is_interpreted_and_nothing_is_wrong(package: Path) -> None:
     found = compiled.choose({}, package)
     assert (found.kind, found.directory, found.remedy) == ("interpreted", None, "")
-    (package / "core" / "__compiled__").mkdir()
-    (package / "core" / "__compiled__" / ".lock").touch()
+    (package / "scheduler" / "__compiled__").mkdir()
+    (package / "scheduler" / "__compiled__" / ".lock").touch()
     assert compiled.choose({}, package) == found
     with pytest.raises(ConfigError, match=r"was not compiled.*python -P -m gpumux.compile_core"):
         compiled.choose(COMPILED, package)
@@ -51,7 +51,7 @@ def test_one_of_these_sources_is_used_unless_it_is_not_to_be(package: Path) -> N
     assert (found.kind, found.remedy) == ("interpreted", "")
 
 
-@pytest.mark.parametrize("path", ["core/queue.py", "core/explain.py", "model.py", "compile_core.py"])
+@pytest.mark.parametrize("path", ["scheduler/jobs.py", "scheduler/explain.py", "types.py", "compile_core.py"])
 def test_a_change_of_any_source_leaves_what_was_compiled_unused(package: Path, path: str) -> None:
     make(package)
     with (package / path).open("a") as file:
@@ -66,14 +66,14 @@ def test_a_change_of_any_source_leaves_what_was_compiled_unused(package: Path, p
 
 def test_a_new_file_is_a_change_and_a_touched_one_is_none(package: Path) -> None:
     directory = make(package)
-    (package / "core" / "queue.py").touch()
+    (package / "scheduler" / "jobs.py").touch()
     assert compiled.choose({}, package).directory == directory
-    (package / "core" / "another.py").touch()
+    (package / "scheduler" / "another.py").touch()
     assert compiled.choose({}, package).directory is None
 
 
 def test_one_for_another_interpreter_is_not_used(package: Path) -> None:
-    make(package).rename(package / "core" / "__compiled__" / "cpython-39-x86_64-linux-gnu-0123")
+    make(package).rename(package / "scheduler" / "__compiled__" / "cpython-39-x86_64-linux-gnu-0123")
     found = compiled.choose({}, package)
     assert found.kind == "interpreted"
     assert compiled.tag() in found.why
@@ -109,10 +109,10 @@ def run(package: Path, code: str, **environ: str) -> subprocess.CompletedProcess
 
 def test_modules_come_from_there_first_and_the_others_from_the_sources(package: Path) -> None:
     made = make(package)
-    (made / "noise.py").write_text("compiled = True\n")  # stands for an extension module
+    (made / "explain.py").write_text("compiled = True\n")  # stands for an extension module
     (made / "together__mypyc.py").touch()  # and this for the library
-    code = "from gpumux.core import noise, queue, RUNS; print(RUNS.kind, hasattr(noise, 'compiled'), queue.__file__)"
-    assert run(package, code).stdout.split() == ["compiled", "True", str(package / "core" / "queue.py")]
+    code = "from gpumux.scheduler import explain, jobs, RUNS; print(RUNS.kind, hasattr(explain, 'compiled'), jobs.__file__)"
+    assert run(package, code).stdout.split() == ["compiled", "True", str(package / "scheduler" / "jobs.py")]
     assert run(package, code, **INTERPRETED).stdout.split()[:2] == ["interpreted", "False"]
 
 
@@ -132,7 +132,7 @@ def test_what_was_compiled_and_is_damaged_is_told_of(package: Path) -> None:
     assert "can't be loaded" in done.stderr
     assert "--force" in done.stderr
     assert "Traceback" not in done.stderr
-    found = run(package, "from gpumux.cli import checks; print(checks.core().level, checks.FAIL)").stdout.split()
+    found = run(package, "from gpumux.cli import doctor; print(doctor.core().level, doctor.FAIL)").stdout.split()
     assert found[0] == found[1]
 
 

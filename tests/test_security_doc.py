@@ -9,10 +9,14 @@ import pytest
 
 from gpumux.access import Access
 from gpumux.config import Config, load
-from gpumux.core.admission import MAX_NAME
-from gpumux.daemon import changes, logs, questions, requests, tracing, turns
-from gpumux.model import Peer, Priority
-from gpumux.wire import connections, fields
+from gpumux.daemon import context as turns
+from gpumux.daemon import logs, requests, tracing
+from gpumux.daemon import requests as changes
+from gpumux.daemon import requests as questions
+from gpumux.scheduler.admission import MAX_NAME
+from gpumux.types import Peer, Priority
+from gpumux.wire import codec as fields
+from gpumux.wire import listen as connections
 from gpumux.wire.limits import Limits
 
 PAGE = (Path(__file__).parents[1] / "docs/security.md").read_text()

@@ -9,17 +9,17 @@ from dataclasses import replace
 from math import isfinite, isinf
 from pathlib import Path
 
-from gpumux.cli.modelled import idle_option, model_profile
+from gpumux.cli.advise import idle_option, model_profile
 from gpumux.cli.text import emit, emit_json, milliseconds, table
 from gpumux.errors import ConfigError
-from gpumux.plan import baselines, curves, network
-from gpumux.plan.costs import powers_of_two
-from gpumux.plan.graph import members
+from gpumux.plan import baselines
+from gpumux.plan import costs as network
+from gpumux.plan import plot as curves
+from gpumux.plan.costs import Network, powers_of_two
+from gpumux.plan.graph import members, reduce
 from gpumux.plan.layers import ModelProfile
-from gpumux.plan.network import Network
 from gpumux.plan.plan import Plan
 from gpumux.plan.question import Question
-from gpumux.plan.reduction import reduce
 
 CRITICAL_BATCH = 1024.0
 NETWORK = "nvswitch"

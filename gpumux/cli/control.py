@@ -15,9 +15,9 @@ from gpumux.errors import DaemonGone, from_code
 from gpumux.wire import endpoint as endpoints
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.curve import client_curve, secure_client
-from gpumux.wire.probe import check_listening, unanswered
-from gpumux.wire.records import Record, unpack
+from gpumux.wire.endpoint import check_listening, unanswered
+from gpumux.wire.messages import Record, unpack
+from gpumux.wire.peers import client_curve, secure_client
 
 Answer = TypeVar("Answer")
 AGAIN_S = 1.0  # from a hello to the next one, while nobody has answered

@@ -7,17 +7,82 @@ Exit codes: 0 done, 1 a check or request failed, 64 wrong usage, 70 an error ins
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import platform
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from gpumux import __version__, config
-from gpumux.cli import planning, tuning
+from gpumux.cli import arguments as planning
+from gpumux.cli import arguments as tuning
 from gpumux.cli.completion import SHELLS
-from gpumux.cli.wrong import EX_USAGE, WrongUsage, say
+from gpumux.cli.text import emit, emit_json
+from gpumux.config import ENV_CONFIG
 from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.wire.endpoint import parse
+from gpumux.wire.messages import PROTOCOL_VERSION
+
+# ---- How a command says that it was used or configured wrongly. A daemon that is to log JSON says so as a line of its log:
+# whoever collects the log would not find it otherwise, and what reads it could not parse it.
+
+
+EX_USAGE = 64
+
+
+class WrongUsage(SystemExit):
+    """Wrong on the command line. `usage` is what would be right, "" if the error alone says it."""
+
+    def __init__(self, command: str, message: str, remedy: str = "", usage: str = "") -> None:
+        super().__init__(EX_USAGE)
+        self.command = command
+        self.message = message
+        self.remedy = remedy
+        self.usage = usage
+
+
+def say(error: WrongUsage | GpumuxError, argv: Sequence[str]) -> None:
+    """On stderr, in the form that the daemon's log would have."""
+    if log_format(argv, os.environ) == "json":
+        from gpumux.daemon import logs
+
+        logs.set_up("info", "json")
+        text = f"{error.message} — {error.remedy}" if error.remedy else error.message
+        logging.getLogger("gpumux.daemon").error("%s", text)
+        return
+    said = f"{error.usage}{error.command}: error" if isinstance(error, WrongUsage) else "gpumux"
+    remedy = f"\n  {error.remedy}" if error.remedy else ""
+    sys.stderr.write(f"{said}: {error.message}{remedy}\n")
+
+
+def log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What `gpumux serve` was asked to log, as far as that can be told from sources that hold a mistake; else "text"."""
+    if argv[:1] != ["serve"]:
+        return "text"
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--log-format")
+    parser.add_argument("--config")
+    try:
+        flags, _ = parser.parse_known_args(argv)
+    except (argparse.ArgumentError, SystemExit):
+        return "text"
+    given = flags.log_format or environ.get("GPUMUX_LOG_FORMAT")
+    path = flags.config or environ.get(ENV_CONFIG)
+    if given is None and path:
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("daemon")
+        except (OSError, ValueError):  # which may be the mistake
+            return "text"
+        given = table.get("log_format") if isinstance(table, dict) else None
+    return given if isinstance(given, str) else "text"
+
+
+# ----
+
 
 EX_OK, EX_FAILED, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 70, 75, 78
 
@@ -269,7 +334,7 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
     _simulation(simulate)
     planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
-    tuning.add(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
+    tuning.add_tuning(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")
@@ -311,6 +376,10 @@ def exit_code(error: GpumuxError) -> int:
     return EX_TEMPFAIL if isinstance(error, EndpointBusy) else EX_FAILED
 
 
+# Verbs that have no module of their own, and where they are.
+_ELSEWHERE = {"status": ("jobs", "run_status"), "version": ("main", "run_version")}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code; errors become one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
@@ -326,7 +395,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"gpumux jobs: error: {args.verb} {wrong}\n")
         return EX_USAGE
     try:
-        return int(import_module(f"gpumux.cli.{args.command}").run(args))
+        module, function = _ELSEWHERE.get(args.command, (args.command, "run"))
+        return int(getattr(import_module(f"gpumux.cli.{module}"), function)(args))
     except WrongUsage as error:
         say(error, argv)
         return EX_USAGE
@@ -338,6 +408,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EX_OK
     except KeyboardInterrupt:
         return 130
+
+
+# ---- `gpumux version`.
+
+
+def run_version(args: argparse.Namespace) -> int:
+    facts = {"gpumux": __version__, "protocol": PROTOCOL_VERSION, "python": platform.python_version()}
+    if args.json:
+        emit_json(facts)
+    else:
+        emit(f"gpumux {facts['gpumux']}, protocol {facts['protocol']}, Python {facts['python']}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from gpumux.cli import advise, burst
-from gpumux.cli.modelled import idle_option, is_file, model_profile
+from gpumux.cli.advise import idle_option, is_file, model_profile
 from gpumux.cli.text import emit, emit_json, milliseconds, table
 from gpumux.errors import ConfigError
 from gpumux.plan.layers import ModelProfile, save

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from gpumux import config
-from gpumux.cli.wrong import WrongUsage
-from gpumux.daemon import serve
+from gpumux.cli.main import WrongUsage
+from gpumux.daemon import main as serve
 from gpumux.errors import ConfigError
 from gpumux.wire import endpoint as endpoints
 

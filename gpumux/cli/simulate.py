@@ -12,15 +12,14 @@ from pathlib import Path
 
 from gpumux import config
 from gpumux.cli.text import emit, emit_json, printable, table
-from gpumux.device.sim.cost import guesses_blocks
-from gpumux.device.sim.spec import GpuSpec, preset
+from gpumux.device.sim.cost import GpuSpec, guesses_blocks, preset
 from gpumux.errors import ConfigError
-from gpumux.model import Priority
 from gpumux.program.profile import StepProfile
-from gpumux.simulate import shipped
+from gpumux.simulate import workload as shipped
 from gpumux.simulate.result import Result
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, from_profile
+from gpumux.types import Priority
 
 EX_INTERRUPTED = 130
 DEFAULT_STEPS = 500
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     jobs = _workloads(asked, spec, args.max_slowdown)
     policies = config.POLICIES if args.policy == "all" else (args.policy,)
     if args.plot:
-        from gpumux.simulate import plot
+        from gpumux.simulate import result as plot
 
         plot.check(Path(args.plot))
     results: list[Result] = []

@@ -1,4 +1,9 @@
-"""`gpumux trace`: record what runs, as a file that Perfetto opens."""
+"""Records of a recording as Chrome trace events, the JSON that Perfetto and chrome://tracing open.
+
+Two groups of tracks: the device, with a track for each job's stream (what ran, by operators), and the jobs, each with
+its steps from arrival to answer, when it was held and for whom, and the bans against it. Spans that overlap within a
+track (steps in flight together) get further tracks of the same name. Times are microseconds since the recording began.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,165 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpumux import __version__
-from gpumux.cli.chrome import trace
 from gpumux.cli.control import Control, Recorded
 from gpumux.cli.text import emit, emit_json, printable
 from gpumux.errors import GpumuxError
-from gpumux.wire.records import PieceRan, WasBanned, WasHeld
+from gpumux.wire.messages import Happened, JobSeen, PieceRan, ProgramSeen, Record, StepRan, WasBanned, WasHeld
+
+DEVICE, JOBS = 1, 2  # process ids, which is what viewers call groups of tracks
+MOST_NAMES = 16  # operators listed with a piece
+Event = dict[str, Any]
+
+
+def trace(records: Iterable[Record], seconds: float, device: str, about: dict[str, Any]) -> dict[str, Any]:
+    """The whole file's content. `seconds`: how long was recorded; `about`: facts that are kept with it."""
+    found = list(records)
+    jobs = {record.job: record for record in found if isinstance(record, JobSeen)}
+    operators = {(r.job, r.program): r.operators for r in found if isinstance(r, ProgramSeen)}
+    tracks = _Tracks(seconds * 1e6)
+    ordered = sorted(jobs.values(), key=lambda job: (job.priority != "high", _number(job.job)))
+    for job in ordered:
+        own = [record for record in found if getattr(record, "job", None) == job.job]
+        tracks.add(DEVICE, _label(job), [_piece(r, operators) for r in own if isinstance(r, PieceRan)])
+    for job in ordered:
+        own = [record for record in found if getattr(record, "job", None) == job.job]
+        label = _label(job)
+        steps = [_step(r) for r in own if isinstance(r, StepRan)]
+        marks = [_mark(r, seconds) for r in own if isinstance(r, Happened)]
+        tracks.add(JOBS, f"{label}: steps", steps, marks)
+        tracks.add(JOBS, f"{label}: held", [_hold(r) for r in own if isinstance(r, WasHeld)])
+        bans = [_ban(r) for r in found if isinstance(r, WasBanned) and r.low == job.job]
+        tracks.add(JOBS, f"{label}: banned", bans)
+    groups = [_name(DEVICE, 0, "process_name", f"device: {device}"), _name(JOBS, 0, "process_name", "jobs")]
+    groups += [_order(group, 0, "process_sort_index", group) for group in (DEVICE, JOBS)]
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {**about, "seconds": seconds},
+        "traceEvents": [*groups, *tracks.events],
+    }
+
+
+class _Tracks:
+    """Places spans on tracks, and names these."""
+
+    def __init__(self, end_us: float) -> None:
+        self.events: list[Event] = []
+        self._end = round(end_us, 3)
+        self._made = JOBS  # a track with its group's number would be called the main thread
+
+    def add(self, group: int, name: str, spans: Sequence[Event], marks: Sequence[Event] = ()) -> None:
+        """One track, or as many as overlapping spans need; none where there is nothing to show."""
+        lanes: list[tuple[int, float]] = []  # track, and where its newest span ends
+        for span in sorted(spans, key=lambda event: (event["ts"], event["dur"])):
+            start, end = self._inside(span["ts"]), self._inside(span["ts"] + span["dur"])
+            at = next((i for i, (_, free) in enumerate(lanes) if free <= start), -1)
+            if at < 0:
+                lanes.append((self._track(group, name), 0.0))
+            lanes[at] = lanes[at][0], end
+            placed = {"ph": "X", "pid": group, "tid": lanes[at][0], "ts": start, "dur": round(end - start, 3)}
+            self.events.append({**span, **placed})
+        if marks and not lanes:
+            lanes.append((self._track(group, name), 0.0))
+        self.events += [{**mark, "ph": "i", "s": "t", "pid": group, "tid": lanes[0][0]} for mark in marks]
+
+    def _inside(self, when: float) -> float:
+        """Within the recording, to a nanosecond: finer differences are of the arithmetic."""
+        return round(min(max(0.0, when), self._end), 3)
+
+    def _track(self, group: int, name: str) -> int:
+        self._made += 1
+        self.events.append(_name(group, self._made, "thread_name", name))
+        self.events.append(_order(group, self._made, "thread_sort_index", self._made))
+        return self._made
+
+
+def _name(group: int, track: int, kind: str, name: str) -> Event:
+    return {"name": kind, "ph": "M", "pid": group, "tid": track, "args": {"name": name}}
+
+
+def _order(group: int, track: int, kind: str, place: int) -> Event:
+    return {"name": kind, "ph": "M", "pid": group, "tid": track, "args": {"sort_index": place}}
+
+
+def _label(job: JobSeen) -> str:
+    return " ".join(part for part in (job.job, job.name, f"({job.priority})") if part)
+
+
+def _number(short: str) -> int:
+    return int(short[1:]) if short[1:].isdigit() else 0
+
+
+def _span(name: str, category: str, since: float, until: float, **args: Any) -> Event:
+    return {"name": name, "cat": category, "ts": since * 1e6, "dur": (until - since) * 1e6, "args": args}
+
+
+def _plain(operator: str) -> str:
+    """aten.mm.default -> mm."""
+    parts = operator.split(".")
+    return parts[1] if len(parts) > 1 else operator
+
+
+def _titled(names: Sequence[str]) -> str:
+    """Operators in a few words."""
+    if len(names) < 3:
+        return ", ".join(map(_plain, names))
+    return f"{_plain(names[0])} ... {_plain(names[-1])} ({len(names)} operators)"
+
+
+def _piece(piece: PieceRan, operators: dict[tuple[str, int], list[str]]) -> Event:
+    names = operators.get((piece.job, piece.program), [])[piece.first : piece.end]
+    args: dict[str, Any] = {
+        "step": piece.step,
+        "program": piece.program,
+        "piece": piece.piece,
+        "waited on the device (ms)": round((piece.started - piece.launched) * 1e3, 6),
+    }
+    if names:
+        args["operators"] = [_plain(name) for name in names[:MOST_NAMES]]
+        args["range"] = f"[{piece.first}, {piece.end})"
+    if piece.share < 1.0:
+        args["share"] = piece.share
+    if piece.stream >= 0:
+        args["stream"] = piece.stream
+    if piece.how != "done":
+        args["end"] = {"running": "still ran when the recording ended", "dropped": "the job was unloaded"}.get(
+            piece.how, piece.how
+        )
+    return _span(_titled(names) or f"piece {piece.piece}", "piece", piece.started, piece.ended, **args)
+
+
+def _step(step: StepRan) -> Event:
+    args = {"queued (ms)": round(step.queue_s * 1e3, 6), "device (ms)": round(step.device_s * 1e3, 6)}
+    return _span(f"step {step.step}", "step", step.submitted, step.answered, **args)
+
+
+def _hold(held: WasHeld) -> Event:
+    return _span(f"held: {held.reason}", "held", held.since, held.until, **{"for": held.high})
+
+
+def _ban(ban: WasBanned) -> Event:
+    args: dict[str, Any] = {"for": ban.high, "ratio": round(min(ban.ratio, 1e9), 3), "why": ban.why}
+    where = ban.high
+    if ban.end > ban.first:
+        where = f"operators [{ban.first}, {ban.end}) of {ban.high}"
+        args["range"] = f"[{ban.first}, {ban.end})"
+    if ban.share < 1.0:
+        args["share"] = ban.share
+    return _span(f"banned from {where}", "ban", ban.since, ban.until, **args)
+
+
+def _mark(happened: Happened, seconds: float) -> Event:
+    when = round(min(happened.when, seconds) * 1e6, 3)
+    args = {"message": happened.message} if happened.message else {}
+    return {"name": happened.what, "cat": "mark", "ts": when, "args": args}
+
+
+# ---- `gpumux trace`: record what runs, as a file that Perfetto opens.
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.errors import ConfigError
-from gpumux.fuse import tune as verb
-from gpumux.fuse.tuning import report
-from gpumux.fuse.tuning.progress import Told
+from gpumux.tune import report
+from gpumux.tune import tune as verb
+from gpumux.tune.report import Told
 
 EX_FAILED, EX_INTERRUPTED = 1, 130
 
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.plot, args.save)):
         _writable(Path(path))
     if args.plot:
-        from gpumux.fuse.tuning import plot
+        from gpumux.tune import plot
 
         plot.check(Path(args.plot))
     space = verb.read_space(Path(args.space))
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     budget.make()  # complains of what makes no sense before anything of the user's runs
     import torch
 
-    from gpumux.fuse.tuning.task import find
+    from gpumux.tune.task import find
 
     task = find(args.task)
     if args.threads:

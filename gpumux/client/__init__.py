@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpumux.client.future import StepFuture as StepFuture
-    from gpumux.client.job import Job as Job
-    from gpumux.client.submit import submit as submit
-    from gpumux.fuse.submit import submit_array as submit_array
+    from gpumux.client.future import StepFuture
+    from gpumux.client.job import Job
+    from gpumux.client.submit import submit
+    from gpumux.fuse.job import submit_array
+
 
 __all__ = ["Job", "StepFuture", "submit", "submit_array"]
 
@@ -16,7 +17,7 @@ _HOME = {
     "Job": "gpumux.client.job",
     "StepFuture": "gpumux.client.future",
     "submit": "gpumux.client.submit",
-    "submit_array": "gpumux.fuse.submit",
+    "submit_array": "gpumux.fuse.job",
 }
 
 

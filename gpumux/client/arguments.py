@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from gpumux.capture.state import StateTable
 from gpumux.client.session import Session
-from gpumux.client.state import StateTable
 from gpumux.errors import ConfigError
-from gpumux.model import JobSpec, Priority
-from gpumux.wire.fields import MAX_INT, MAX_NAME
+from gpumux.types import JobSpec, Priority
+from gpumux.wire.codec import MAX_INT, MAX_NAME
 
 
 def job_spec(

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from gpumux.errors import GpumuxError
-from gpumux.model import StepTimes
+from gpumux.types import StepTimes
 
 _NUMBERS: Final = (int, float, complex, torch.Tensor, numpy.ndarray, numpy.generic)
 

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -17,30 +17,156 @@ from typing import Any, TypeVar
 
 import torch
 
+from gpumux.capture.generator import client_generator
+from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
+from gpumux.capture.staleness import StaleGuard, of_job
+from gpumux.capture.state import StateTable
+from gpumux.capture.step import Choice, KeepMore, State, StepFunction
+from gpumux.capture.structure import Structure, from_local
+from gpumux.capture.symbols import Steady
+from gpumux.capture.tracer import Tracer
 from gpumux.client.arguments import check_compile
-from gpumux.client.cached import LEAVE_S, Cached, JobSource, nothing
-from gpumux.client.capturing import Capturing
-from gpumux.client.exactness import exactness
 from gpumux.client.future import StepFuture
-from gpumux.client.generator import client_generator
-from gpumux.client.hyper import Steady
-from gpumux.client.keepsake import Counts, Keepsake
-from gpumux.client.microbatch.split import check_microbatches
-from gpumux.client.patience import Waits
+from gpumux.client.local_model import LEAVE_S, Cached, JobSource, nothing
 from gpumux.client.pending import Pending
-from gpumux.client.recovering import Recovery, ended_for_now, notes_of
-from gpumux.client.remote import Remote, RemoteProgram
-from gpumux.client.session import Session
-from gpumux.client.slots import Slotted
-from gpumux.client.stale import StaleGuard, of_job
-from gpumux.client.state import StateTable
-from gpumux.client.structure import Structure, from_local
-from gpumux.client.trace import Tracer
-from gpumux.client.variants import Choice, KeepMore, State, StepFunction
+from gpumux.client.recovery import Recovery, ended_for_now, notes_of
+from gpumux.client.remote import Remote, RemoteProgram, Slotted
+from gpumux.client.session import Session, Waits
+from gpumux.client.snapshots import Counts, Keepsake
 from gpumux.errors import DaemonGone, ExecutorCrashed, GpumuxError, JobClosed, SnapshotFailed, UnknownJob
-from gpumux.model import JobSpec, Priority
-from gpumux.program import allowlist
+from gpumux.program import operators as allowlist
+from gpumux.types import JobSpec, Priority
 from gpumux.wire import messages as m
+
+# ---- Capture as a job does it: from where it will stand, through the phases its optimizer goes through.
+
+
+_WARM_PHASES = 4  # how many phases of the optimizer submit() captures ahead
+
+
+class Capturing:
+    """The part of a Job that makes Programs of functions and sends them."""
+
+    _functions: list[tuple[StepFunction, tuple[Any, ...], dict[str, Any]]]
+    _clients_generator: bool
+    _guard: StaleGuard
+    _max_variants: int
+    _next_step: int
+    _remote: Remote
+    _state: State
+    _steady: Steady | None
+    _structures: dict[Structure, Structure]
+    _table: StateTable
+    _tracer: Tracer
+    _warm_state: State
+
+    def _intern(self, structure: Structure) -> Structure:
+        return self._structures.setdefault(structure, structure)
+
+    def _capture(
+        self, fn: Callable[..., Any], example: Any, phases: int, microbatches: int, compiled: bool
+    ) -> StepFunction:
+        args, kwargs = example_arguments(example)
+        function = StepFunction(
+            fn, self._table, self._tracer, self._guard, self._intern, self._max_variants, microbatches, compiled,
+            clients_generator=self._clients_generator, steady=self._steady,
+        )  # fmt: skip
+        entry = (function, args, kwargs)
+        self._functions.append(entry)
+        try:
+            choices = self._warm(entry, phases)
+            for choice in choices:
+                self._upload(choice)
+        except BaseException:
+            self._functions.remove(entry)
+            raise
+        return function
+
+    def _warm(self, entry: tuple[StepFunction, tuple[Any, ...], dict[str, Any]], phases: int) -> list[Choice]:
+        """Capture a function from where the job will stand when it is first called, and on through
+        the phases its optimizer goes through. Starts over when that shows that gradients must be kept."""
+        while True:
+            try:
+                if self._next_step == 0 and self._functions[0] is not entry:
+                    main, args, kwargs = self._functions[0]
+                    self._warm_state = self._walk(main, args, kwargs, self._state, _WARM_PHASES)[1]
+                start = self._state if self._next_step or self._functions[0] is entry else self._warm_state
+                choices, self._warm_state = self._walk(entry[0], entry[1], entry[2], start, phases)
+                return choices
+            except KeepMore as more:
+                self._state.keep = more.keep
+                if self._next_step:
+                    return []  # captured at its first call, from a state that has them
+
+    def _walk(
+        self, function: StepFunction, args: Any, kwargs: Any, state: State, phases: int
+    ) -> tuple[list[Choice], State]:
+        choices: list[Choice] = []
+        state = State(state.structure, state.host, self._state.keep)
+        for _ in range(phases):
+            choice = function.choose(args, kwargs, state)
+            choices.append(choice)
+            after = choice.after(state.keep)
+            if after.structure is state.structure:
+                break
+            state = after
+        return choices, state
+
+    def _upload(self, choice: Choice) -> int:
+        if choice.made.number is None:
+            choice.made.number = self._remote.upload(choice.made.lowered)
+        return choice.made.number
+
+
+def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`example` is the step's arguments as a tuple or list, a dict of named ones, or one tensor."""
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    if isinstance(example, dict):
+        return (), dict(example)
+    return (example,), {}
+
+
+# ---- How near a job's results are to those of the plain run, and why.
+
+
+TF32_TOLERANCE = (
+    5e-3  # of float32: two algorithms for one convolution that keep ten bits of each factor differ by so much
+)
+BIT_EQUAL, EQUIVALENT = "bit-equal", "equivalent"
+
+
+def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool = False) -> dict[str, Any]:
+    """For Job.stats(): `exactness`, and where results are not bit-equal `because`, a sentence for each reason, and
+    `tolerance`, how far a step's results may be from the reference run's of the same state, relative to the largest element
+    of the tensor, by the type they are in.
+    `microbatches`: by function, into how many parts its batch is cut; `compiled`: whether one is."""
+    because: list[str] = []
+    more: dict[str, Any] = {}
+    if table.runs_on == "cuda":
+        because.append(
+            "the step was traced on the CPU, as torch would run it on a GPU, and is carried out on the daemon's GPU, with "
+            "optimizers and the numbers that change from step to step in forms of their own"
+        )
+    elif table.gpu:
+        because.append(f"the local model lies on {table.home}, and the daemon computes on the {table.runs_on}")
+    counts = {name: count for name, count in microbatches.items() if count > 1}
+    if counts:
+        because.append("batches are run in parts")
+        more = {"microbatches": counts}
+    if compiled:
+        because.append(
+            "the daemon compiles the step, which fuses operators: results are bit-equal to those of any other compiled run of "
+            "it with the same torch build on the same kind of machine"
+        )
+    if not because:
+        return {"exactness": BIT_EQUAL}
+    tolerance = {**TOLERANCE, "float32": TF32_TOLERANCE} if table.tf32 else dict(TOLERANCE)
+    return {"exactness": EQUIVALENT, "because": because, "tolerance": tolerance, **more}
+
+
+# ----
+
 
 T = TypeVar("T")
 log = logging.getLogger("gpumux.client")

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from gpumux.capture.step import Choice
 from gpumux.client.future import StepFuture
 from gpumux.client.remote import Remote
-from gpumux.client.variants import Choice
 from gpumux.errors import GpumuxError, JobClosed, UnknownJob, from_code
-from gpumux.model import StepTimes
+from gpumux.types import StepTimes
 from gpumux.wire import messages as m
-from gpumux.wire.keeping import SnapshotSaved, SnapshotWanted
+from gpumux.wire.messages import SnapshotSaved, SnapshotWanted
 
 
 class _Step:

@@ -6,27 +6,175 @@ while nobody waits, notices a daemon that fell silent, and closes a session that
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
+import queue
+import threading
 import time
+import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Final, TypeVar
 
-from gpumux.client.connection import START_IT, Connection, handshake, hello
-from gpumux.client.endpoint import resolve_endpoint
-from gpumux.client.keeper import Belongings, Keeper
-from gpumux.client.mailbox import Answer, Handler, Mailbox
-from gpumux.client.pump import Pump
-from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, from_code
+from gpumux.client.transport import START_IT, Connection, Pump, handshake, hello, resolve_endpoint
+from gpumux.client.turns import Turns, is_high
+from gpumux.errors import ConfigError, DaemonGone, GpumuxError, ProtocolError, SimulatedDeviceWarning, from_code
+from gpumux.wire import messages as m
 from gpumux.wire.codec import decode, decode_step_done, encode, encode_alone
-from gpumux.wire.curve import ClientCurve, client_curve
-from gpumux.wire.dataplane import CopyMeter, Segment
-from gpumux.wire.descriptors import DescriptorInbox
+from gpumux.wire.endpoint import check_listening
 from gpumux.wire.lane import FROM_DAEMON
 from gpumux.wire.messages import Heartbeat, Leaving, Message, Refusal, Step, Welcome
-from gpumux.wire.probe import check_listening
+from gpumux.wire.peers import ClientCurve, client_curve
+from gpumux.wire.shared_memory import CopyMeter, DescriptorInbox, Segment
+
+# ---- A session's background thread: it keeps the session alive, and closes what one leaves that nobody closed.
+#
+# The collector finds a dropped session at any moment, in any thread, under any lock. Closing a ZeroMQ
+# context there could wait for ever, so the collector only leaves word, and the thread does the work.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Belongings:
+    """What must be closed when a session is gone; none of it refers to the session."""
+
+    connection: Connection
+    inbox: DescriptorInbox | None
+    segments: dict[int, Segment]
+
+    def close(self) -> None:
+        """Say goodbye, then close everything. Only for a session that no thread uses any more."""
+        if self.connection.working:
+            self.connection.say_goodbye()
+        if self.inbox is not None:
+            self.inbox.close()
+        for segment in self.segments.values():
+            segment.close()
+        self.connection.close(linger=self.connection.working)
+
+
+class Keeper:
+    """Calls `beat(session)` every `interval` seconds until it returns false. It holds the session
+    weakly: one that goes without `end` is closed."""
+
+    def __init__(self, session: T, beat: Callable[[T], bool], interval: float, belongings: Belongings) -> None:
+        # What the thread does when it ends. SimpleQueue, because the collector may interrupt a `put` or
+        # `get` of the same thread: an Event's lock would then be waited for by its own holder.
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_keep, args=(weakref.ref(session), beat, interval, self._orders), name="gpumux-session", daemon=True
+        )
+        self._dropped = weakref.finalize(session, _leave_word, self._orders, os.getpid(), belongings)
+        self._dropped.atexit = False  # the daemon notices a process that ends
+        self._thread.start()
+
+    def end(self) -> None:
+        """The session is closed by its owner: end the thread, and wait for that unless it is the caller."""
+        self._dropped.detach()
+        self._orders.put(_nothing)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _keep(
+    ref: weakref.ref[T], beat: Callable[[T], bool], interval: float, orders: queue.SimpleQueue[Callable[[], None]]
+) -> None:
+    pause: float | None = interval
+    while True:
+        try:
+            last = orders.get(timeout=pause)
+        except queue.Empty:
+            session = ref()
+            if session is not None and not beat(session):
+                pause = None  # nothing to do until it is closed or dropped
+            del session
+        else:
+            last()
+            return
+
+
+def _nothing() -> None:
+    return None
+
+
+def _leave_word(orders: queue.SimpleQueue[Callable[[], None]], owner: int, belongings: Belongings) -> None:
+    if os.getpid() == owner:  # a fork has no such thread, and the sockets are its parent's
+        orders.put(belongings.close)
+
+
+# ---- Whom a received message is for: a caller that waits for its ref, or the handler of its job.
+
+
+Handler = Callable[[Any, list[bytes]], None]
+Answer = tuple[Any, list[bytes]]
+
+_POSTED = 1024  # requests sent without waiting whose refusal can still be traced to their job
+
+
+class Mailbox:
+    """Numbers requests and sorts what comes back. Guarded by the session's lock, except that
+    registering and expecting are single dictionary operations and need none."""
+
+    def __init__(self) -> None:
+        self._refs = itertools.count(1)
+        self._answers: dict[int, list[Answer]] = {}
+        self._posted: OrderedDict[int, str] = OrderedDict()  # ref to job
+        self._handlers: dict[str, Handler] = {}
+
+    def expect(self) -> tuple[int, list[Answer]]:
+        """A new ref, and the list its answer will be put into."""
+        ref = next(self._refs)
+        answer: list[Answer] = []
+        self._answers[ref] = answer
+        return ref, answer
+
+    def forget(self, ref: int) -> None:
+        """Nobody waits for `ref` any more; a late answer is dropped."""
+        self._answers.pop(ref, None)
+
+    def posted(self, job: str) -> int:
+        """A ref for a request nobody waits for. Its Refusal goes to the handler of `job`."""
+        ref = next(self._refs)
+        self._posted[ref] = job
+        if len(self._posted) > _POSTED:
+            self._posted.popitem(last=False)
+        return ref
+
+    def register(self, job: str, handler: Handler) -> None:
+        self._handlers[job] = handler
+
+    def unregister(self, job: str) -> None:
+        self._handlers.pop(job, None)
+
+    def deliver(self, ref: int, message: Any, frames: list[bytes]) -> None:
+        """Sort in one message; `ref` 0 when it answers no request. One nobody wants is dropped."""
+        if not ref:
+            self.deliver_to(getattr(message, "job", ""), message, frames)
+            return
+        answer = self._answers.get(ref)
+        if answer is not None:
+            answer.append((message, frames))
+            return
+        job = self._posted.pop(ref, None)
+        if job is not None and isinstance(message, Refusal):
+            self.deliver_to(job, message, frames)
+
+    def deliver_to(self, job: str, message: Any, frames: list[bytes]) -> None:
+        """Hand a message to its job's handler, if it has one still."""
+        handler = self._handlers.get(job)
+        if handler is not None:
+            handler(message, frames)
+
+
+# ----
+
 
 Payload = Sequence[bytes | memoryview]
 _NO_FRAMES: list[bytes] = []
@@ -77,7 +225,7 @@ class Session:
         """Open a session, waiting `timeout` seconds at most for a daemon to answer.
 
         `role` is "client", or "control" for tools that move no tensors. `curve` are the keys for a
-        tcp endpoint; without them the environment must name them (wire/curve.py). Raises
+        tcp endpoint; without them the environment must name them (wire/peers.py). Raises
         DaemonGone, ConfigError, VersionMismatch, or what the daemon refuses with.
         """
         found = resolve_endpoint(endpoint)
@@ -320,3 +468,208 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+# ---- Waits for a job's work that neither hinder it nor stay silent while nothing can happen.
+#
+# A wait that lasts tells the daemon what it waits for, where the same thread steps other jobs (turns.py). One that
+# lasts long, or many that do together, ask the daemon why, and log it if there is something to be done about it.
+
+
+log = logging.getLogger("gpumux.client")
+PATIENCE_S = 5.0  # how long a wait lasts before it asks why, and long ones together
+LONG_S = 0.05  # a wait that counts among those
+MOSTLY: Final = 0.5  # of the time waited: a job that was held for other jobs' next steps for so much of it is told so
+# How long a wait lasts before the daemon is told that other jobs get no step meanwhile, by whether it is for a high
+# job: its steps are held for none, unless an operator made it a low one.
+SAY_AFTER_S: Final = {False: 2e-3, True: 50e-3}
+AT_ONCE: Final = 64  # waits for a low job after one that had to be told of: these are told of before they last
+LOADING_S = 15.0  # ordinary Programs take a second or two
+AGAIN_S = 60.0
+
+
+class Waits:
+    """Waits for one job's steps and transfers. `high`: it was submitted as a high job."""
+
+    def __init__(self, job: str, high: bool) -> None:
+        self.turns = Turns(job, high)
+        self._job = job
+        self._high = high
+        self._at_once = 0  # waits left that are told of before they last
+        self._long_s = 0.0  # of long waits since the daemon was asked why,
+        self._enough_s = PATIENCE_S  # and how many make it ask again
+        self._held_s = 0.0  # for which the job had been held for other jobs' next steps, when it was asked
+        self._told: set[str] = set()  # jobs for which it was held that were named
+
+    def wait(
+        self, session: Session, predicate: Callable[[], bool], timeout: float | None, step: int | None = None
+    ) -> bool:
+        """`session.wait` for what is there once `step` is answered (default: the newest step)."""
+        until: float | None = None
+        if timeout is not None:
+            if timeout <= 0.0:
+                return session.wait(predicate, timeout)
+            until = time.monotonic() + timeout
+        if session.holds_low_work and self.turns.others():
+            return self._in_turn(session, predicate, until, self.turns.newest if step is None else step)
+        return self._patiently(session, predicate, until, step)
+
+    def _in_turn(self, session: Session, predicate: Callable[[], bool], until: float | None, step: int) -> bool:
+        """The thread steps other jobs, too. Tell the daemon so, unless the answer is there soon."""
+        first = SAY_AFTER_S[self._high]
+        if self._at_once:
+            first, self._at_once = 0.0, self._at_once - 1
+        if session.wait(predicate, _at_most(first, until)):
+            return True
+        if until is not None and until <= time.monotonic():
+            return False
+        others = self.turns.names()
+        session.post(m.StepAwaited(0, self._job, step, others, False))
+        answered = False
+        try:
+            answered = self._patiently(session, predicate, until, step)
+        finally:
+            if not answered:  # the others may get a step before it is
+                with suppress(GpumuxError):
+                    session.post(m.StepAwaited(0, self._job, step, others, True))
+            elif first and not self._high:
+                self._at_once = AT_ONCE
+        return answered
+
+    def _patiently(
+        self, session: Session, predicate: Callable[[], bool], until: float | None, step: int | None
+    ) -> bool:
+        if session.wait(predicate, LONG_S if until is None else _at_most(LONG_S, until)):
+            return True
+        began = time.monotonic() - LONG_S
+        step = self.turns.newest if step is None else step
+        try:
+            if self._long_s >= self._enough_s:
+                self._ask(session, step, 0.0)
+            if session.wait(predicate, _at_most(PATIENCE_S - LONG_S, until)):
+                return True
+            if until is not None and until <= time.monotonic():
+                return False
+            self._ask(session, step, PATIENCE_S)
+            return session.wait(predicate, None if until is None else max(0.0, until - time.monotonic()))
+        finally:
+            self._long_s += time.monotonic() - began
+
+    def _ask(self, session: Session, step: int, lasted: float) -> None:
+        """Why the step waits; `lasted`: the wait's seconds so far, where it is long by itself."""
+        waited, self._long_s = self._long_s + lasted, -lasted
+        self._enough_s *= 2.0
+        try:
+            body = session.call(m.JobStats(0, self._job), timeout=PATIENCE_S)[0].body
+        except GpumuxError:
+            return  # it ended, or the daemon did: the wait will say so
+        if body["paused"]:
+            log.warning(
+                "job %r is paused, and a thread has waited for it for %.3g s: job.resume() in another thread, or "
+                "`gpumux jobs resume`, lets it go on",
+                body["name"], lasted or waited,
+            )  # fmt: skip
+            return
+        promise: dict[str, Any] = body["promise"] or {}
+        seconds: dict[str, float] = promise.get("held_s", {})
+        before, self._held_s = self._held_s, seconds.get("gap", 0.0) + seconds.get("calibration", 0.0)
+        held, by = self._held_s - before, promise.get("held_by_name") or promise.get("held_by", "")
+        if is_high(promise.get("held_by_job", "")):
+            return  # the daemon is told of it from the next wait on
+        if by and by not in self._told and held >= MOSTLY * waited:
+            self._told.add(by)
+            log.warning(
+                "step %d of job %r waits for job %r: while %.1f s were waited, the job's steps were held for %.1f s "
+                "for the sake of that one's next step, which did not come. If it comes only after this one, step both "
+                "jobs in one thread, which the daemon then knows, or give both one priority;"
+                " `gpumux jobs explain` says more",
+                step, body["name"], by, waited, held,
+            )  # fmt: skip
+
+
+def _at_most(seconds: float, until: float | None) -> float:
+    return seconds if until is None else max(0.0, min(seconds, until - time.monotonic()))
+
+
+class Loading:
+    """Says now and then that the daemon is still at a Program. Called whenever there was no answer so far; returns
+    for how many seconds to wait until then."""
+
+    def __init__(self, operators: int, compiled: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        doing = "checking, compiling and loading" if compiled else "checking and loading"
+        self._what = f"{doing} a program of {operators} operator{'' if operators == 1 else 's'}"
+        self._clock = clock
+        self._since: float | None = None
+
+    def __call__(self) -> float:
+        if self._since is None:
+            self._since = self._clock()
+            return LOADING_S
+        log.warning(
+            "the daemon has been %s for %.0f s; `gpumux status` says how it is", self._what, self._clock() - self._since
+        )
+        return AGAIN_S
+
+
+# ---- Something that is begun again where the daemon is killed before it is done.
+
+
+TRIES = 5  # so that what kills every daemon is not tried for ever
+CONNECT_S = 10.0  # one attempt
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+
+
+def through(attempt: Callable[[Session], T], endpoint: str | None, reconnect_s: float) -> T:
+    """What `attempt` makes on a session. When the daemon goes amid one, another follows as soon as there is one again; `reconnect_s`
+    seconds are waited for it at most (0: there is no second attempt). `attempt` must leave nothing behind when it fails.
+
+    Raises DaemonGone where there is no daemon to begin with, and whatever `attempt` raises on a session that lives."""
+    session = Session.connect(endpoint)
+    for left in range(TRIES - 1, -1, -1):
+        try:
+            return attempt(session)
+        except BaseException as error:
+            gone = error if isinstance(error, DaemonGone) and session.dead is not None else None
+            session.close()
+            if gone is None or not left or not reconnect_s:
+                raise
+        session = _another(endpoint, gone, reconnect_s)
+    raise AssertionError("unreachable")
+
+
+def _another(endpoint: str | None, gone: DaemonGone, reconnect_s: float) -> Session:
+    log.warning("%s; waiting for it to come back, to submit again", gone.message)
+    started, pause = time.monotonic(), FIRST_PAUSE_S
+    while True:
+        try:
+            session = Session.connect(endpoint, CONNECT_S)
+        except DaemonGone as error:
+            if time.monotonic() - started > reconnect_s:
+                raise DaemonGone(
+                    f"{gone.message}, and could not be had back within {reconnect_s:g} s: {error.message}", error.remedy
+                ) from gone
+        else:
+            log.warning("the daemon is back after %.1f s", time.monotonic() - started)
+            return session
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE_S)
+
+
+# ---- Where the steps of a daemon's jobs are traced, and where they run.
+
+
+def devices_of(session: Session, stacklevel: int = 3) -> tuple[str, str]:
+    """The device type on which a job's steps are traced, and the one that they run on. Warns of a daemon that computes
+    nothing, so many calls further up."""
+    device = session.welcome.device
+    if device["kind"] == "cuda":
+        return "cpu", "cuda"  # the daemon runs on its GPU what was traced on the CPU; this process needs none
+    if device["kind"] != "sim":
+        return str(device["kind"]), str(device["kind"])
+    warnings.warn(
+        f"the daemon only SIMULATES its device ({device['name']}): steps take time, every result is "
+        "zero and nothing is trained. For real results submit to a daemon on a real device (gpumux serve --device cpu)",
+        SimulatedDeviceWarning,
+        stacklevel=stacklevel,
+    )
+    return "cpu", "cpu"

@@ -1,26 +1,256 @@
-"""When a job's state is saved, from the client's side: it asks, since it knows what it can run again.
+"""A snapshot's notes: what a program needs to go on from it that has nothing else, and how it does.
 
-    idle --(it is time, or the log fills)--> preparing --(there is memory)--> taking --(saved or failed)--> idle
-
-`tick` is called before each step and moves this on; no thread does. Only the moment at which the place of a snapshot
-among the steps is fixed is waited for, a round trip. A step that finds the log full waits for the snapshot; if that
-fails, the log is given up and training goes on without it (replay.py).
+They say where in the buffers each parameter, buffer, optimizer's state and gradient lies, which numbers the client kept
+(step counters), and the hyperparameters. They are data, written by the same user's earlier process; what they claim is
+compared with the models and optimizers that are there before anything is touched.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import msgpack
+import torch
+
+from gpumux.capture.state import Place, StateTable
+from gpumux.capture.step import State
+from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf
 from gpumux.client.replay import ReplayLog
 from gpumux.client.session import Asked, Session
-from gpumux.errors import GpumuxError, from_code
+from gpumux.errors import ConfigError, GpumuxError, from_code
+from gpumux.program.ir import aligned
 from gpumux.wire import messages as m
-from gpumux.wire.keeping import PrepareSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
+from gpumux.wire.messages import PrepareSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
 
 log = logging.getLogger("gpumux.client")
+
+VERSION = 1
+MAX_INLINE = 8 << 20  # bytes of tensors that no step touches, which no buffer in the daemon holds
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Steps that the state has behind it: of the submitted function, and of all."""
+
+    main: int
+    all: int
+
+
+def write(
+    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None
+) -> bytes:
+    """The notes of a snapshot of `resident` job buffers, taken now. `generator`: the state of the client's, where the job draws
+    from it."""
+    index = {buffer: i for i, buffer in enumerate(resident)}
+    inline: dict[str, Any] = {}
+    room = MAX_INLINE
+    tensors: dict[str, Any] = {}
+    for name, tensor in table.tensors:
+        place = table.place(tensor)
+        if place is not None and place.buffer in index:
+            tensors[name] = _place(place, index)
+        elif tensor.nbytes <= room:
+            room -= tensor.nbytes
+            inline[name] = [_dtype(tensor.dtype), list(tensor.shape), _bytes(tensor)]
+        else:
+            inline[name] = None
+    body = {
+        "version": VERSION,
+        "sizes": [table.buffers[b].nbytes for b in resident],
+        "steps": [counts.main, counts.all],
+        "tensors": tensors,
+        "inline": inline,
+        "optimizers": [_tree(frozen, state, index) for frozen in state.structure.optimizers],
+        "groups": [[_hyper(group) for group in o.param_groups] for o in table.optimizers],
+        "gradients": [[i, _place(place, index)] for i, place in state.structure.kept if place.buffer in index],
+    }
+    if generator is not None:
+        body["generator"] = _bytes(generator)
+    return bytes(msgpack.packb(body))
+
+
+def _place(place: Place, index: Mapping[int, int]) -> list[Any]:
+    return [index[place.buffer], _dtype(place.dtype), list(place.size), list(place.stride), place.offset]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tree(frozen: Any, state: State, index: Mapping[int, int]) -> Any:
+    """An optimizer's state, its keys and leaves as tagged lists."""
+    return [[kind, key, _node(tree, state, index)] for (kind, key), tree in frozen]
+
+
+def _node(node: Any, state: State, index: Mapping[int, int]) -> Any:
+    if isinstance(node, DeviceLeaf):
+        if node.place.buffer not in index:
+            return ["none"]  # no step touches it
+        return ["at", *_place(node.place, index)]
+    if isinstance(node, HostLeaf):
+        return ["number", state.host[node.var], None if node.dtype is None else _dtype(node.dtype)]
+    if isinstance(node, ConstLeaf):
+        return ["const", node.value]
+    kind, items = node
+    if kind == "d":
+        return ["d", [[key, _node(value, state, index)] for key, value in items]]
+    return [kind, [_node(value, state, index) for value in items]]
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params" and _plain(v)}
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_plain(v) and not isinstance(v, (tuple, list)) for v in value)
+    return value is None or isinstance(value, (bool, float, str)) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+# ---- going on from it
+
+
+class Keepsake:
+    """A snapshot as a program finds it: notes, and the bytes they speak of. Raises ConfigError for what is none."""
+
+    def __init__(self, data: torch.Tensor, notes: int) -> None:
+        try:
+            body = msgpack.unpackb(data[data.numel() - notes :].numpy().tobytes(), strict_map_key=False)
+            if body["version"] != VERSION:
+                raise ValueError(f"version {body['version']}")
+            sizes = [int(n) for n in body["sizes"]]
+            self.counts = Counts(*map(int, body["steps"]))
+        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+            raise ConfigError(f"the kept snapshot can't be read: {error}", "start the job anew") from error
+        self._body = body
+        at, self._buffers = 0, []
+        for nbytes in sizes:
+            self._buffers.append(data[at : at + nbytes].clone())
+            at += aligned(nbytes)
+        self.generator = data[at : data.numel() - notes].numpy().tobytes()
+        if any(b.numel() != n for b, n in zip(self._buffers, sizes, strict=True)):
+            raise ConfigError("the kept snapshot is shorter than its notes say", "start the job anew")
+
+    def put_back(self, table: StateTable) -> None:
+        """Overwrite what `table` knows: parameters and buffers, the optimizers' state and hyperparameters, gradients; and
+        torch's default generator, if the job drew from that of the client that is gone. Raises ConfigError when the models or optimizers are others than the job had; nothing is changed then."""
+        body = self._body
+        try:
+            fresh = [(name, tensor, self._of(name, tensor)) for name, tensor in table.tensors]
+            if len(body["optimizers"]) != len(table.optimizers):
+                raise ConfigError(f"the job had {len(body['optimizers'])} optimizers", "submit as many")
+            states = [self._state(table, tree) for tree in body["optimizers"]]
+            gradients = {int(i): self._view(place).to(table.home) for i, place in body["gradients"]}
+            groups = [
+                (group, then)
+                for optimizer, thens in zip(table.optimizers, body["groups"], strict=True)
+                for group, then in zip(optimizer.param_groups, thens, strict=True)
+            ]
+            generator = torch.Generator().set_state(_state_of(body["generator"])) if "generator" in body else None
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise _other(f"{type(error).__name__}: {error}") from error
+        with torch.no_grad():
+            for _, tensor, value in fresh:
+                if value is not None:
+                    tensor.copy_(value)
+        if generator is not None:
+            torch.default_generator.set_state(generator.get_state())
+        for optimizer, state in zip(table.optimizers, states, strict=True):
+            optimizer.state = state
+        for i, parameter in enumerate(table.params):
+            parameter.grad = gradients.get(i)
+        for group, then in groups:
+            for key, value in then.items():
+                if key in group and _plain(group[key]):
+                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
+        missing = [name for name, _, value in fresh if value is None]
+        if missing:
+            log.warning(
+                "%d tensors that no step of the job touches were too large to keep and stay as they are here: %s",
+                len(missing), ", ".join(missing[:4]),
+            )  # fmt: skip
+
+    def _of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        body = self._body
+        if name in body["tensors"]:
+            found = self._view(body["tensors"][name])
+        elif name in body["inline"]:
+            kept = body["inline"][name]
+            if kept is None:
+                return None
+            dtype, shape, raw = kept
+            flat = torch.frombuffer(bytearray(raw), dtype=_type(dtype)) if raw else torch.empty(0, dtype=_type(dtype))
+            found = flat.reshape(shape)
+        else:
+            raise _other(f"it had no {name}")
+        if found.shape != tensor.shape or found.dtype != tensor.dtype:
+            raise _other(f"its {name} was {found.dtype} {tuple(found.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
+        return found
+
+    def _view(self, place: Sequence[Any]) -> torch.Tensor:
+        buffer, dtype, size, stride, offset = place
+        raw = self._buffers[buffer]
+        kind = _type(dtype)
+        width = torch.empty(0, dtype=kind).element_size()
+        last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else offset - 1
+        if min((offset, *size, *stride)) < 0 or (last + 1) * width > raw.numel():
+            raise ValueError(f"a tensor beyond the {raw.numel()} bytes of its buffer")
+        return torch.empty(0, dtype=kind).set_(raw.untyped_storage(), offset, size, stride)
+
+    def _state(self, table: StateTable, tree: Any) -> Any:
+        made: Any = defaultdict(dict)
+        for kind, key, node in tree:
+            made[table.params[key] if kind == "p" else key] = self._leaf(node, table.home)
+        return made
+
+    def _leaf(self, node: Any, home: torch.device | None) -> Any:
+        kind = node[0]
+        if kind == "at":
+            return self._view(node[1:]).to(home)
+        if kind == "number":
+            return node[1] if node[2] is None else torch.tensor(node[1], dtype=_type(node[2]))
+        if kind == "const":
+            return node[1]
+        if kind == "d":
+            return {key: self._leaf(value, home) for key, value in node[1]}
+        if kind in ("l", "t"):
+            values = [self._leaf(value, home) for value in node[1]]
+            return values if kind == "l" else tuple(values)
+        raise ValueError(f"optimizer state of kind {kind!r}")
+
+
+def _type(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no type {name!r}")
+    return found
+
+
+def _state_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _other(why: str) -> ConfigError:
+    return ConfigError(f"this is not the job that was kept: {why}", "submit the same models and optimizers as then")
+
+
+# ---- When a job's state is saved, from the client's side: it asks, since it knows what it can run again.
+#
+#     idle --(it is time, or the log fills)--> preparing --(there is memory)--> taking --(saved or failed)--> idle
+#
+# `tick` is called before each step and moves this on; no thread does. Only the moment at which the place of a snapshot
+# among the steps is fixed is waited for, a round trip. A step that finds the log full waits for the snapshot; if that
+# fails, the log is given up and training goes on without it (replay.py).
+
 
 FIRST_S = 1.0  # from a job's first step, or from coming back, to a snapshot
 SHARE = 5  # at most one part in so many of the time is spent on writing

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from gpumux.capture.microbatch.split import check_microbatches
+from gpumux.capture.state import StateTable
 from gpumux.client.arguments import check_compile, check_rng, draws_from_client, job_spec, several, whole
-from gpumux.client.devices import devices_of
 from gpumux.client.job import Job
-from gpumux.client.microbatch.split import check_microbatches
-from gpumux.client.persevering import through
-from gpumux.client.recovering import open_message
-from gpumux.client.returning import find_kept, open_job
-from gpumux.client.session import Session
-from gpumux.client.state import StateTable
+from gpumux.client.recovery import find_kept, open_job, open_message
+from gpumux.client.session import Session, devices_of, through
 from gpumux.errors import ConfigError
-from gpumux.wire.fields import MAX_INT
-from gpumux.wire.keeping import Replay
+from gpumux.wire.codec import MAX_INT
+from gpumux.wire.messages import Replay
 
 
 def submit(

@@ -1,6 +1,6 @@
 """Lending a job's step lane to the device, so that its steps don't pass through the daemon.
 
-A step that would be launched as soon as it came (core/standing.py) needs nobody's decision. After a while
+A step that would be launched as soon as it came (scheduler/standing.py) needs nobody's decision. After a while
 of such steps the device gets the lane (device.contract.Lending): it takes them from there, runs them,
 answers them, and leaves a record. Here the records become the events the core would have had, at the
 times they happened, so that all accounts are kept as ever. That is done before the core is told
@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from gpumux.core import events as ev
-from gpumux.core.commands import LaunchPiece
-from gpumux.daemon.books import JobRecord, SessionRecord, StepRecord
-from gpumux.daemon.desk import Desk, log
-from gpumux.device.contract import LaneReturned, Launch, Lending, LoanTerms, StepRan
-from gpumux.model import JobId, SessionId
+from gpumux.daemon.context import Desk, log
+from gpumux.daemon.records import JobRecord, SessionRecord, StepRecord
+from gpumux.device.base import LaneReturned, Launch, Lending, LoanTerms, StepRan
+from gpumux.scheduler import events as ev
+from gpumux.scheduler.events import LaunchPiece
+from gpumux.types import JobId, SessionId
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import encode_alone, step_head
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from gpumux.daemon.desk import Desk, log
-from gpumux.model import JobId
+from gpumux.daemon.context import Desk, log
+from gpumux.types import JobId
 
 EVERY_S = 5.0
 SLACK = 1.10

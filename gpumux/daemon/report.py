@@ -7,11 +7,11 @@ daemon    {version, pid, endpoints, policy, core (compiled or interpreted), star
 device    {kind, name, torch_version, threads, parallel, memory_bytes}
 memory    bytes: {total_bytes, free_bytes, shared_bytes}
 sessions  how many clients are connected
-windows   by priority, as core/snapshot.py has it
+windows   by priority, as scheduler/report.py has it
 jobs      [{job, short, name, uid, pid, priority, weight, state, paused, queued, running, outstanding,
           memory_bytes (charged), measured_bytes (what it really held at most in a recent step; 0: not known), device_busy_s, steps_done, steps_failed, programs, transfers, opened_s_ago,
           max_slowdown, models (that a step trains), promise, mine (whether the asker may change it; where not, job and name are "" and pid is
-          0: daemon/sight.py)}]; promise is None where nothing is known, and otherwise
+          0: daemon/context.py)}]; promise is None where nothing is known, and otherwise
           {slowdown, slowdown_p99 (both over the job alone, or None), kept, steps_over, solo_step_s} of a
           high job, {held (why: docs/metrics.md; "": it is not), held_by (short id of the high job, or ""),
           held_for_s, too_long (None, or {piece_seconds, fits_seconds}: its pieces don't fit beside high
@@ -29,15 +29,14 @@ from typing import Any
 
 from gpumux import __version__
 from gpumux.config import Config
-from gpumux.core import RUNS
-from gpumux.core.machine import Core
-from gpumux.daemon.books import Books
-from gpumux.daemon.desk import Desk
-from gpumux.device.contract import MemoryFigures
+from gpumux.daemon.context import Desk
+from gpumux.daemon.records import Books
+from gpumux.device.base import MemoryFigures
 from gpumux.errors import UnknownJob
-from gpumux.metrics.collector import Figures, JobFigures
-from gpumux.metrics.promises import BanFigures, GuardFigures, PromiseFigures
-from gpumux.model import DeviceInfo, JobId
+from gpumux.metrics.gauges import BanFigures, Figures, GuardFigures, JobFigures, PromiseFigures
+from gpumux.scheduler import RUNS
+from gpumux.scheduler.scheduler import Core
+from gpumux.types import DeviceInfo, JobId
 
 MOST_RATIO = 1e9  # JSON has no infinity
 

@@ -10,23 +10,139 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gpumux.core import events as ev
-from gpumux.daemon.books import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
-from gpumux.daemon.changes import Changes
-from gpumux.daemon.desk import Desk, as_fault, log
-from gpumux.daemon.keeping import Keeping
-from gpumux.daemon.questions import Questions
+from gpumux.access import refuse_priority, refuse_weight
+from gpumux.daemon.context import Desk, as_fault, log
+from gpumux.daemon.records import JobRecord, ProgramRecord, SessionRecord, StepRecord, TransferRecord, aligned_total
+from gpumux.daemon.report import job_stats
 from gpumux.daemon.segments import SharedSegment
+from gpumux.daemon.snapshots.requests import Keeping
 from gpumux.daemon.tracing import Tracing
-from gpumux.device.contract import Segment
+from gpumux.device.base import Regrading, Segment
 from gpumux.errors import AdmissionRefused, GpumuxError, JobClosed, NotOwner, ProgramError, ProtocolError, UnknownJob
-from gpumux.model import JobId, JobSpec, Priority, ProgramId, StepId, TransferId
 from gpumux.program.ir import ALIGN
+from gpumux.scheduler import admission
+from gpumux.scheduler import events as ev
+from gpumux.types import Fault, JobId, JobSpec, Priority, ProgramId, StepId, TransferId
 from gpumux.wire import messages as msg
-from gpumux.wire.connections import check_descriptors
+from gpumux.wire.listen import check_descriptors
+
+# ---- Messages that ask and change nothing: status, explanations, profiles, recordings.
+
+
+MAX_PROFILES = 4  # of one job, asked for and not answered
+STORY_LINES = 60  # the newest, of a job that is explained
+
+
+class Questions:
+    """`report` is the body of GetStatus, with everything in it; what a session sees of it `desk.sight` decides."""
+
+    def __init__(self, desk: Desk, report: Callable[[], dict[str, Any]], tracing: Tracing) -> None:
+        self._desk = desk
+        self._books = desk.books
+        self._report = report
+        self._tracing = tracing
+        self._governed = desk.sight.governed
+        self.handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {
+            msg.JobStats: self._stats,
+            msg.GetStatus: self._status,
+            msg.ExplainJob: self._explain,
+            msg.ProfileJob: self._profile,
+            msg.RecordTrace: self._trace,
+        }
+
+    def _stats(self, session: SessionRecord, m: msg.JobStats, frames: Sequence[bytes]) -> None:
+        job = self._books.jobs.get(JobId(m.job))
+        if job is None:  # anybody may look
+            raise UnknownJob(f"there is no job {m.job[:40]!r}", "`gpumux jobs` lists them")
+        body = self._desk.sight.shown(session, self._report())
+        self._desk.reply(session, msg.Report(m.ref, job_stats(body, job.short)))
+
+    def _status(self, session: SessionRecord, m: msg.GetStatus, frames: Sequence[bytes]) -> None:
+        self._desk.reply(session, msg.Report(m.ref, self._desk.sight.shown(session, self._report())))
+
+    def _explain(self, session: SessionRecord, m: msg.ExplainJob, frames: Sequence[bytes]) -> None:
+        """What a job runs, and beside whom, is for those who may change it."""
+        job = self._governed(session, m.job)
+        core, sight = self._desk.core, self._desk.sight
+        hidden = sight.hidden(session)
+        sentences = [sight.redact(session, line) for line in core.explain(job.id, hidden)]
+        story = [sight.redact(session, line) for line in core.story(job.id, newest=STORY_LINES, hidden=hidden)]
+        body = {"job": job.id, "short": job.short, "sentences": sentences, "story": story}
+        self._desk.reply(session, msg.Report(m.ref, body))
+
+    def _profile(self, session: SessionRecord, m: msg.ProfileJob, frames: Sequence[bytes]) -> None:
+        """Shapes and operators tell what a job is, so only those who may change it may ask."""
+        job = self._governed(session, m.job)
+        loaded = {program.id: program for program in job.programs.values() if program.announced}
+        if job.unloading or not loaded:
+            raise JobClosed(f"job {job.short} runs no program", "profile a job that has run two steps")
+        if len(job.profiles) >= MAX_PROFILES:
+            raise AdmissionRefused(f"{len(job.profiles)} profiles of it are under way", "wait for one to end")
+        most = max(loaded.values(), key=lambda program: (program.steps, -program.id)).id
+        number = most if m.program is None else ProgramId(m.program)
+        if number not in loaded:
+            raise ProgramError(f"job {job.short} has no program {m.program}", f"it has {sorted(loaded)}")
+        self._desk.recall()
+        job.profiles.append((session, m.ref))
+        self._desk.device.profile(job.id, number)
+
+    def _trace(self, session: SessionRecord, m: msg.RecordTrace, frames: Sequence[bytes]) -> None:
+        """Anybody may see when the device runs whose work; which operators these are, only those who may change the job."""
+        self._tracing.ask(session, m.ref, m.seconds, lambda job: self._desk.sight.governs(session, job))
+
+
+# ---- ChangeJob: another priority or weight for a job that is open.
+#
+# The answer leaves when the core says that the change is in force (JobChanged, in execute.py), or when the job ends before.
+
+
+MAX_CHANGES = 16  # of one job, asked for and not in force
+
+
+class Changes:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self.handlers: dict[type, Callable[[SessionRecord, Any, Sequence[bytes]], None]] = {msg.ChangeJob: self._change}
+
+    def _change(self, session: SessionRecord, m: msg.ChangeJob, frames: Sequence[bytes]) -> None:
+        record = self._desk.sight.governed(session, m.job)
+        if record.unloading or record.over:
+            raise JobClosed(f"job {record.short} is closing", "nothing of it can be changed any more")
+        if m.priority is None and m.weight is None:
+            raise ProtocolError("a ChangeJob that changes nothing", "give a priority or a weight")
+        if m.priority not in (None, Priority.LOW, Priority.HIGH):
+            raise ProtocolError(f"priority {m.priority}", "use 0 (low) or 1 (high)")
+        if len(record.changes) >= MAX_CHANGES:
+            raise AdmissionRefused(f"{len(record.changes)} changes of the job are under way", "wait for one to end")
+        priority = None if m.priority is None else Priority(m.priority)
+        fault = self._refuses(session, priority, m.weight)
+        if fault is not None:
+            self._desk.refuse(session, m.ref, fault)
+            return
+        who = "its client" if record.session is session else f"user {session.peer.uid}"
+        log.info("job %s: %s asks for priority %s, weight %s", record.short, who, m.priority, m.weight)
+        self._desk.recall()  # as for a pause
+        record.changes.append((session, m.ref))
+        self._desk.feed(ev.ChangeRequested(record.id, priority, m.weight))
+
+    def _refuses(self, session: SessionRecord, priority: Priority | None, weight: float | None) -> Fault | None:
+        """Why the session may not give a job these, or None. An operator may give what any job can have."""
+        rule = self._desk.sight.rule(session)
+        fault = None
+        if weight is not None:
+            fault = admission.refuse_weight(weight) or refuse_weight(rule, weight)
+        if fault is None and priority is not None:
+            fault = refuse_priority(rule, priority)
+            if fault is None and isinstance(self._desk.device, Regrading):
+                fault = self._desk.device.may_regrade(priority)
+        return fault
+
+
+# ----
+
 
 Handler = Callable[[SessionRecord, Any, Sequence[bytes]], None]
-SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob})  # answered one a turn of the loop (daemon/turns.py)
+SLOW = frozenset({msg.GetStatus, msg.JobStats, msg.ExplainJob})  # answered one a turn of the loop (daemon/context.py)
 MAX_TRANSFERS = 16  # of one job, asked for and not ended
 MAX_UNLOADED = 128  # of one user's Programs; twice the jobs it may have
 MAX_ENCODED_BYTES = 512 << 20  # of one user's Programs that are not loaded yet

@@ -1,24 +1,212 @@
-"""Recording what runs, for one client at a time (RecordTrace): who asks, until when, how much, and sending it.
+"""One recording: what the core is told and answers, as records for a client (wire/messages.py).
 
-While nobody records, the loop calls the core itself; a recording puts a call in between that looks at what went in
-and came out. Records leave in small parts as they are made, so the daemon keeps a few hundred at most, and a
-recording that has reached MAX_RECORDS is over, with a reason that says so. A client that leaves ends its own.
+It looks on and decides nothing. `saw` is called after each event the core handled, with the time the core was told,
+so that steps which ran on a lent lane (daemon/loans.py), and are told later, come at their own times. What is kept is
+what is under way: outstanding pieces, holds and bans that have not ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
-from gpumux.core import events as ev
-from gpumux.core.commands import Command
-from gpumux.daemon.books import JobRecord, SessionRecord
-from gpumux.daemon.desk import Desk, log
-from gpumux.daemon.recording import Recording, cost
+from gpumux.daemon.context import Desk, log
+from gpumux.daemon.records import Books, JobRecord, SessionRecord
 from gpumux.errors import AdmissionRefused, ProtocolError
-from gpumux.model import SessionId
+from gpumux.scheduler import events as cmd
+from gpumux.scheduler import events as ev
+from gpumux.scheduler.events import Command
+from gpumux.scheduler.report import Banned, Held, Out
+from gpumux.scheduler.scheduler import Core
+from gpumux.types import JobId, LaunchId, ProgramId, SessionId, StepId
 from gpumux.wire import messages as msg
-from gpumux.wire import records
+from gpumux.wire import messages as rec
+from gpumux.wire import messages as records
+
+UNKNOWN_STREAM = -1  # of a piece that was launched before anybody looked
+
+
+class Recording:
+    """From `begin` (seconds, the core's clock) on. `own(job)`: whether the asker may know what the job runs."""
+
+    def __init__(self, core: Core, books: Books, begin: float, own: Callable[[JobRecord], bool]) -> None:
+        self.begin = begin
+        self.records: list[rec.Record] = []  # the caller takes them away
+        self._core = core
+        self._books = books
+        self._own = own
+        self._shorts: dict[JobId, tuple[str, bool]] = {}  # and whether it is the asker's own
+        self._programs: set[tuple[JobId, ProgramId]] = set()
+        self._out: dict[LaunchId, tuple[Out, int, float]] = {}  # with stream and time of launch
+        self._ended: dict[JobId, float] = {}  # of each job's newest piece
+        self._held: dict[JobId, tuple[Held, float]] = {}  # and since when for this reason
+        self._bans: dict[Banned, None] = {}
+        for piece in core.all_out():
+            self._out[piece.launch] = piece, UNKNOWN_STREAM, begin
+        self._look(begin)
+
+    # ---- looking on
+
+    def saw(self, event: ev.Event, commands: Sequence[cmd.Command], now: float) -> None:
+        """The core handled an event; `commands` have not been carried out yet."""
+        kind = type(event)
+        if kind is ev.PieceDone:
+            self._done(event)  # type: ignore[arg-type]
+        elif isinstance(event, ev.PieceFailed):
+            self._over(event.launch, now, "failed")
+        elif isinstance(event, ev.PauseRequested):
+            self._happened(event.job, now, "paused")
+        elif isinstance(event, ev.ResumeRequested):
+            self._happened(event.job, now, "resumed")
+        for command in commands:
+            if type(command) is cmd.LaunchPiece:
+                piece = self._core.out(command.launch)
+                if piece is not None:
+                    self._out[command.launch] = piece, command.stream, now
+            elif type(command) is cmd.FinishStep:
+                self._step(command, event, now)
+            elif type(command) is cmd.FailStep:
+                self._happened(command.job, now, f"step {command.step} failed", command.fault.message)
+            elif type(command) is cmd.CloseJob:
+                fault = command.fault
+                self._happened(command.job, now, "job ended", fault.message if fault is not None else "")
+            elif type(command) is cmd.ForgetJob:
+                for launch in [launch for launch, (piece, _, _) in self._out.items() if piece.job == command.job]:
+                    self._over(launch, now, "dropped")
+        self._look(now)
+
+    def end(self, now: float) -> None:
+        """The recording is over: what is under way ends here."""
+        for launch in list(self._out):
+            self._over(launch, now, "running")
+        for held, since in self._held.values():
+            self._was_held(held, since, now)
+        for ban in self._bans:
+            self._was_banned(ban, now)
+        self._held.clear()
+        self._bans.clear()
+
+    # ---- who
+
+    def _job(self, job_id: JobId) -> tuple[str, bool]:
+        """The job's short id, "" of one that is unknown, and whether it is the asker's own."""
+        known = self._shorts.get(job_id)
+        if known is None:
+            job = self._books.jobs.get(job_id)
+            if job is None:
+                return "", False
+            known = self._shorts[job_id] = job.short, self._own(job)
+            self.records.append(
+                rec.JobSeen(job.short, job.spec.name if known[1] else "", job.spec.priority.name.lower(), known[1])
+            )
+        return known
+
+    def _at(self, when: float) -> float:
+        """On the recording's own clock; what was before it began is its beginning."""
+        return max(0.0, when - self.begin)
+
+    # ---- pieces and steps
+
+    def _done(self, event: ev.PieceDone) -> None:
+        found = self._out.pop(event.launch, None)
+        if found is None:
+            return
+        piece, stream, launched = found
+        self._ended[piece.job] = event.ended
+        if event.ended > self.begin:
+            self._piece(piece, stream, launched, event.started, event.ended, "done")
+
+    def _over(self, launch: LaunchId, now: float, how: str) -> None:
+        """A piece of which nobody says when it ran. In a stream one begins when the one before it has ended, and what is
+        behind it has not begun."""
+        found = self._out.pop(launch, None)
+        if found is None:
+            return
+        piece, stream, launched = found
+        started = max(launched, self._ended.get(piece.job, self.begin))
+        if started < now:
+            self._ended[piece.job] = now
+            self._piece(piece, stream, launched, started, now, how)
+
+    def _piece(self, piece: Out, stream: int, launched: float, started: float, ended: float, how: str) -> None:
+        short, own = self._job(piece.job)
+        first, end = (piece.first, piece.end) if own else (0, 0)
+        if own and (piece.job, piece.program) not in self._programs:
+            self._programs.add((piece.job, piece.program))
+            names = list(self._core.operators(piece.job, piece.program))
+            self.records.append(rec.ProgramSeen(short, piece.program, names))
+        self.records.append(
+            rec.PieceRan(
+                short, stream, piece.step, piece.program, piece.piece, first, end, piece.share,
+                self._at(launched), self._at(started), self._at(ended), how,
+            )
+        )  # fmt: skip
+
+    def _step(self, command: cmd.FinishStep, event: ev.Event, now: float) -> None:
+        times = command.times
+        answered = event.ended if isinstance(event, ev.PieceDone) and command.answered else now
+        if answered > self.begin:
+            short, _ = self._job(command.job)
+            submitted = self._at(answered - times.total_s)
+            step: StepId = command.step
+            self.records.append(
+                rec.StepRan(short, step, submitted, self._at(answered), times.queue_s, times.device_s)
+            )  # fmt: skip
+
+    def _happened(self, job_id: JobId, now: float, what: str, message: str = "") -> None:
+        short, own = self._job(job_id)
+        if short:
+            self.records.append(rec.Happened(short, self._at(now), what, message if own else ""))
+
+    # ---- holds and bans
+
+    def _look(self, now: float) -> None:
+        """What the guard holds back and bans, after the event at `now`."""
+        held = self._core.held()
+        if held or self._held:
+            self._hold({entry.job: entry for entry in held}, now)
+        bans = self._core.banned()
+        if len(bans) != len(self._bans) or not all(ban in self._bans for ban in bans):
+            for ban in [ban for ban in self._bans if ban not in bans]:
+                self._was_banned(ban, now)
+            self._bans = dict.fromkeys(bans)
+
+    def _hold(self, held: dict[JobId, Held], now: float) -> None:
+        """A span for each reason: who is held on for another begins a new one."""
+        for job, (was, since) in list(self._held.items()):
+            if held.get(job) != was:
+                self._was_held(was, since, now)
+                del self._held[job]
+                if job in held and held[job].since == was.since:
+                    self._held[job] = held[job], now
+        for job, entry in held.items():
+            self._held.setdefault(job, (entry, entry.since))
+
+    def _was_held(self, held: Held, since: float, now: float) -> None:
+        if now > since and now > self.begin:
+            job, high = self._job(held.job)[0], self._job(held.high)[0]
+            if job:
+                self.records.append(rec.WasHeld(job, high, held.reason, self._at(since), self._at(now)))
+
+    def _was_banned(self, ban: Banned, now: float) -> None:
+        (high, own), (low, _) = self._job(ban.high), self._job(ban.low)
+        first, end = (ban.first, ban.end) if own else (0, 0)
+        if high and low and now > self.begin:
+            since, until = self._at(ban.since), self._at(now)
+            self.records.append(rec.WasBanned(high, low, first, end, ban.share, ban.ratio, ban.why, since, until))
+
+
+def cost(records: Iterable[rec.Record]) -> int:
+    """What records count against a recording's bound: a list of operators by its length."""
+    return sum(1 + (len(record.operators) // 8 if type(record) is rec.ProgramSeen else 0) for record in records)
+
+
+# ---- Recording what runs, for one client at a time (RecordTrace): who asks, until when, how much, and sending it.
+#
+# While nobody records, the loop calls the core itself; a recording puts a call in between that looks at what went in
+# and came out. Records leave in small parts as they are made, so the daemon keeps a few hundred at most, and a
+# recording that has reached MAX_RECORDS is over, with a reason that says so. A client that leaves ends its own.
+
 
 MAX_SECONDS = 600.0
 MAX_RECORDS = 200_000  # of one recording; about 16 MiB on the wire

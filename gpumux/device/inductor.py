@@ -20,13 +20,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from gpumux.device.cpu.frame import Liveness
-from gpumux.device.cpu.interp import first_lines, outputs
-from gpumux.device.cpu.schema import DTYPES, views_made, views_read, views_written
-from gpumux.device.cuda import retarget
-from gpumux.device.cuda.feeding import FORMS, NumberTable, takes_numbers
-from gpumux.device.units import Unit
+from gpumux.device.cuda import operators as retarget
+from gpumux.device.cuda.operators import FORMS, NumberTable, takes_numbers
+from gpumux.device.run.interpreter import Liveness, first_lines, outputs
+from gpumux.device.run.schema import DTYPES, views_made, views_read, views_written
 from gpumux.errors import ProgramError
+from gpumux.program.cut import Unit
 from gpumux.program.ir import Op, Program, View
 
 Tensor = torch.Tensor

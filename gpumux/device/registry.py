@@ -2,16 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from gpumux.device.contract import Device
+from gpumux.device.base import Device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.cuda.partitions import WANTED
-from gpumux.device.nvidia import Nvidia, look
+from gpumux.device.cuda.streams import WANTED
 from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
+
+# ---- What this machine has of what the CUDA device needs, found without importing torch or loading the driver's library.
+#
+# `--device auto` decides by it, and `gpumux doctor` shows it. The device itself looks again when it is opened, through
+# the driver.
+
+
+_ASSIGNED = r"^{name}\s*(?::[^=]*)?=\s*(.+)$"
+
+
+@dataclass(frozen=True, slots=True)
+class Nvidia:
+    """`driver`: its version, empty without one. `gpus`: names of device nodes in /dev. `hidden`: the environment leaves
+    this process no GPU. `torch`, `torch_cuda`: torch's version and that of the CUDA it was built for, empty where there
+    is none."""
+
+    driver: str
+    gpus: tuple[str, ...]
+    hidden: bool
+    torch: str
+    torch_cuda: str
+    bindings: bool
+
+    @property
+    def missing(self) -> str:
+        """Why `--device auto` takes the CPU; empty where it takes the GPU."""
+        if not self.driver:
+            return "there is no NVIDIA driver on this machine"
+        if not self.gpus:
+            return "there is an NVIDIA driver, but no GPU in /dev (/dev/nvidiaN)"
+        if self.hidden:
+            return "CUDA_VISIBLE_DEVICES hides every GPU"
+        if not self.torch_cuda:
+            return f"there is an NVIDIA driver, but torch {self.torch} is built without CUDA"
+        return ""
+
+
+def look(root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Nvidia:
+    """`root` stands for "/", so that a test can hand in another machine."""
+    environ = os.environ if environ is None else environ
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    torch, torch_cuda = _torch()
+    return Nvidia(
+        driver=_driver(root / "proc/driver/nvidia/version"),
+        gpus=tuple(sorted(path.name for path in (root / "dev").glob("nvidia[0-9]*"))),
+        hidden=visible is not None and visible.split(",")[0].strip() in ("", "-1"),
+        torch=torch,
+        torch_cuda=torch_cuda,
+        bindings=_has_bindings(),
+    )
+
+
+def _driver(version: Path) -> str:
+    try:
+        lines = version.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    words = lines[0].split("  ") if lines else []
+    return words[1].strip() if len(words) > 1 else (lines[0] if lines else "")
+
+
+def _torch() -> tuple[str, str]:
+    """From the file that says it: importing torch takes seconds, and a daemon never does."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "", ""
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return "", ""
+    return _value(text, "__version__"), _value(text, "cuda")
+
+
+def _value(text: str, name: str) -> str:
+    found = re.search(_ASSIGNED.format(name=name), text, re.MULTILINE)
+    try:
+        value = ast.literal_eval(found[1].strip()) if found else None
+    except (ValueError, SyntaxError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+def _has_bindings() -> bool:
+    try:
+        return importlib.util.find_spec("cuda.bindings.driver") is not None
+    except ImportError:
+        return False
+
+
+# ----
+
 
 NAMES = ("auto", "cpu", "cuda", "sim")
 

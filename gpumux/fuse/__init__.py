@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpumux.fuse.array import Array as Array
-    from gpumux.fuse.submit import ArrayJob as ArrayJob
-    from gpumux.fuse.submit import submit_array as submit_array
+    from gpumux.fuse.array import Array
+    from gpumux.fuse.job import ArrayJob, submit_array
+
 
 __all__ = ["Array", "ArrayJob", "submit_array"]
 
-_HOME = {"Array": "gpumux.fuse.array", "ArrayJob": "gpumux.fuse.submit", "submit_array": "gpumux.fuse.submit"}
+_HOME = {"Array": "gpumux.fuse.array", "ArrayJob": "gpumux.fuse.job", "submit_array": "gpumux.fuse.job"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,14 +15,25 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumux.client.ledger import leaves, placed
-from gpumux.client.schema import bind, scalar_overload, schema_of
+from gpumux.capture.recorder import bind, leaves, placed, scalar_overload, schema_of
 from gpumux.errors import NotFusible
-from gpumux.program.allowlist import is_allowed
-from gpumux.program.ir import Arg, Complex, Numerics, Op, Program, ScalarRef, Storage, StorageKind, Tag, View
+from gpumux.program.check import fake_call
+from gpumux.program.ir import (
+    Arg,
+    Complex,
+    Label,
+    Numerics,
+    Op,
+    Program,
+    ScalarRef,
+    Storage,
+    StorageKind,
+    Tag,
+    View,
+    spans,
+)
 from gpumux.program.ir import TensorRef as Ref
-from gpumux.program.layers import Label, spans
-from gpumux.program.metafix import fake_call
+from gpumux.program.operators import is_allowed
 
 
 class Declined(Exception):

@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 
-from gpumux.client.quiet import told_once
+from gpumux.capture.tracer import told_once
 from gpumux.errors import NotFusible
 from gpumux.fuse import rules
-from gpumux.fuse.align import Template, Varying, align, layer_name
-from gpumux.fuse.batching import batched
-from gpumux.fuse.call import Call, Operand, is_default
+from gpumux.fuse.call import Call, Operand, batched, is_default
 from gpumux.fuse.emit import Declined, Emitter
-from gpumux.fuse.fused import Choose, Decision, Fused, How, Table, stream_bytes
-from gpumux.fuse.homes import Homes
-from gpumux.fuse.rules.pointwise import is_pointwise, pointwise
-from gpumux.program.builder import contiguous_strides
-from gpumux.program.ir import ITEM_BYTES, Program, View
+from gpumux.fuse.layout import Homes
+from gpumux.fuse.rules.elementwise import is_pointwise, pointwise
+from gpumux.fuse.template import Choose, Decision, Fused, How, Table, Template, Varying, align, layer_name, stream_bytes
+from gpumux.program.ir import ITEM_BYTES, Program, View, contiguous_strides
 
 # Operators that look at their operand's shape and layout only.
 _BY_SHAPE = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))

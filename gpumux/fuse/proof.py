@@ -1,21 +1,360 @@
-"""Holding a fused Program against one that runs every operator once a model, on invented numbers, before it is used.
+"""How long a few operators of a fused Program take: a Program of them alone, run a few times on invented numbers.
 
-A wrong rule would train wrong models without a word; a step of each on the same bytes shows it.
+Times are kept for the process, and in a file under the user's cache directory, by what the operators are:
+names, shapes, strides, types, with the processor, the number of threads and torch's version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import logging
+import mmap
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeAlias
 
 import torch
+from torch import _C
 
-from gpumux.device.cpu.operands import allocate
+from gpumux.device.cpu.program import LoadedProgram
+from gpumux.device.run.operands import SlotOperands, allocate
 from gpumux.errors import NotFusible
-from gpumux.fuse.doubled import doubled
-from gpumux.fuse.fused import Fused, numbers, stream_bytes
-from gpumux.fuse.runner import Runner
-from gpumux.program.ir import Program
+from gpumux.fuse.emit import Emitter
+from gpumux.fuse.template import Fused, numbers, stream_bytes
+from gpumux.hostmemory import cpu_name
+from gpumux.program.codec import encode
+from gpumux.program.ir import (
+    ALIGN,
+    ITEM_BYTES,
+    Arg,
+    Op,
+    Program,
+    ProgramBuilder,
+    ScalarRef,
+    Storage,
+    Tag,
+    TensorRef,
+    View,
+    slot_layout,
+)
+from gpumux.program.validate import out_views
+
+# ---- Runs a Program in this process, with the CPU device's own interpreter and graphs.
+
+
+_ONE_PIECE_S = 1e6  # nobody waits between pieces here
+_PYTHON_S = 2.5e-6  # what calling an operator from Python costs more; only for the profile
+_HEAP_BYTES = 31 << 20
+
+
+class Runner:
+    """One Program on `buffers` (bytes, by state slot). Not for several threads at once."""
+
+    def __init__(self, program: Program, buffers: Sequence[torch.Tensor]) -> None:
+        _keep_freed_memory()
+        layout = slot_layout(program)
+        memory = mmap.mmap(-1, max(layout.nbytes, ALIGN))
+        self.program = program
+        self.loaded = LoadedProgram(program, buffers, memory, 1, _ONE_PIECE_S, _PYTHON_S, _ignore)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self._inputs = []
+        for at, index in zip(layout.inputs, program.inputs, strict=True):
+            view = program.views[index]
+            base = torch.empty(0, dtype=getattr(torch, view.dtype))
+            offset = at // base.element_size() + view.offset
+            self._inputs.append(base.set_(whole.untyped_storage(), offset, view.size, view.stride))
+        self._step = 0
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Where a step's batch is put before `run`."""
+        return self._inputs
+
+    def run(self, scalars: Sequence[float | int]) -> list[torch.Tensor]:
+        """One step; its results, in memory of their own. Raises JobFailed, ProgramError."""
+        loaded = self.loaded
+        with torch.no_grad(), graphs_as_written():
+            for piece in range(len(loaded.bounds) - 1):
+                loaded.run(self._step, loaded.newest, piece, 0, scalars if piece == 0 else None)
+            loaded.recut()
+        self._step += 1
+        operands: SlotOperands = loaded.operands.slot(0)
+        return [r.clone() for r in operands.results]
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Temporaries of many models are large, and glibc gives large blocks back to the kernel, so that each step takes them
+    anew, page by page (hundreds of faults a step): unless a larger one was freed before (mallopt(3), M_MMAP_THRESHOLD and
+    M_TRIM_THRESHOLD, which follow). Another allocator does not mind."""
+    torch.empty(_HEAP_BYTES, dtype=torch.uint8)
+
+
+@contextmanager
+def graphs_as_written() -> Iterator[None]:
+    """The graph executor neither fuses nor folds while this is active; afterwards it does what it did."""
+    before = _C._get_graph_executor_optimize()
+    _C._set_graph_executor_optimize(False)
+    try:
+        yield
+    finally:
+        _C._set_graph_executor_optimize(before)
+
+
+def _ignore(index: int) -> None:
+    """Nobody watches how far a step is."""
+
+
+# ----
+
+
+Timer: TypeAlias = Callable[[Program], float]
+
+log = logging.getLogger("gpumux.fuse")
+_WARM = 3  # runs: checked, timed operator by operator, first as a graph
+_RUNS = 5
+_LONG_S = 500e-6  # a run that takes as long is long enough; what takes less is repeated within one
+_MOST = 12
+_ENOUGH_S = 0.05  # of timed runs of one Program
+
+
+def extract(emitter: Emitter, start: int, stop: int) -> Program:
+    """Operators start..stop-1 as a Program of their own: what they find there is its state."""
+    part = _Part(emitter)
+    ops = tuple(part.op(op) for op in emitter.ops[start:stop])
+    return Program(tuple(part.storages), tuple(part.views), ops, (), (), tuple(part.scalars), device=emitter.device)
+
+
+class _Part:
+    def __init__(self, emitter: Emitter) -> None:
+        self._from = emitter
+        self.storages: list[Storage] = []
+        self.views: list[View] = []
+        self.scalars: list[Any] = []
+        self._storage: dict[int, int] = {}
+        self._view: dict[int, int] = {}
+        self._scalar: dict[int, int] = {}
+        self._slots = 0
+
+    def op(self, op: Op) -> Op:
+        args = self._arg(op.args)
+        kwargs = tuple((k, self._arg(v)) for k, v in op.kwargs)
+        for view in out_views(op.outs):
+            self._place(self._from.views[view].storage, born=True)
+        return Op(op.target, args, kwargs, tuple(self._out(o) for o in op.outs))
+
+    def _out(self, out: Any) -> Any:
+        return tuple(map(self._out, out)) if isinstance(out, tuple) else None if out is None else self._at(out)
+
+    def _arg(self, arg: Any) -> Any:
+        if isinstance(arg, TensorRef):
+            return TensorRef(self._at(arg.view))
+        if isinstance(arg, ScalarRef):
+            at = self._scalar.setdefault(arg.index, len(self._scalar))
+            if at == len(self.scalars):
+                self.scalars.append(self._from.scalars[arg.index])
+            return ScalarRef(at)
+        return tuple(self._arg(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    def _at(self, index: int) -> int:
+        if index not in self._view:
+            view = self._from.views[index]
+            at = self._place(view.storage, born=False)
+            self._view[index] = len(self.views)
+            self.views.append(View(at, view.dtype, view.size, view.stride, view.offset))
+        return self._view[index]
+
+    def _place(self, storage: int, born: bool) -> int:
+        if storage not in self._storage:
+            old = self._from.storages[storage]
+            temp = born and old.kind == "temp"
+            self._storage[storage] = len(self.storages)
+            nbytes = old.nbytes or self._room(storage)
+            self.storages.append(Storage("temp" if temp else "state", nbytes, -1 if temp else self._slots))
+            self._slots += not temp
+        return self._storage[storage]
+
+    def _room(self, storage: int) -> int:
+        """Bytes of a storage that is still growing: a table of numbers."""
+        from gpumux.program.ir import extent
+
+        return max((extent(v) for v in self._from.views if v.storage == storage), default=0)
+
+
+def join(nbytes: int, dtype: str, models: int) -> Program:
+    """What brings B storages together."""
+    build = ProgramBuilder()
+    count = nbytes // ITEM_BYTES[dtype]
+    parts = tuple(build.state(dtype, (count,)) for _ in range(models))
+    build.call("aten.cat.default", parts, dtype=dtype, size=(count * models,))
+    return build.build()
+
+
+def invented(program: Program) -> list[torch.Tensor]:
+    """Buffers for a Program's state slots: numbers near one, indices of zero."""
+    dtypes: dict[int, str] = {}
+    for view in program.views:
+        dtypes.setdefault(view.storage, view.dtype)
+    found: dict[int, torch.Tensor] = {}
+    for index, storage in enumerate(program.storages):
+        if storage.kind == "state":
+            line = found[storage.slot] = allocate(storage.nbytes)
+            dtype = getattr(torch, dtypes.get(index, "uint8"))
+            if dtype.is_floating_point:
+                line[: storage.nbytes // dtype.itemsize * dtype.itemsize].view(dtype).fill_(0.75)
+    return [found[slot] for slot in range(len(found))]
+
+
+def repeated(program: Program, times: int) -> Program:
+    """The Program's operators so often, one after the other, each time with temporaries of their own."""
+    storages, views, ops = list(program.storages), list(program.views), list(program.ops)
+    for _ in range(times - 1):
+        moved = {
+            i: len(storages) + k for k, i in enumerate(i for i, s in enumerate(program.storages) if s.kind == "temp")
+        }
+        storages += [program.storages[i] for i in moved]
+        first = len(views)
+        views += [replace(v, storage=moved.get(v.storage, v.storage)) for v in program.views]
+
+        def at(arg: Any, first: int = first) -> Any:
+            if isinstance(arg, TensorRef):
+                return TensorRef(arg.view + first)
+            return tuple(map(at, arg)) if isinstance(arg, tuple) else arg
+
+        def out(value: Any, first: int = first) -> Any:
+            return tuple(map(out, value)) if isinstance(value, tuple) else None if value is None else value + first
+
+        ops += [
+            replace(o, args=at(o.args), kwargs=tuple((k, at(v)) for k, v in o.kwargs), outs=tuple(map(out, o.outs)))
+            for o in program.ops
+        ]
+    return replace(program, storages=tuple(storages), views=tuple(views), ops=tuple(ops))
+
+
+def seconds(program: Program) -> float:
+    """The shortest of a few runs of a Program, without what every run costs, however short."""
+    once = _shortest(program)
+    if once > _LONG_S or program.results:
+        return once
+    count = min(_MOST, max(2, int(_LONG_S / once)))
+    return _shortest(repeated(program, count)) / count
+
+
+def _shortest(program: Program) -> float:
+    runner = Runner(program, invented(program))
+    scalars = [0.5 if kind == "float" else 1 for kind in program.scalars]
+    for _ in range(_WARM):
+        runner.run(scalars)
+    best, spent = float("inf"), 0.0
+    for _ in range(_RUNS):
+        began = perf_counter()
+        runner.run(scalars)
+        took = perf_counter() - began
+        best, spent = min(best, took), spent + took
+        if spent > _ENOUGH_S:
+            break
+    return best
+
+
+class Times:
+    """Remembers what `measure` found. `path`: the file, None for this process only."""
+
+    def __init__(self, path: Path | None, measure: Timer = seconds) -> None:
+        self._path = path
+        self._measure = measure
+        self._known: dict[str, float] = {}
+        self._read = False
+        self._new = 0
+
+    def __call__(self, program: Program) -> float:
+        self._load()
+        where = f"{cpu_name()}/{torch.get_num_threads()}/{torch.__version__}/"
+        key = where + hashlib.sha256(encode(program)).hexdigest()[:32]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._measure(program)
+            self._new += 1
+        return found
+
+    def _load(self) -> None:
+        if self._read or self._path is None:
+            return
+        self._read = True
+        try:
+            found = json.loads(self._path.read_text())
+            self._known = {str(k): float(v) for k, v in found.items()} | self._known
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            log.warning("measured times in %s can't be read (%s): they are measured again", self._path, error)
+
+    def save(self) -> None:
+        """Write what is new, together with what others wrote meanwhile."""
+        if self._path is None or not self._new:
+            return
+        self._read = False
+        self._load()
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self._known))
+            part.replace(self._path)
+            self._new = 0
+        except OSError as error:
+            log.warning("measured times can't be kept in %s: %s", self._path, error)
+
+
+def cache_file() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "gpumux" / "fusion-times.json"
+
+
+# ---- A Program in float64 instead of float32: what rounding makes of two orders of summation is then far below what a wrong
+# operator does, also where a step is discontinuous (a maximum, a ReLU) or divides by next to nothing (Adam).
+
+
+_FROM, _TO = "float32", "float64"
+
+
+def doubled(program: Program) -> Program | None:
+    """The Program with float64 wherever it has float32; None where memory of float32 is also read as another type."""
+    dtypes: dict[int, set[str]] = {}
+    for view in program.views:
+        dtypes.setdefault(view.storage, set()).add(view.dtype)
+    changed = {storage for storage, found in dtypes.items() if _FROM in found}
+    if any(len(dtypes[storage]) > 1 for storage in changed):
+        return None
+    storages, consts = list(program.storages), list(program.consts)
+    for index in changed:
+        storage = storages[index]
+        storages[index] = replace(storage, nbytes=2 * storage.nbytes)
+        if storage.kind == "const":
+            consts[storage.slot] = array("d", array("f", consts[storage.slot])).tobytes()
+    views = tuple(replace(v, dtype=_TO) if v.dtype == _FROM else v for v in program.views)
+    ops = tuple(
+        replace(op, args=_wider(op.args), kwargs=tuple((name, _wider(value)) for name, value in op.kwargs))
+        for op in program.ops
+    )
+    return replace(program, storages=tuple(storages), views=views, ops=ops, consts=tuple(consts))
+
+
+def _wider(arg: Arg) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(map(_wider, arg))
+    return Tag("dtype", _TO) if arg == Tag("dtype", _FROM) else arg
+
+
+# ---- Holding a fused Program against one that runs every operator once a model, on invented numbers, before it is used.
+#
+# A wrong rule would train wrong models without a word; a step of each on the same bytes shows it.
+
 
 # Relative to the largest value of a tensor, after one step. Batched products round in another order.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 5e-3, torch.complex128: 1e-7, torch.complex64: 5e-3}

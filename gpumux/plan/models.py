@@ -16,6 +16,7 @@ from gpumux.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+
 BUILT_IN = {
     "alexnet": ("AlexNet in the one-tower form of the guidelines' table 2", (3, 224, 224)),
     "vgg11": ("VGG-11 (DeepPool, figures 1 to 3)", (3, 224, 224)),

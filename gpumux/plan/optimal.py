@@ -2,7 +2,7 @@
 
 Amp(i, g) depends on the layer's own count and on the counts its input comes from, and on nothing else. So the limit
 forbids edges between states (layer, count), and never ways; a shortest path over the edges that are left is the optimum.
-DeepPool's Algorithm 1 tests instead the one way it kept to each state. Blocks (gpumux/plan/sharing.py) become edges too.
+DeepPool's Algorithm 1 tests instead the one way it kept to each state. Blocks (gpumux/plan/branches.py) become edges too.
 docs/planning.md has the proof. On chains of L layers and n counts this takes O(L n^2) time and O(L n) memory.
 """
 
@@ -14,12 +14,12 @@ from math import inf, isinf, isnan
 import numpy as np
 
 from gpumux.errors import ConfigError
-from gpumux.plan import chains, sharing
+from gpumux.plan import branches as sharing
+from gpumux.plan import deeppool as chains
+from gpumux.plan.branches import BlockTable
 from gpumux.plan.costs import Array, Costs, ProfiledCosts, Tables
 from gpumux.plan.graph import Block, Chain, Graph
-from gpumux.plan.plan import Placement
-from gpumux.plan.rules import Rules, rules
-from gpumux.plan.sharing import BlockTable
+from gpumux.plan.plan import Placement, Rules, rules
 
 
 def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:

@@ -9,9 +9,8 @@ from math import inf
 
 from gpumux.errors import ConfigError
 from gpumux.plan import deeppool, optimal
-from gpumux.plan.costs import Costs, ProfiledCosts, divisors
+from gpumux.plan.costs import Costs, Network, ProfiledCosts, divisors
 from gpumux.plan.graph import Graph
-from gpumux.plan.network import Network
 from gpumux.plan.plan import Placement, Plan, evaluate
 
 ALGORITHMS: dict[str, Callable[[Graph, Costs, float, int], Placement | None]] = {

@@ -1,27 +1,665 @@
-"""The whole check of an encoded Program before a device touches it (DESIGN 4).
+"""Fake execution of one operator, with what torch's fake kernels get wrong put right.
 
-Imports torch and runs slowly (a few hundred microseconds an operator): a child process of the daemon
-calls it, with a time and memory limit of its own. It is a check, not a sandbox: shapes, kinds, names
-and aliases are right afterwards; some kernels still crash on bad *values* (`CheckReport.notes`).
+A Program states every tensor's type and strides, and later views rely on them, so they must be what
+the real kernel returns. Where torch's meta kernel differs from the CPU kernel, the difference is
+mended here, for the capture and for the daemon's check alike.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._prims_common import compute_elementwise_output_strides
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpumux.errors import ProgramError
-from gpumux.model import Footprint
-from gpumux.program import allowlist, schemas
+from gpumux.program import operators as allowlist
 from gpumux.program.codec import decode
-from gpumux.program.fake import FakeRun
-from gpumux.program.guards import guard
-from gpumux.program.ir import Arg, Op, Program, TensorRef
-from gpumux.program.limits import DEFAULT, Limits
-from gpumux.program.plan import Plan, footprint, plan
-from gpumux.program.show import describe_op
-from gpumux.program.validate import leaves, op_args, tensor_refs, validate
+from gpumux.program.ir import (
+    DEFAULT,
+    ITEM_BYTES,
+    Arg,
+    Complex,
+    Limits,
+    Op,
+    Out,
+    Program,
+    ScalarRef,
+    Tag,
+    TensorRef,
+    View,
+    aligned,
+)
+from gpumux.program.memory import Plan, footprint, plan
+from gpumux.program.validate import describe_op, guard, leaves, op_args, tensor_refs, validate
+from gpumux.types import Footprint
+
+aten = torch.ops.aten
+
+# Operators without any shape rule in torch, whose result is like this argument.
+_LIKE: dict[Any, int] = {
+    aten.multi_margin_loss_backward.default: 1,
+    aten.multilabel_margin_loss_backward.default: 1,
+    aten.fractional_max_pool3d_backward.default: 1,
+    aten._standard_gamma_grad.default: 0,
+    aten._sample_dirichlet.default: 0,
+    aten._dirichlet_grad.default: 0,
+    aten.binomial.default: 0,
+}
+
+# Fused optimizers without any shape rule: they return nothing, and change their lists in place.
+_FUSED = frozenset(
+    (
+        aten._fused_sgd_.default,
+        aten._fused_sgd_.tensor_lr,
+        aten._fused_adagrad_.default,
+        aten._fused_adagrad_.tensor_lr,
+    )
+)
+
+# Element by element, with a result laid out as the operands are, the first of them first; torch's decompositions, which
+# run in place of their shape rules, start with another.
+_BY_OPERANDS = frozenset(
+    (
+        aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
+        aten.hardtanh_backward.default, aten.softplus_backward.default, aten.logit_backward.default,
+        aten.xlogy.Tensor, aten.copysign.Tensor, aten.native_dropout_backward.default,
+    )
+)  # fmt: skip
+
+# With a result laid out as this argument is.
+_LAID_AS = {aten.binary_cross_entropy.default: 0, aten.binary_cross_entropy_backward.default: 1}
+
+# Whose result is always contiguous on the CPU.
+_CONTIGUOUS = frozenset(
+    (
+        aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
+    )
+)  # fmt: skip
+
+
+# Whose kernels take floating-point tensors of one type only, and whose shape rules take any: what a Program does with a batch of
+# another type would fail when it runs, and the job's state with it.
+_ONE_TYPE = frozenset(
+    (
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default, aten.mv.default,
+        aten.addmv.default, aten.linear.default, aten.convolution_backward.default,
+        aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default, aten.nll_loss_forward.default,
+        aten.nll_loss_backward.default, aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default,
+        aten.index_add.default, aten.index_add_.default, aten.index_copy.default, aten.index_copy_.default,
+        aten.index_put.default, aten.index_put_.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default,
+        aten._cdist_forward.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._softmax_backward_data.default,
+        aten._log_softmax_backward_data.default,
+    )
+)  # fmt: skip
+# Where the classes are that these losses are told, in int64 or uint8.
+_CLASSES = {
+    aten.nll_loss_forward.default: 1, aten.nll_loss2d_forward.default: 1,
+    aten.nll_loss_backward.default: 2, aten.nll_loss2d_backward.default: 2,
+}  # fmt: skip
+# These take parameters in float32 beside data of low precision, too.
+_NORMS = frozenset((aten.native_batch_norm.default, aten.native_layer_norm.default, aten.native_group_norm.default))
+
+
+def _check_types(func: Any, args: tuple[Any, ...]) -> None:
+    found = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.dtype.is_floating_point]
+    mixed = func in _NORMS and found[:1] in ([torch.bfloat16], [torch.float16])
+    for dtype in found:
+        if dtype is not found[0] and not (mixed and dtype is torch.float32):
+            raise RuntimeError(f"{func} takes tensors of one type, not {found[0]} and {dtype}")
+    if func in _CLASSES and args[_CLASSES[func]].dtype not in (torch.int64, torch.uint8):
+        raise RuntimeError(f"{func} takes classes in int64 or uint8, not {args[_CLASSES[func]].dtype}")
+
+
+def fake_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
+    """`func(*args, **kwargs)` under the FakeTensorMode that is active."""
+    if func in _ONE_TYPE or func in _NORMS:
+        _check_types(func, args)
+    if func in _LIKE:
+        return torch.empty_like(args[_LIKE[func]])
+    if func in _FUSED:
+        return _same_lists(func, args)
+    if func in _SAMPLED:
+        return _SAMPLED[func](*args)
+    if func in _RECURRENT:
+        return _RECURRENT[func](*args)
+    out = func(*args, **kwargs)
+    if device == "cpu" and func is aten.log_sigmoid_forward.default:  # always contiguous, whatever its argument is
+        return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in out)
+    if device == "cpu" and func in _STATISTICS:
+        return _statistics(args[0], args[_STATISTICS[func]], out)
+    if device == "cpu" and func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        # The logarithm of the sums is double for double queries; older shape rules say float.
+        return out[0], torch.empty_like(out[1], dtype=torch.promote_types(args[0].dtype, torch.float32))
+    if device == "cpu" and func is aten.native_group_norm_backward.default and out[0] is not None:
+        return torch.empty_like(out[0], dtype=args[1].dtype), out[1], out[2]
+    if func is aten.native_batch_norm_backward.default:  # the kernels make only the gradients that are asked for
+        return tuple(o if wanted else None for o, wanted in zip(out, args[-1], strict=True))
+    if func in _BY_OPERANDS and out.dim() > 1:
+        return _laid_as([a for a in args if isinstance(a, torch.Tensor)], out)
+    if func in _LAID_AS and out.dim() == args[_LAID_AS[func]].dim():
+        return torch.empty_like(args[_LAID_AS[func]])
+    if device == "cpu" and func in _CONTIGUOUS:
+        return torch.empty_like(out, memory_format=torch.contiguous_format)
+    return out
+
+
+def _laid_as(operands: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    strides = tuple(compute_elementwise_output_strides(*[a.expand(out.shape) for a in operands]))
+    if out.stride() == strides:
+        return out
+    return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device)
+
+
+def _same_lists(func: Any, args: tuple[Any, ...]) -> None:
+    """The kernels walk all lists by the length of the first, and each tensor by the size of its parameter."""
+    params, *others = args
+    if func.overloadpacket is aten._fused_sgd_ and not others[-1]:
+        others.pop()  # no momentum
+    for at, items in enumerate(others):
+        counts = func.overloadpacket is aten._fused_adagrad_ and at == 2
+        if len(items) != len(params):
+            raise ValueError(f"{func} takes lists of equal length, not of {len(params)} and {len(items)}")
+        for param, other in zip(params, items, strict=True):
+            if counts and other.numel() != 1:
+                raise ValueError(f"{func} takes step counts of one element, not of shape {tuple(other.shape)}")
+            if not counts and _form(param) != _form(other):
+                raise ValueError(f"{func} takes tensors alike, not {_form(param)} and {_form(other)}")
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+# Normalizations that return (result, mean, inverse deviation), with the position of their weight.
+_STATISTICS: dict[Any, int] = {
+    aten.native_batch_norm.default: 1,
+    aten.native_layer_norm.default: 2,
+    aten.native_group_norm.default: 1,
+}
+
+
+def _statistics(data: torch.Tensor, weight: torch.Tensor | None, out: Any) -> Any:
+    """With a low-precision input and float32 weights (autocast), the CPU kernels keep the statistics
+    in the weights' type; the meta kernels say the input's."""
+    result, mean, invstd = out
+    if weight is None or weight.dtype == data.dtype:
+        return out
+    return result, torch.empty_like(mean, dtype=weight.dtype), torch.empty_like(invstd, dtype=weight.dtype)
+
+
+# ---- recurrent layers, whose shape rules torch lacks, or gets wrong where there is no bias
+
+
+def _lstm_cell(igates: Any, hgates: Any, cx: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    _same_gates(igates, hgates, cx, 4, b_ih, b_hh)
+    return _flat(cx), _flat(cx), _flat(igates)
+
+
+def _gru_cell(igates: Any, hgates: Any, hx: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    _same_gates(igates, hgates, hx, 3, b_ih, b_hh)
+    return _flat(hx), hx.new_empty((hx.shape[0], 5 * hx.shape[1]))
+
+
+def _gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> Any:
+    rows, hidden = grad.shape
+    if tuple(workspace.shape) != (rows, 5 * hidden) or workspace.dtype != grad.dtype:
+        raise ValueError(f"a workspace of {tuple(workspace.shape)} for gradients of {tuple(grad.shape)}")
+    gates = [grad.new_empty((rows, 3 * hidden)) for _ in range(2)]
+    biases = [grad.new_empty(3 * hidden) if has_bias else None for _ in range(2)]
+    return (*gates, _flat(grad), *biases)
+
+
+def _same_gates(igates: Any, hgates: Any, state: Any, count: int, *biases: Any) -> None:
+    rows, hidden = state.shape
+    for gates in (igates, hgates):
+        if tuple(gates.shape) != (rows, count * hidden) or gates.dtype != state.dtype:
+            raise ValueError(f"gates of {tuple(gates.shape)} for a state of {tuple(state.shape)}")
+    for bias in biases:
+        if bias is not None and (tuple(bias.shape) != (count * hidden,) or bias.dtype != state.dtype):
+            raise ValueError(f"a bias of {tuple(bias.shape)} for a state of {tuple(state.shape)}")
+
+
+def _flat(tensor: Any) -> Any:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def cudnn_rnn_weights(
+    width: int, mode: int, hidden: int, projected: int, layers: int, bidirectional: bool, each: int
+) -> list[tuple[int, ...]]:
+    """The sizes of the weights that cuDNN's recurrent layers take, in order; `each` says how many a layer and direction
+    has. Raises ValueError for a number of them that no layer has."""
+    gates = {0: 1, 1: 1, 2: 4, 3: 3}.get(mode)
+    biased = each - (1 if projected else 0)
+    if gates is None or biased not in (2, 4) or (projected and mode != 2):
+        raise ValueError(f"no recurrent layer of kind {mode} has {each} weights")
+    out, ways = projected or hidden, 2 if bidirectional else 1
+    sizes: list[tuple[int, ...]] = []
+    for layer in range(layers):
+        for _ in range(ways):
+            sizes += [(gates * hidden, width if layer == 0 else out * ways), (gates * hidden, out)]
+            sizes += [(gates * hidden,)] * (biased - 2) + [(projected, hidden)] * (each - biased)
+    return sizes
+
+
+def _cudnn_rnn(
+    x: Any, weights: Any, each: int, buffer: Any, hx: Any, cx: Any, mode: int, hidden: int, projected: int, layers: int,
+    batch_first: bool, dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, dropout_state: Any,
+) -> Any:  # fmt: skip
+    """What it keeps for the backward is as large as cuDNN says on the machine: a Program states nothing of it."""
+    if buffer is not None or batch_sizes or dropout_state is not None or x.dim() != 3:
+        raise ValueError(
+            "cuDNN's recurrent layers are taken with plain batches, without dropout, and with weights one by one"
+        )
+    out, ways = projected or hidden, 2 if bidirectional else 1
+    rows = x.shape[0 if batch_first else 1]
+    wanted = cudnn_rnn_weights(x.shape[2], mode, hidden, projected, layers, bidirectional, each)
+    states = [(hx, out)] + ([(cx, hidden)] if mode == 2 else [])
+    if (cx is None) != (mode != 2) or any(tuple(s.shape) != (layers * ways, rows, n) for s, n in states):
+        raise ValueError("the states do not fit the layers")
+    if [tuple(w.shape) for w in weights] != wanted or {w.dtype for w in [*weights, *[s for s, _ in states]]} != {
+        x.dtype
+    }:
+        raise ValueError("the weights do not fit the layers")
+    last = x.new_empty((layers * ways, rows, hidden)) if mode == 2 else x.new_empty(0)
+    return (
+        x.new_empty((*x.shape[:2], out * ways)), x.new_empty((layers * ways, rows, out)), last,
+        x.new_empty(0, dtype=torch.uint8), x.new_empty(0),
+    )  # fmt: skip
+
+
+def _cudnn_rnn_backward(
+    x: Any, weights: Any, each: int, buffer: Any, hx: Any, cx: Any, out: Any, *rest: Any
+) -> Any:  # fmt: skip
+    wanted = rest[-1]
+    return (
+        _flat(x) if wanted[0] else None,
+        _flat(hx) if wanted[1] else None,
+        _flat(cx) if wanted[2] and cx is not None else None,
+        [_flat(w) for w in weights] if wanted[3] else [],
+    )
+
+
+_RECURRENT: dict[Any, Any] = {
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+    aten._cudnn_rnn.default: _cudnn_rnn,
+    aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
+}
+
+
+def _sampled(x: Any, grid: Any) -> Any:
+    if x.dim() != 4 or grid.dim() != 4 or grid.shape[0] != x.shape[0] or grid.shape[3] != 2 or x.dtype != grid.dtype:
+        raise ValueError(f"no grid of {tuple(grid.shape)} fits images of {tuple(x.shape)}")
+    return x.new_empty((*x.shape[:2], *grid.shape[1:3]))
+
+
+_SAMPLED: dict[Any, Any] = {
+    aten.cudnn_grid_sampler.default: _sampled,
+    aten.cudnn_grid_sampler_backward.default: lambda x, grid, grad: (_flat(x), _flat(grid)),
+}
+
+
+# ---- Operator calls held against torch's own schemas: how many arguments, of what kind, under what names.
+#
+# Imports torch: for the process that checks Programs and for executors, never for the daemon itself.
+
+
+# A host scalar here would decide a size, which must not change from step to step.
+_SIZED_BY_NUMBERS = frozenset(
+    f"aten.{name}" for name in ("arange.default", "arange.start", "arange.start_step", "range.default", "range.step")
+)
+
+Accepts = Callable[[Arg], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One argument of a schema. `kind` is its type as torch prints it, such as List[int]."""
+
+    name: str
+    kind: str
+    keyword_only: bool
+    required: bool
+    written: bool
+    accepts: Accepts
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """An operator. `returns`: "Tensor", "List[Tensor]" or "int", one a return."""
+
+    overload: Any
+    positional: tuple[Param, ...]
+    keyword: dict[str, Param]
+    returns: tuple[str, ...]
+
+
+@cache
+def schema(target: str) -> Schema:
+    """The schema of an allowed `target`. ProgramError when this torch build has no such operator."""
+    parts = target.split(".")
+    found: Any = torch.ops
+    for part in parts if len(parts) == 3 else ():
+        found = getattr(found, part, None) if part.isidentifier() else None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise ProgramError(
+            f"this torch build ({torch.__version__}) has no operator {target!r:.200}",
+            "capture and run with the same torch version",
+        )
+    declared = found._schema
+    hidden = allowlist.written_args(target) if target in allowlist.HIDDEN_WRITES else ()
+    params = [_param(argument, index in hidden) for index, argument in enumerate(declared.arguments)]
+    return Schema(
+        found,
+        tuple(p for p in params if not p.keyword_only),
+        {p.name: p for p in params if p.keyword_only},
+        tuple(str(r.real_type) for r in declared.returns),
+    )
+
+
+def match(op: Op) -> Schema:
+    """The schema of `op`, whose arguments fit it in number, kind and name; else ProgramError."""
+    known = schema(op.target)
+    if len(op.args) > len(known.positional):
+        raise ProgramError(f"{len(op.args)} positional arguments; the operator takes {len(known.positional)}")
+    for param, arg in zip(known.positional, op.args, strict=False):
+        _check(op, param, arg)
+    missing = [p.name for p in known.positional[len(op.args) :] if p.required]
+    given = dict(op.kwargs)
+    missing += [p.name for p in known.keyword.values() if p.required and p.name not in given]
+    if missing:
+        raise ProgramError(f"the argument {missing[0]} is missing")
+    for name, arg in op.kwargs:
+        keyword = known.keyword.get(name)
+        if keyword is None:
+            raise ProgramError(f"the operator has no keyword-only argument {name!r:.40}")
+        _check(op, keyword, arg)
+    if len(op.outs) != len(known.returns):
+        raise ProgramError(f"{len(op.outs)} outputs are declared; the operator returns {len(known.returns)}")
+    return known
+
+
+def written(op: Op) -> list[Arg]:
+    """The arguments that `op` changes."""
+    known = schema(op.target)
+    args = [arg for param, arg in zip(known.positional, op.args, strict=False) if param.written]
+    return args + [arg for name, arg in op.kwargs if known.keyword[name].written]
+
+
+# Where torch itself gives nothing though the schema says a tensor: an undefined one.
+_UNDEFINED = {("aten._scaled_dot_product_efficient_attention_backward.default", "attn_bias")}
+
+
+def _check(op: Op, param: Param, arg: Arg) -> None:
+    if arg is None and (op.target, param.name) in _UNDEFINED:
+        return
+    if not param.accepts(arg):
+        raise ProgramError(f"the argument {param.name} takes {param.kind}, not {_kind(arg)}", _remedy(param, arg))
+    if param.name == "pin_memory" and arg:
+        raise ProgramError("pinned memory is not a Program's to ask for")
+    if isinstance(arg, ScalarRef) and op.target in _SIZED_BY_NUMBERS:
+        raise ProgramError(f"a host scalar as {param.name} would change the output's size from step to step")
+
+
+def _kind(arg: Arg) -> str:
+    if isinstance(arg, tuple):
+        kinds = sorted({_kind(item) for item in arg})
+        return f"a list of {' and '.join(kinds)}" if kinds else "an empty list"
+    if isinstance(arg, Tag):
+        return f"a {arg.kind}"
+    names = {TensorRef: "a tensor", ScalarRef: "a host scalar", Complex: "a complex number", type(None): "nothing"}
+    return names.get(type(arg), f"a {type(arg).__name__}")
+
+
+def _remedy(param: Param, arg: Arg) -> str:
+    if "Tensor" in param.kind and isinstance(arg, (int, float, ScalarRef, Complex)):
+        return "use the operator's .Scalar overload for numbers"
+    return ""
+
+
+# ---- which values a schema type takes ------------------------------------------------------------
+
+
+def _param(argument: Any, hidden_write: bool) -> Param:
+    kind = str(argument.real_type)
+    accepts = _accepts(kind)
+    if argument.N is not None and kind == "List[int]":  # int[2]: one number stands for all
+        accepts = _either(accepts, _is_int)
+    required = not argument.has_default_value()
+    alias = argument.alias_info
+    writes = hidden_write or (alias is not None and alias.is_write)
+    return Param(argument.name, kind, argument.kwarg_only, required, writes, accepts)
+
+
+def _accepts(kind: str) -> Accepts:
+    if kind.startswith("Optional[") and kind.endswith("]"):
+        return _either(_is_none, _accepts(kind[9:-1]))
+    if kind.startswith("List[") and kind.endswith("]"):
+        return _each(_accepts(kind[5:-1]))
+    return _LEAF_KINDS.get(kind, _is_none)
+
+
+def _either(one: Accepts, other: Accepts) -> Accepts:
+    return lambda arg: one(arg) or other(arg)
+
+
+def _each(item: Accepts) -> Accepts:
+    return lambda arg: isinstance(arg, tuple) and all(map(item, arg))
+
+
+def _is_none(arg: Arg) -> bool:
+    return arg is None
+
+
+def _is_int(arg: Arg) -> bool:
+    return type(arg) is int
+
+
+def _tag(kind: str) -> Accepts:
+    return lambda arg: isinstance(arg, Tag) and arg.kind == kind
+
+
+# A type that is not here takes nothing: Generator (random slots say it), Storage, Stream and the like.
+_LEAF_KINDS: dict[str, Accepts] = {
+    "Tensor": lambda arg: isinstance(arg, TensorRef),
+    "number": lambda arg: isinstance(arg, (bool, int, float, Complex, ScalarRef)),
+    "float": lambda arg: type(arg) in (int, float, ScalarRef),
+    "int": _is_int,
+    "bool": lambda arg: type(arg) is bool,
+    "str": lambda arg: type(arg) is str,
+    "ScalarType": _tag("dtype"),
+    "Layout": _tag("layout"),
+    "MemoryFormat": _tag("memory_format"),
+    "Device": _tag("device"),
+}
+
+
+# ---- Fake execution: what every operator would return, without memory and without running a kernel.
+#
+# Imports torch, and changes its default dtype while it runs: for a process of its own.
+
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+# torch logs a traceback whenever a shape rule fails: a bad Program would fill the daemon's log with them.
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Operators that make one output for every row of a dimension: an expanded view could ask for 2**40.
+_LIST_MAKERS = frozenset(
+    f"aten.{name}"
+    for name in ("unbind.int", "unbind_copy.int", "split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor")
+)
+_LONGEST_LIST = 65_536
+
+
+class FakeRun:
+    """Runs the operators of a Program in order. Fake storages stand for the Program's: those of state,
+    inputs and constants from the start, temporaries from the operator that makes them."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        # Fallback kernels would run real ones on real memory where torch has no shape rule.
+        self._mode = FakeTensorMode(allow_fallback_kernels=False)
+        self._tensors: dict[int, torch.Tensor] = {}  # by view
+        self._bases: dict[int, torch.Tensor] = {}  # by storage; keeps the fake storage alive
+        self._owner: dict[int, int] = {}  # identity of a fake storage -> the Program's storage
+        self.unseen_bytes = 0  # the most that one operator returns and the Program drops unnamed
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Fake mode with the Program's default dtype, no autograd and no log; the process's own come back."""
+        before = torch.get_default_dtype()
+        quiet, _TORCH_LOG.disabled = _TORCH_LOG.disabled, True
+        torch.set_default_dtype(DTYPES[self._program.numerics.default_dtype])
+        try:
+            with torch.no_grad(), self._mode:
+                yield
+        finally:
+            torch.set_default_dtype(before)
+            _TORCH_LOG.disabled = quiet
+
+    def run(self, op: Op, schema: Schema) -> None:
+        """Runs one operator inside `active` and holds its outputs against the declared ones."""
+        args = [self._value(arg) for arg in op.args]
+        kwargs = {name: self._value(arg) for name, arg in op.kwargs}
+        self._bounded(op)
+        try:
+            returned = fake_call(schema.overload, tuple(args), kwargs, self._program.device)
+        except ProgramError:
+            raise
+        except Exception as e:
+            raise ProgramError(f"torch refuses the call: {type(e).__name__}: {str(e)[:500]}") from e
+        returns = (returned,) if len(schema.returns) == 1 else tuple(returned or ())
+        if len(returns) != len(op.outs):
+            raise ProgramError(f"it returns {len(returns)} values, {len(op.outs)} are declared")
+        unseen = 0
+        for position, (kind, out, value) in enumerate(zip(schema.returns, op.outs, returns, strict=True)):
+            unseen += self._output(f"output {position}", kind, out, value)
+        self.unseen_bytes = max(self.unseen_bytes, unseen)
+
+    # ---- arguments -------------------------------------------------------------------------------
+
+    def _value(self, arg: Arg) -> Any:
+        if isinstance(arg, TensorRef):
+            return self._tensor(arg.view)
+        if isinstance(arg, tuple):
+            return [self._value(item) for item in arg]
+        if isinstance(arg, ScalarRef):
+            return 0.5 if self._program.scalars[arg.index] == "float" else 1
+        if isinstance(arg, Complex):
+            return complex(arg.re, arg.im)
+        return self._constant(arg) if isinstance(arg, Tag) else arg
+
+    def _constant(self, tag: Tag) -> Any:
+        if tag.kind == "dtype":
+            return DTYPES[tag.name]
+        return torch.device(self._program.device) if tag.kind == "device" else getattr(torch, tag.name)
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        found = self._tensors.get(index)
+        if found is None:
+            found = self._tensors[index] = self._window(self._program.views[index])
+        return found
+
+    def _window(self, view: View) -> torch.Tensor:
+        tensor = torch.empty(0, dtype=DTYPES[view.dtype], device=self._program.device)
+        return tensor.set_(self._base(view.storage).untyped_storage(), view.offset, view.size, view.stride)
+
+    def _base(self, storage: int) -> torch.Tensor:
+        found = self._bases.get(storage)
+        if found is None:
+            nbytes = self._program.storages[storage].nbytes
+            found = torch.empty(nbytes, dtype=torch.uint8, device=self._program.device)
+            self._adopt(storage, found)
+        return found
+
+    def _adopt(self, storage: int, base: torch.Tensor) -> None:
+        self._bases[storage] = base
+        self._owner[base.untyped_storage()._cdata] = storage
+
+    def _bounded(self, op: Op) -> None:
+        first = op.args[0] if op.args else None
+        if op.target in _LIST_MAKERS and isinstance(first, TensorRef):
+            longest = max(self._program.views[first.view].size, default=0)
+            if longest > _LONGEST_LIST:
+                raise ProgramError(f"it may make {longest} outputs; the limit is {_LONGEST_LIST}")
+
+    # ---- outputs ---------------------------------------------------------------------------------
+
+    def _output(self, where: str, kind: str, out: Out, value: Any) -> int:
+        """Bytes that `value` holds and the Program does not name."""
+        if kind == "List[Tensor]":
+            if out is None:
+                return sum(self._single(where, None, item) for item in value)
+            if not isinstance(out, tuple) or len(out) != len(value):
+                raise ProgramError(f"{where}: a list of {len(value)} tensors is not declared as one")
+            return sum(self._single(where, view, item) for view, item in zip(out, value, strict=True))
+        if isinstance(out, tuple):
+            raise ProgramError(f"{where}: a list is declared where one value is returned")
+        return self._single(where, out, value)
+
+    def _single(self, where: str, out: int | None, value: Any) -> int:
+        if not isinstance(value, FakeTensor):
+            if out is not None:
+                raise ProgramError(f"{where}: a tensor is declared, {type(value).__name__} is returned")
+            return 0
+        owner = self._owner.get(value.untyped_storage()._cdata)
+        if out is None:
+            return aligned(value.untyped_storage().nbytes()) if owner is None else 0
+        view = self._program.views[out]
+        if owner is None:
+            self._birth(where, view.storage, value)
+        elif owner != view.storage:
+            raise ProgramError(f"{where}: it lies on storage {owner}, {view.storage} is declared")
+        self._compare(where, view, value)
+        self._tensors.setdefault(out, value)
+        return 0
+
+    def _birth(self, where: str, storage: int, value: FakeTensor) -> None:
+        declared = self._program.storages[storage]
+        if declared.kind != "temp" or storage in self._bases:
+            raise ProgramError(f"{where}: new memory is returned, but storage {storage} exists already")
+        nbytes = value.untyped_storage().nbytes()
+        if nbytes != declared.nbytes:
+            raise ProgramError(f"{where}: storage {storage} has {nbytes} bytes, {declared.nbytes} are declared")
+        self._adopt(storage, value)
+
+    def _compare(self, where: str, view: View, value: FakeTensor) -> None:
+        if value.layout != torch.strided or value.is_conj() or value.is_neg():
+            raise ProgramError(
+                f"{where}: a tensor that is not strided, or lazily conjugated or negated",
+                "make the tensor plain in the step: resolve_conj(), resolve_neg() or to_dense()",
+            )
+        got = (
+            _NAMES.get(value.dtype, str(value.dtype)),
+            tuple(value.shape),
+            value.stride(),
+            value.storage_offset(),
+            value.device.type,
+        )
+        declared = (view.dtype, view.size, view.stride, view.offset, self._program.device)
+        for what, a, b in zip(("dtype", "size", "stride", "offset", "device"), got, declared, strict=True):
+            if a != b:
+                raise ProgramError(f"{where}: its {what} is {a}, declared is {b}")
+
+
+# ---- The whole check of an encoded Program before a device touches it (DESIGN 4).
+#
+# Imports torch and runs slowly (a few hundred microseconds an operator): a child process of the daemon
+# calls it, with a time and memory limit of its own. It is a check, not a sandbox: shapes, kinds, names
+# and aliases are right afterwards; some kernels still crash on bad *values* (`CheckReport.notes`).
+
 
 _DIVISIONS = frozenset({"div", "div_", "floor_divide", "floor_divide_", "fmod", "fmod_", "remainder", "remainder_"})
 
@@ -63,8 +701,8 @@ def check(encoded: bytes, limits: Limits = DEFAULT, extra_ops: Collection[str] =
 
 def _operator(program: Program, op: Op, run: FakeRun, extra_ops: Collection[str]) -> None:
     allowlist.resolve(op.target, extra_ops)
-    schema = schemas.match(op)
-    for arg in schemas.written(op):
+    schema = match(op)
+    for arg in written(op):
         for ref in tensor_refs((arg,)):
             storage = program.storages[program.views[ref.view].storage]
             if storage.kind == "const":

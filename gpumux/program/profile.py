@@ -23,8 +23,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from gpumux.errors import ConfigError
 from gpumux.program import reading
-from gpumux.program.ir import ITEM_BYTES, Arg, Op, Out, Program, TensorRef
-from gpumux.program.layers import Label
+from gpumux.program.ir import ITEM_BYTES, Arg, Label, Op, Out, Program, TensorRef
 
 FORMAT = "gpumux-profile"
 VERSION = 1

@@ -12,12 +12,15 @@ from math import prod
 from typing import NoReturn
 
 from gpumux.errors import ProgramError
-from gpumux.program import allowlist
+from gpumux.program import operators as allowlist
 from gpumux.program.ir import (
+    DEFAULT,
     IR_VERSION,
     ITEM_BYTES,
     STREAM_BYTES,
     Arg,
+    Complex,
+    Limits,
     Op,
     Out,
     Program,
@@ -28,8 +31,7 @@ from gpumux.program.ir import (
     TensorRef,
     View,
     extent,
-)  # fmt: skip
-from gpumux.program.limits import DEFAULT, Limits
+)
 
 DEVICES = frozenset({"cpu", "cuda"})
 MATMUL_PRECISIONS = frozenset({"highest", "high", "medium"})
@@ -339,3 +341,198 @@ def _generator_state(program: Program, index: int | None, kind: StorageKind, whe
         _fail(where, f"its {what} is no line of bytes in the {'job' if kind == 'state' else 'batch'}'s {kind}")
     if view.stride != (1,) or not 0 < view.size[0] <= STREAM_BYTES:
         _fail(where, f"its {what} has gaps, or not 1 to {STREAM_BYTES} bytes")
+
+
+# ---- Shape rules that torch's fake execution does not hold but kernels rely on.
+#
+# Each of these kernels reads past a buffer when a side argument is shorter than the main one says
+# (measured, or read in the kernel). No torch here.
+
+
+def guard(program: Program, op: Op) -> None:
+    """Raises ProgramError when `op` breaks such a rule. Kinds of arguments were checked before."""
+    rule = _RULES.get(op.target)
+    if rule is not None:
+        rule([program.views[a.view] if isinstance(a, TensorRef) else a for a in op.args])
+
+
+def _count(view: View) -> int:
+    return prod(view.size)
+
+
+def _same_size(args: list[object], one: int, other: int) -> None:
+    a, b = args[one], args[other]
+    if isinstance(a, View) and isinstance(b, View) and a.size != b.size:
+        raise ProgramError(f"arguments {one} and {other} differ in size: {a.size} and {b.size}")
+
+
+def _holds(args: list[object], positions: tuple[int, ...], count: int) -> None:
+    for position in positions:
+        view = args[position] if position < len(args) else None
+        if isinstance(view, View) and _count(view) != count:
+            raise ProgramError(f"argument {position} has {_count(view)} elements, the kernel reads {count}")
+
+
+def _same(one: int, other: int) -> Callable[[list[object]], None]:
+    return lambda args: _same_size(args, one, other)
+
+
+def _channels(data: int, stats: tuple[int, ...]) -> Callable[[list[object]], None]:
+    """The tensors at `stats`, where given, hold one number a channel (dimension 1) of `data`."""
+
+    def rule(args: list[object]) -> None:
+        view = args[data]
+        if isinstance(view, View):
+            if len(view.size) < 2:
+                raise ProgramError(f"argument {data} has no channels")
+            _holds(args, stats, view.size[1])
+
+    return rule
+
+
+def _layer_norm_backward(args: list[object]) -> None:
+    view, normalized = args[1], args[2]
+    if isinstance(view, View) and isinstance(normalized, tuple):
+        rank = len(normalized)
+        if view.size[len(view.size) - rank :] != normalized:
+            raise ProgramError(f"the normalized shape {normalized} does not end {view.size}")
+        _same_size(args, 0, 1)
+        _holds(args, (3, 4), prod(view.size[: len(view.size) - rank]))
+        _holds(args, (5, 6), prod(normalized))
+
+
+def _batch_norm_backward(args: list[object]) -> None:
+    _same_size(args, 0, 1)
+    training = args[7]
+    _channels(1, (2, 5, 6) if training else (2, 3, 4))(args)
+
+
+def _group_norm_backward(args: list[object]) -> None:
+    n, channels, inner, groups = args[5:9]
+    if isinstance(n, int) and isinstance(channels, int) and isinstance(inner, int) and isinstance(groups, int):
+        _holds(args, (0, 1), n * channels * inner)
+        _holds(args, (2, 3), n * groups)
+        _holds(args, (4,), channels)
+
+
+def _group_norm(args: list[object]) -> None:
+    n, channels, inner = args[3:6]
+    if isinstance(n, int) and isinstance(channels, int) and isinstance(inner, int):
+        _holds(args, (0,), n * channels * inner)
+        _holds(args, (1, 2), channels)
+
+
+_RULES: dict[str, Callable[[list[object]], None]] = {
+    "aten.max_pool2d_with_indices_backward.default": _same(0, 7),
+    "aten.max_pool3d_with_indices_backward.default": _same(0, 7),
+    "aten.adaptive_max_pool2d_backward.default": _same(0, 2),
+    "aten.adaptive_max_pool3d_backward.default": _same(0, 2),
+    "aten.fractional_max_pool2d_backward.default": _same(0, 4),
+    "aten.fractional_max_pool3d_backward.default": _same(0, 4),
+    "aten.max_unpool2d.default": _same(0, 1),
+    "aten.max_unpool3d.default": _same(0, 1),
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
+    "aten.native_batch_norm.default": _channels(0, (1, 2, 3, 4)),
+    "aten._native_batch_norm_legit.default": _channels(0, (1, 2, 3, 4)),
+    "aten._native_batch_norm_legit_functional.default": _channels(0, (1, 2, 3, 4)),
+    "aten._native_batch_norm_legit_no_training.default": _channels(0, (1, 2, 3, 4)),
+    "aten._batch_norm_with_update.default": _channels(0, (1, 2, 3, 4)),
+    "aten._batch_norm_no_update.default": _channels(0, (1, 2, 3, 4)),
+    "aten.cudnn_batch_norm.default": _channels(0, (1, 2, 3, 4)),
+}
+
+
+# ---- Programs as text, for errors, tools and tests.
+
+
+_SHORT = {
+    "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "complex64": "c64", "complex128": "c128",
+    "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "bool",
+}  # fmt: skip
+
+
+def describe(program: Program, limit: int = 10_000) -> str:
+    """A listing: one line for the whole, one for each operator, `limit` of them at most.
+
+    Views read %storage:dtype[sizes], with /strides@offset where they are not dense from the start.
+    State, input, constant and temporary storages read %s0 (by slot), %i0, %c0 and %5.
+    """
+    return "\n".join(_lines(program, limit))
+
+
+def describe_op(program: Program, index: int) -> str:
+    """Operator `index` as one line."""
+    op = program.ops[index]
+    args = [_arg(program, a) for a in op.args] + [f"{name}={_arg(program, v)}" for name, v in op.kwargs]
+    random = "" if op.random is None else f" random {op.random}"
+    if op.stream is not None:
+        random += f" from {describe_view(program, op.stream)}"
+    return f"{index:>5}  {_outs(program, op)} = {op.target}({', '.join(args)}){random}"
+
+
+def describe_view(program: Program, index: int) -> str:
+    view = program.views[index]
+    storage = program.storages[view.storage]
+    name = f"%{view.storage}" if storage.kind == "temp" else f"%{storage.kind[0]}{storage.slot}"
+    text = f"{name}:{_SHORT.get(view.dtype, view.dtype)}[{','.join(map(str, view.size))}]"
+    dense, step = True, 1
+    for n, stride in zip(reversed(view.size), reversed(view.stride), strict=True):
+        dense = dense and (stride == step or n == 1)
+        step *= n
+    if not dense or view.offset:
+        text += f"/{','.join(map(str, view.stride))}@{view.offset}"
+    return text
+
+
+def _lines(program: Program, limit: int) -> Iterator[str]:
+    state = state_slots(program)
+    yield (
+        f"program for {program.device}: {len(program.ops)} ops, {len(state)} state slots ({sum(state)} bytes), "
+        f"{len(program.inputs)} inputs, {len(program.results)} results, {len(program.scalars)} scalars, "
+        f"{len(program.consts)} constants ({const_bytes(program)} bytes)"
+    )
+    yield f"  {program.numerics}"
+    for position, view in enumerate(program.inputs):
+        yield f"  input {position}: {describe_view(program, view)}"
+    gates = {gate.op: gate for gate in program.gates}
+    begins = {span.first: span for span in program.spans}
+    for index in range(min(len(program.ops), limit)):
+        if index in begins:
+            span = begins[index]
+            passed = "backward" if span.backward else "forward"
+            yield f"       {program.layers[span.layer]!r}, {passed}, {span.count} ops"
+        if index in gates:
+            yield f"       {gates[index].kind} {gates[index].name}"
+        yield describe_op(program, index)
+    if len(program.ops) > limit:
+        yield f"       ... {len(program.ops) - limit} more"
+    for position, view in enumerate(program.results):
+        yield f"  result {position}: {describe_view(program, view)}"
+
+
+def _outs(program: Program, op: Op) -> str:
+    def one(out: Out) -> str:
+        if out is None:
+            return "_"
+        if isinstance(out, tuple):
+            return "[" + ", ".join(describe_view(program, view) for view in out) + "]"
+        return describe_view(program, out)
+
+    return ", ".join(map(one, op.outs)) or "()"
+
+
+def _arg(program: Program, arg: Arg) -> str:
+    if isinstance(arg, TensorRef):
+        return describe_view(program, arg.view)
+    if isinstance(arg, ScalarRef):
+        return f"scalar{arg.index}"
+    if isinstance(arg, Tag):
+        return f"{arg.kind}:{arg.name}" if arg.name else arg.kind
+    if isinstance(arg, Complex):
+        return f"({arg.re}{arg.im:+}j)"
+    if isinstance(arg, tuple):
+        return "[" + ", ".join(_arg(program, item) for item in arg) + "]"
+    return repr(arg)

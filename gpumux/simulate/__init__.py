@@ -1,1 +1,1 @@
-"""What sharing would give, before anybody shares: the daemon's core on a simulated GPU, on a virtual clock."""
+"""What sharing would give, before it is tried: the daemon's scheduler on a simulated GPU, on a virtual clock. Start with `run.py`."""

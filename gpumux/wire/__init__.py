@@ -1,0 +1,4 @@
+"""The protocol between clients and the daemon: messages, their encoding, sessions, and shared memory.
+
+Start with `messages.py`; `router.py` is the daemon's end. May import `types` and `errors` alone.
+"""

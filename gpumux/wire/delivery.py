@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from gpumux.wire.lane import FROM_DAEMON, PACKET
 from gpumux.wire.limits import Limits
-from gpumux.wire.listening import FULL
+from gpumux.wire.listen import FULL, Sockets
 from gpumux.wire.messages import Message
 from gpumux.wire.sessions import SessionRecord
-from gpumux.wire.sockets import Sockets
 
 GONE = "the client is gone"
 

@@ -11,14 +11,18 @@ anyone can make a name there first.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import socket
 import stat
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumux.errors import ConfigError
+from gpumux.errors import ConfigError, DaemonGone, EndpointBusy
 
 MAX_PATH_BYTES = 107  # sockaddr_un.sun_path less its closing zero
 SOCKET_NAME = "gpumux.sock"
@@ -158,3 +162,143 @@ def check_private(path: Path) -> None:
             f"{top} is not a directory that only this user may write to",
             "remove it, or set XDG_RUNTIME_DIR or GPUMUX_ENDPOINT to a private directory",
         )
+
+
+# ---- One daemon an endpoint: a lock file beside the socket.
+#
+# ZeroMQ binds over an existing ipc path without a word, so the path alone protects nobody. The lock
+# (flock) lives as long as its holder's descriptor; a file left by a killed daemon is therefore free.
+# The file itself stays: removing it would let two daemons lock two different files of one name.
+
+
+def lock_path(socket_path: Path) -> Path:
+    return socket_path.with_name(socket_path.name + ".lock")
+
+
+def recorded_holder(socket_path: Path) -> int | None:
+    """The process that took the endpoint's lock last; it may be gone. None when nothing says."""
+    try:
+        text = lock_path(socket_path).read_text("ascii", "replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+class EndpointLock:
+    """Held from construction to `close`. Raises EndpointBusy, naming the holder's pid, when another
+    daemon has it, and ConfigError when the file can't be opened."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self.path = lock_path(socket_path)
+        self._fd = -1
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"can't open the lock file {self.path}: {error.strerror}",
+                "run the daemon as the directory's owner, or choose another --endpoint",
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _read_pid(fd)
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ConfigError(f"can't lock {self.path}: {error.strerror}", "use a local file system") from error
+            raise EndpointBusy(
+                f"process {holder} already serves {socket_path}",
+                "stop that daemon, or choose another --endpoint",
+            ) from None
+        self._fd = fd
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        _held.add(self)
+
+    def close(self) -> None:
+        """Let the next daemon have the endpoint. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _read_pid(fd: int) -> str:
+    text = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+    return text if text.isdecimal() else "unknown"
+
+
+def remove_stale(socket_path: Path) -> None:
+    """Remove a socket file that a killed daemon left. Call it only under the endpoint's lock.
+    Raises ConfigError when something other than a socket has the name."""
+    try:
+        if not socket_path.exists() and not socket_path.is_symlink():
+            return
+        if not socket_path.is_socket():
+            raise ConfigError(f"{socket_path} exists and is no socket", "choose another --endpoint")
+        socket_path.unlink()
+    except OSError as error:
+        raise ConfigError(f"can't remove the stale socket {socket_path}: {error.strerror}", "remove it") from error
+
+
+# flock belongs to the open file, which a forked child shares: without this an executor that
+# outlives a killed daemon would keep the endpoint locked.
+_held: weakref.WeakSet[EndpointLock] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# ---- Whether anybody listens at an ipc endpoint, asked of the kernel.
+#
+# ZeroMQ connects in the background and tries again for ever; that there is nobody shows only as silence.
+# A plain connection says so at once. Nothing is sent on it, and a daemon drops it without a word.
+
+
+def check_listening(endpoint: Endpoint, remedy: str) -> None:
+    """Raises DaemonGone, with `remedy`, when nobody listens there. A tcp endpoint is not asked."""
+    if endpoint.path is None:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(os.fspath(endpoint.path))
+        except FileNotFoundError:
+            raise DaemonGone(f"no daemon at {endpoint.text}", remedy) from None
+        except ConnectionRefusedError:
+            raise DaemonGone(
+                f"no daemon at {endpoint.text}: one that was killed left its socket behind", remedy
+            ) from None
+        except PermissionError:
+            raise DaemonGone(
+                f"this user may not connect to {endpoint.text}", "ask for write permission on the socket"
+            ) from None
+        except OSError:
+            return  # somebody listens, but is busy; or ZeroMQ knows better
+
+
+def unanswered(endpoint: Endpoint, remedy: str) -> DaemonGone:
+    """The error for a daemon that said nothing in time: it may be there and stuck."""
+    holder = None if endpoint.path is None else living_holder(endpoint.path)
+    if holder is None:
+        return DaemonGone(f"no daemon answers at {endpoint.text}", remedy)
+    return DaemonGone(
+        f"process {holder} holds {endpoint.text} but does not answer",
+        f"look whether it is stopped or stuck (ps -o stat,wchan {holder}); wait for it, or kill it and start another",
+    )
+
+
+def living_holder(path: Path) -> int | None:
+    """The process that the endpoint's lock names, if it lives."""
+    pid = recorded_holder(path)
+    if pid is None:
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass  # it lives, as somebody else
+    return pid

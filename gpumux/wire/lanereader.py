@@ -1,6 +1,6 @@
 """The router's part that reads step lanes, and waits for those that somebody else reads.
 
-A lane may be lent: a device that answers steps there then takes them from it, too (device/contract.py,
+A lane may be lent: a device that answers steps there then takes them from it, too (device/base.py,
 Lending). What the client sent to the lane comes before what it says by ZeroMQ, so such a message makes the
 router ask for the lane back (`recall`) and waits until it has it, with all that follows it. That is as
 long as a piece runs, at most. Heartbeats pass: they mean nothing but themselves.
@@ -16,16 +16,15 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from gpumux.errors import GpumuxError, ProtocolError
-from gpumux.model import SessionId
+from gpumux.types import SessionId
 from gpumux.wire.codec import encode
 from gpumux.wire.delivery import GONE, Delivery
 from gpumux.wire.lane import LANE_ID
-from gpumux.wire.lanes import OUT, Lanes, decode_lane
 from gpumux.wire.limits import Limits
 from gpumux.wire.messages import Goodbye, Heartbeat
 from gpumux.wire.peers import cut
-from gpumux.wire.sessions import Arrival, Incoming, SessionRecord
-from gpumux.wire.sidechannel import SideChannel
+from gpumux.wire.sessions import OUT, Arrival, Incoming, Lanes, SessionRecord, decode_lane
+from gpumux.wire.shared_memory import SideChannel
 
 GOODBYE = "the client said goodbye"  # the reason in Closed of a session that ended well
 _ENDED = select.EPOLLHUP | select.EPOLLERR

@@ -31,19 +31,15 @@ from typing import Any
 import zmq
 
 from gpumux.errors import DaemonGone, GpumuxError, ProtocolError
-from gpumux.model import Peer, SessionId
+from gpumux.types import Peer, SessionId
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.connections import check_descriptors
-from gpumux.wire.curve import ServerCurve
 from gpumux.wire.delivery import Delivery
 from gpumux.wire.lanereader import GOODBYE, LaneReader
-from gpumux.wire.limits import Limits
-from gpumux.wire.listening import Listening
+from gpumux.wire.limits import Limits, Strangers
+from gpumux.wire.listen import Listening, Route, Sockets, check_descriptors
 from gpumux.wire.messages import FROM_CLIENT, Goodbye, Heartbeat, Hello, Leaving, Message, Refusal
-from gpumux.wire.peers import cut, identify, peer_name, with_groups
+from gpumux.wire.peers import ServerCurve, cut, identify, peer_name, with_groups
 from gpumux.wire.sessions import Arrival, Closed, Incoming, Opened, SessionRecord, check_hello, make_welcome
-from gpumux.wire.sockets import Route, Sockets
-from gpumux.wire.strangers import Strangers
 
 __all__ = ["GOODBYE", "Arrival", "Closed", "Incoming", "Opened", "Router"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gpumux.cli.planning import whole
+from gpumux.cli.arguments import whole
 from microbench import common
 from microbench.cuda.driver import Gpu, NoDevice
 

@@ -1,4 +1,4 @@
-"""What one piece costs the host: the device's own launch and look at its end (gpumux/device/cuda/flights.py), beside the same driver calls made
+"""What one piece costs the host: the device's own launch and look at its end (gpumux/device/cuda/launches.py), beside the same driver calls made
 with the binding alone, and each driver call through the wrapper beside the bare binding. On the stand-in, where streams can be held,
 also a piece that is queued behind another of its stream, as all are but the first of a step.
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpumux.device.cuda.driver import CudaDriver, bindings
-from gpumux.device.cuda.flights import Flights
+from gpumux.device.cuda.launches import Flights
 from gpumux.errors import GpumuxError
 from microbench import common
 from microbench.cuda.driver import Driver

@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumux.program.allowlist import ALLOWED
-from gpumux.program.metafix import fake_call
+from gpumux.program.check import fake_call
+from gpumux.program.operators import ALLOWED
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

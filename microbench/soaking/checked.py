@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from gpumux.cli.main import main
-from gpumux.core import events as ev
-from gpumux.core.commands import Command
-from gpumux.core.machine import Core, CoreConfig
 from gpumux.daemon import loop
+from gpumux.scheduler import events as ev
+from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.events import Command
+from gpumux.scheduler.scheduler import Core
 
 PART = 0.1  # of the time, for checks
 

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from gpumux.client.session import Session
 from gpumux.errors import AdmissionRefused, DaemonGone, GpumuxError, JobClosed, UnknownJob
 from gpumux.program import codec
-from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import Program, TensorRef, slot_layout
+from gpumux.program.ir import Program, ProgramBuilder, TensorRef, slot_layout
 from gpumux.wire import messages as m
 from microbench.soaking.ledger import Ledger
 from microbench.soaking.plan import ENDINGS, Seat

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpumux.cli import checks, doctor
-from gpumux.cli.checks import FAIL, OK, WARN
+from gpumux.cli import doctor
+from gpumux.cli import doctor as checks
+from gpumux.cli.doctor import FAIL, OK, WARN
 from gpumux.cli.main import main
 from gpumux.config import Config
-from gpumux.device.nvidia import Nvidia
+from gpumux.device.registry import Nvidia
 
 
 def machine(tmp_path, **files):

@@ -12,11 +12,13 @@ import sys
 import pytest
 
 from gpumux import __version__
-from gpumux.cli import doctor, jobs, status, text, wrong
+from gpumux.cli import doctor, jobs, text
+from gpumux.cli import jobs as status
+from gpumux.cli import main as wrong
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, build_parser, exit_code, main
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError, DaemonGone, EndpointBusy, UnknownJob
-from gpumux.wire.lock import EndpointLock
+from gpumux.wire.endpoint import EndpointLock
 
 COMMANDS = ("serve", "status", "top", "trace", "jobs", "doctor", "simulate", "plan", "version")
 

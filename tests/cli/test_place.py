@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumux.cli import doctor, place
-from gpumux.cli.checks import FAIL, OK, WARN
+from gpumux.cli import doctor
+from gpumux.cli import doctor as place
+from gpumux.cli.doctor import FAIL, OK, WARN
 from gpumux.config import Config
-from gpumux.wire.lock import EndpointLock, lock_path
+from gpumux.wire.endpoint import EndpointLock, lock_path
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from gpumux.cli.main import EX_CONFIG, EX_FAILED, EX_USAGE, main
-from gpumux.plan import curves, layers, plot
+from gpumux.plan import layers, plot
+from gpumux.plan import plot as curves
 from gpumux.plan.question import Question
 
 PNG = b"\x89PNG"

@@ -11,9 +11,9 @@ import pytest
 
 from gpumux import config
 from gpumux.cli.main import EX_CONFIG, EX_USAGE, main
-from gpumux.core.policy import POLICIES
-from gpumux.device.sim.spec import PRESETS
+from gpumux.device.sim.cost import PRESETS
 from gpumux.program.profile import OpProfile, StepProfile, save
+from gpumux.scheduler.policy import POLICIES
 from gpumux.simulate.run import Simulation
 
 FEW = ["--steps", "12", "--warmup", "3"]

@@ -11,7 +11,7 @@ import pytest
 
 from gpumux.cli import top
 from gpumux.cli.main import EX_FAILED, EX_USAGE, main
-from gpumux.cli.rates import compare
+from gpumux.cli.top import compare
 from gpumux.errors import DaemonGone
 
 

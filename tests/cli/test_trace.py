@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.cli import trace as command
-from gpumux.cli.chrome import trace
 from gpumux.cli.control import Recorded
 from gpumux.cli.main import EX_FAILED, EX_USAGE, main
-from gpumux.wire.records import Happened, JobSeen, PieceRan, ProgramSeen, StepRan, WasBanned, WasHeld
+from gpumux.cli.trace import trace
+from gpumux.wire.messages import Happened, JobSeen, PieceRan, ProgramSeen, StepRan, WasBanned, WasHeld
 
 from .tracks import check
 

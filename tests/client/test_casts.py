@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpumux
-from gpumux.client import casts
-from gpumux.client.autocast import autocast_of_a_gpu
-from gpumux.client.ongpu import as_on_a_gpu, as_they_are
-from gpumux.client.patches import RngTape
-from gpumux.client.watch import modes
+from gpumux.capture.gpu import autocast as casts
+from gpumux.capture.gpu.autocast import autocast_of_a_gpu
+from gpumux.capture.gpu.operators import as_on_a_gpu, as_they_are
+from gpumux.capture.patches import RngTape
+from gpumux.capture.watch.watches import modes
 from gpumux.errors import CaptureError
 from microbench.cuda.casts import cast, named, under
 from microbench.cuda.operators import Operators

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client
-from gpumux.client import state as state_module
-from gpumux.client import trace as trace_module
-from gpumux.client.placement import DeviceNames, names_of_devices
-from gpumux.client.state import StateTable
-from gpumux.client.twins import Twins
+from gpumux.capture import state as state_module
+from gpumux.capture import tracer as trace_module
+from gpumux.capture.gpu.devices import DeviceNames, Twins, names_of_devices
+from gpumux.capture.state import StateTable
 from gpumux.errors import CaptureError
 from tests.client import parity
 from tests.client.parity import Work, batches, simple_loop

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gpumux import client
-from gpumux.client.exactness import exactness
-from gpumux.client.state import StateTable
+from gpumux.capture.state import StateTable
+from gpumux.client.job import exactness
 from gpumux.errors import ConfigError
 from tests.client.workload_jobs import nearness
 

@@ -14,7 +14,7 @@ from torch import nn
 from gpumux import client
 from gpumux.client.future import StepFuture
 from gpumux.errors import JobFailed
-from gpumux.model import StepTimes
+from gpumux.types import StepTimes
 
 COMPARISONS = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
 NUMBERS = [0.0, 0.1, -2.5, float("nan"), float("inf"), 0, 3, True, False]

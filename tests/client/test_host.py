@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.client.host import OPS, Evaluator, Expr, Guard, Scope
+from gpumux.capture.symbols import OPS, Evaluator, Expr, Guard, Scope
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e6, max_value=1e6)
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from gpumux.client import keepsake
-from gpumux.client.keepsake import Counts, Keepsake
-from gpumux.client.state import StateTable, byte_view
-from gpumux.client.structure import from_local
-from gpumux.client.variants import State
+from gpumux.capture.state import StateTable, byte_view
+from gpumux.capture.step import State
+from gpumux.capture.structure import from_local
+from gpumux.client import snapshots as keepsake
+from gpumux.client.snapshots import Counts, Keepsake
 from gpumux.errors import ConfigError
-from gpumux.model import GENERATOR_BYTES
 from gpumux.program.ir import aligned
+from gpumux.types import GENERATOR_BYTES
 
 
 def trained(seed: int, make: Any = torch.optim.Adam, steps: int = 2) -> tuple[nn.Module, Any]:

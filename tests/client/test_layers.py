@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpumux import client
+from gpumux.capture.source import Layers
 from gpumux.cli.main import main
-from gpumux.client.layers import Layers
-from gpumux.device.sim.spec import A100
+from gpumux.device.sim.cost import A100
 from gpumux.errors import ConfigError
-from gpumux.plan import layers, roofline, steps
-from gpumux.plan.grouping import module_path
+from gpumux.plan import layers
+from gpumux.plan import measure as roofline
+from gpumux.plan import measure as steps
 from gpumux.plan.models import Loaded, find
-from gpumux.plan.trace import TracedModel, trace
-from gpumux.program.ir import Program
-from gpumux.program.layers import ROOT, Label, labels
+from gpumux.plan.trace import TracedModel, module_path, trace
+from gpumux.program.ir import ROOT, Label, Program, labels
 from gpumux.program.profile import OpProfile, StepProfile, load
 from tests.client.branching import branching
 
@@ -199,18 +199,18 @@ def test_a_step_in_microbatches_says_what_one_of_them_takes(
     path = record(endpoint, tmp_path, 16, microbatches=2)
     step, traced = load(Path(path)), traced_model()
     assert step.batch == 16
-    found = steps.profile(traced, [step])
+    found = steps.steps_profile(traced, [step])
     assert {timing.samples for layer in found.layers for timing in layer.times} == {8}
     assert found.seconds(8) == pytest.approx(sum(op.seconds for op in step.ops if op.layer is not None) / 2)
     assert "microbatches of 8 of 16 samples" in found.note
     assert main(["plan", "burst", *MODEL, *SIZE, "--profile", recorded[0], "--profile", path]) == 0
     assert "microbatches of 8 of 16 samples" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="two profiles are of batches of 8"):
-        steps.profile(traced, [step, load(Path(recorded[1]))])
+        steps.steps_profile(traced, [step, load(Path(recorded[1]))])
     first = next(op for op in step.ops if op.layer == "stem" and not op.backward and "convolution" in op.target)
     once = tuple(op for op in step.ops if op is not first)
     with pytest.raises(ConfigError, match=r"numbers a sample|parts that are not equal"):
-        steps.profile(traced, [replace(step, ops=once)])
+        steps.steps_profile(traced, [replace(step, ops=once)])
 
 
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.Identity(), nn.Tanh()])
@@ -220,7 +220,7 @@ def test_a_model_with_other_activations_is_another_model(recorded: list[str], ac
         block.relu = deepcopy(activation)
     other = trace(Loaded("other", model, (torch.randn(1, 3, 8, 8),)))
     with pytest.raises(ConfigError, match=r"has relu in 'blocks.0.relu', and other has (gelu|none|tanh)") as caught:
-        steps.profile(other, [load(Path(recorded[0]))])
+        steps.steps_profile(other, [load(Path(recorded[0]))])
     assert "model that the job trains" in caught.value.remedy
 
 
@@ -231,7 +231,7 @@ def test_what_several_layers_share_is_shared_as_modelled(recorded: list[str]) ->
         replace(op, seconds=0.0 if op.layer != "blocks.0.relu" else 1.0 if op.backward else 3.0) for op in step.ops
     )
     relus = [sum(op.layer == "blocks.0.relu" and op.backward == back for op in step.ops) for back in (False, True)]
-    found = {layer.name: layer.times[0] for layer in steps.profile(traced, [replace(step, ops=ops)]).layers}
+    found = {layer.name: layer.times[0] for layer in steps.steps_profile(traced, [replace(step, ops=ops)]).layers}
     parts: dict[str, tuple[float, float]] = {}
     for layer in traced.layers:
         for node in layer.nodes:
@@ -264,7 +264,7 @@ def test_shares_follow_the_model_where_layers_differ() -> None:
         for name, wide in (("wide", 4000000), ("narrow", 4)) for back in (False, True)
     ]  # fmt: skip
     shared = OpProfile("aten.add.Tensor", ((4, 4),), 8.0, 1, layer=ROOT)
-    wide, narrow = steps.profile(traced, [StepProfile("x", "d", (*ops, shared), batch=4)]).layers
+    wide, narrow = steps.steps_profile(traced, [StepProfile("x", "d", (*ops, shared), batch=4)]).layers
     adding = {layer.name: roofline.node_seconds(traced, layer.nodes[-1], A100, 2)[0] for layer in traced.layers}
     assert adding["wide"] > 1.05 * adding["narrow"]
     share = adding["wide"] / sum(adding.values())
@@ -322,14 +322,14 @@ def test_profiles_that_lack_something_are_refused(recorded: list[str]) -> None:
         ([without(step, "head")], "no operator of layer 'head'"),
     ):
         with pytest.raises(ConfigError, match=says) as caught:
-            steps.profile(traced, steps_given)
+            steps.steps_profile(traced, steps_given)
         assert caught.value.remedy
     inside = tuple(replace(op, layer=f"{op.layer}.deeper") if op.layer == "stem" else op for op in step.ops)
-    assert steps.profile(traced, [replace(step, ops=inside)]) == steps.profile(traced, [step])
+    assert steps.steps_profile(traced, [replace(step, ops=inside)]) == steps.steps_profile(traced, [step])
 
 
 def test_a_whole_module_takes_all_that_runs_inside(recorded: list[str]) -> None:
     traced = trace(find(*_found()), whole=["Residual"])
-    found = {layer.name: layer.times[0] for layer in steps.profile(traced, [load(Path(recorded[0]))]).layers}
+    found = {layer.name: layer.times[0] for layer in steps.steps_profile(traced, [load(Path(recorded[0]))]).layers}
     inside = [op for op in load(Path(recorded[0])).ops if (op.layer or "").startswith("blocks.0")]
     assert found["blocks.0"].seconds == pytest.approx(sum(op.seconds for op in inside))

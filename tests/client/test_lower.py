@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from gpumux import client
-from gpumux.client import variants
-from gpumux.client.lower import Lowered
+from gpumux.capture import step as variants
+from gpumux.capture.lower import Lowered
 from gpumux.program.ir import Program
-from gpumux.program.plan import plan
+from gpumux.program.memory import plan
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -12,8 +12,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from gpumux import client, errors
-from gpumux.client.microbatch.split import TOLERANCE
-from gpumux.program.plan import plan
+from gpumux.capture.microbatch.split import TOLERANCE
+from gpumux.program.memory import plan
 from tests.client.parity import Work, batches, plain, simple_loop, through
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client, errors
-from gpumux.client.exactness import exactness
-from gpumux.client.numerics import numerics_now, precisions
-from gpumux.client.state import StateTable
+from gpumux.capture.state import StateTable
+from gpumux.capture.watch.watches import numerics_now, precisions
+from gpumux.client.job import exactness
 from gpumux.fuse.member import Member
 from gpumux.program.ir import Numerics
 from tests.client.parity import Work, batches, check, simple_loop

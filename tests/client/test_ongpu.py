@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpumux
-from gpumux.client import ongpu
-from gpumux.client.patches import RngTape
-from gpumux.client.watch import modes
+from gpumux.capture.gpu import operators as ongpu
+from gpumux.capture.patches import RngTape
+from gpumux.capture.watch.watches import modes
 from microbench.cuda.operators import CALLS, Operators, asked
 
 RECORDED: dict[str, Any] = json.loads(
@@ -24,7 +24,7 @@ RECORDED: dict[str, Any] = json.loads(
 )
 
 # Other operators than a GPU's on purpose.
-LEFT_TO_THE_DAEMON = {  # device/cuda/fused.py chooses, by the card
+LEFT_TO_THE_DAEMON = {  # device/cuda/kernels.py chooses, by the card
     "batch norm, training", "batch norm, not training", "instance norm", "attention", "attention, causal",
     "attention with a mask", "attention with dropout", "multi-head attention", "encoder layer",
 }  # fmt: skip
@@ -152,7 +152,7 @@ def test_attention_that_is_recomputed_keeps_its_mask_apart() -> None:
 
 
 def test_every_allowed_operator_without_a_kernel_on_the_gpu_is_told_otherwise_or_refused() -> None:
-    from gpumux.device.cuda import retarget
+    from gpumux.device.cuda import operators as retarget
     from gpumux.program.ir import Op
 
     def kernels(target: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpumux import client
-from gpumux.client import patience
+from gpumux.client import session as patience
 
 LONG = 60.0  # seconds; a bound for a broken test
 X = torch.randn(4, 6)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpumux.client import persevering
-from gpumux.client.persevering import TRIES, through
+from gpumux.client import session as persevering
+from gpumux.client.session import TRIES, through
 from gpumux.errors import AdmissionRefused, DaemonGone
 
 GONE = DaemonGone("the daemon is gone", "start it")

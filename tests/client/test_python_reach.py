@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client, errors
-from gpumux.client.fingerprint import Fingerprint
-from gpumux.client.origin import Origin, of_path
+from gpumux.capture.watch.fingerprint import Fingerprint
+from gpumux.capture.watch.walk import Origin, of_path
 from tests.client.parity import Work, check
 from tests.client.test_python_state import DATA, held, net, work
 
@@ -601,7 +601,7 @@ class Finder:
 
 
 OBSERVING = """
-from gpumux.client.executed import Observer
+from gpumux.capture.source import Observer
 observer = Observer()
 def step():
     import imported_lately

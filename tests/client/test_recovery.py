@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gpumux import client
-from gpumux.client.recovering import Recovery
+from gpumux.client.recovery import Recovery
 from gpumux.errors import ConfigError, JobFailed, SnapshotFailed, UnknownJob
 from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, gan, plain
 from microbench.kills import Phoenix, Run, _children, differences, submit

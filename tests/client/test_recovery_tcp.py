@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumux.wire.curve import make_keys
+from gpumux.wire.peers import make_keys
 from microbench.killed import dropout_adam, plain
 from microbench.kills import Phoenix, differences, submit
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import zmq
 
-from gpumux.client.connection import Connection, handshake, hello
 from gpumux.client.session import Session
+from gpumux.client.transport import Connection, handshake, hello
 from gpumux.errors import (
     AdmissionRefused,
     ConfigError,
@@ -29,10 +29,11 @@ from gpumux.errors import (
 )
 from gpumux.wire import messages as m
 from gpumux.wire.codec import encode
-from gpumux.wire.curve import ClientCurve, ServerCurve, make_keys
-from gpumux.wire.dataplane import Segment
 from gpumux.wire.limits import Limits
-from gpumux.wire.router import Incoming, Router
+from gpumux.wire.peers import ClientCurve, ServerCurve, make_keys
+from gpumux.wire.router import Router
+from gpumux.wire.sessions import Incoming
+from gpumux.wire.shared_memory import Segment
 from tests.wire.world import JOB, serving
 
 LONG = 60.0  # seconds; a bound for a broken test

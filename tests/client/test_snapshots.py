@@ -15,7 +15,7 @@ from gpumux.client.session import Asked
 from gpumux.client.snapshots import Snapshots
 from gpumux.errors import DaemonGone, SnapshotFailed
 from gpumux.wire import messages as m
-from gpumux.wire.keeping import PrepareSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
+from gpumux.wire.messages import PrepareSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
 
 JOB = "ab" * 16
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpumux.client.fingerprint import Fingerprint
-from gpumux.client.state import StateTable
+from gpumux.capture.state import StateTable
+from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.errors import CaptureError, NotRepeatable
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from gpumux import client
-from gpumux.client import patience
-from gpumux.client.patience import AT_ONCE, LONG_S, SAY_AFTER_S, Waits
-from gpumux.client.session import Session
+from gpumux.client import session as patience
+from gpumux.client.session import AT_ONCE, LONG_S, SAY_AFTER_S, Session, Waits
 from gpumux.client.turns import SURE, Turns
 from gpumux.wire import messages as m
 from microbench.daemon import running_daemon

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client, errors
-from gpumux.client.variants import MAX_PHASES
+from gpumux.capture.step import MAX_PHASES
 from tests.client.parity import Work, batches, check, simple_loop
 
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from gpumux.config import Config
 from gpumux.daemon.loop import Loop
 from gpumux.daemon.report import Identity
-from gpumux.device import contract as dev
-from gpumux.metrics.registry import Metrics
-from gpumux.model import GENERATOR_BYTES, DeviceInfo, Fault, Footprint, JobId, Peer, ProgramId, SessionId
+from gpumux.device import base as dev
+from gpumux.metrics.series import Metrics
 from gpumux.program import codec
 from gpumux.program.ir import slot_layout
+from gpumux.types import GENERATOR_BYTES, DeviceInfo, Fault, Footprint, JobId, Peer, ProgramId, SessionId
 from gpumux.wire import messages as msg
 from gpumux.wire import router as wire
 from gpumux.wire.codec import decode_step
-from gpumux.wire.dataplane import Segment
+from gpumux.wire.shared_memory import Segment
 
 INFO = DeviceInfo("fake", "a fake", 1 << 30, 1, 0, "none", {"low": 0.002, "high": 0.002})
 BAD = b"bad"  # a Program the fake refuses to check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from gpumux.model import Fault
+from gpumux.types import Fault
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import step_done_form
 from tests.program import samples

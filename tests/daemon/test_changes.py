@@ -6,8 +6,8 @@ import pytest
 
 from gpumux.access import Rule
 from gpumux.config import Config
-from gpumux.daemon.changes import MAX_CHANGES
-from gpumux.model import Fault, Priority
+from gpumux.daemon.requests import MAX_CHANGES
+from gpumux.types import Fault, Priority
 from gpumux.wire import messages as msg
 from tests.program import samples
 

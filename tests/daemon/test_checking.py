@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumux.daemon.checking import CheckQueue
+from gpumux.daemon.context import CheckQueue
 from gpumux.daemon.requests import MAX_UNLOADED
 from gpumux.program import codec
 from gpumux.wire import messages as msg

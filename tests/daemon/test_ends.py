@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumux.core import events as ev
-from gpumux.model import Fault, JobId, ProgramId, StepId, TransferId
 from gpumux.program import codec
+from gpumux.scheduler import events as ev
+from gpumux.types import Fault, JobId, ProgramId, StepId, TransferId
 from gpumux.wire import messages as msg
 from tests.program import samples
 

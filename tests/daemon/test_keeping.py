@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from gpumux.config import Config
-from gpumux.core.events import PauseRequested
 from gpumux.errors import SnapshotFailed, UnknownJob
-from gpumux.model import GENERATOR_BYTES, Fault
-from gpumux.wire import keeping as k
+from gpumux.scheduler.events import PauseRequested
+from gpumux.types import GENERATOR_BYTES, Fault
+from gpumux.wire import messages as k
 from gpumux.wire import messages as msg
 from tests.daemon.fakes import Daemon, FakeLink
 from tests.program import samples

@@ -6,12 +6,12 @@ import pytest
 from prometheus_client import generate_latest
 
 from gpumux.config import Config
-from gpumux.core.standing import LONGEST_S
 from gpumux.daemon.loans import AFTER_STEPS
-from gpumux.device.contract import LoanTerms, Recut
-from gpumux.model import Fault
+from gpumux.device.base import LoanTerms, Recut
+from gpumux.scheduler.standing import LONGEST_S
+from gpumux.types import Fault
 from gpumux.wire import messages as msg
-from gpumux.wire.router import Incoming
+from gpumux.wire.sessions import Incoming
 from tests.program import samples
 
 from .fakes import Daemon, LendingDevice

@@ -11,16 +11,16 @@ import pytest
 from prometheus_client import generate_latest
 
 from gpumux.config import Config
-from gpumux.core import events as ev
 from gpumux.daemon import segments
-from gpumux.daemon.completions import MAX_SCALARS
-from gpumux.daemon.questions import MAX_PROFILES
-from gpumux.model import Fault
+from gpumux.daemon.effects import MAX_SCALARS
+from gpumux.daemon.requests import MAX_PROFILES
 from gpumux.program import codec
+from gpumux.scheduler import events as ev
+from gpumux.types import Fault
 from gpumux.wire import codec as codec_of_messages
 from gpumux.wire import messages as msg
 from gpumux.wire.limits import Limits
-from gpumux.wire.router import Incoming
+from gpumux.wire.sessions import Incoming
 from tests.program import samples
 
 from .fakes import BAD, UNLOADABLE, Daemon

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from gpumux.daemon.manager import Manager
+from gpumux.daemon.main import Manager
 
 from .fakes import Daemon
 
@@ -135,7 +135,7 @@ def test_a_manager_that_does_not_listen_never_holds_the_loop_up(service):
     fed = 0
     with pytest.MonkeyPatch.context() as patch:
         warned = []
-        patch.setattr("gpumux.daemon.manager.log.warning", lambda *args: warned.append(args))
+        patch.setattr("gpumux.daemon.main.log.warning", lambda *args: warned.append(args))
         while not warned:
             manager.alive()
             fed += 1

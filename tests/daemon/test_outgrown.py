@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from gpumux.daemon.outgrown import EVERY_S, SLACK_BYTES
-from gpumux.device.contract import MemoryFigures
-from gpumux.model import JobId
+from gpumux.device.base import MemoryFigures
+from gpumux.types import JobId
 
 from .fakes import Daemon
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumux.config import Config
-from gpumux.model import Fault
 from gpumux.program import codec
+from gpumux.types import Fault
 from gpumux.wire import messages as msg
 from tests.program import samples
 
@@ -109,7 +109,7 @@ def test_any_conversation_is_answered_and_leaves_nothing(script):
 
 
 class HeldWork:
-    """Stands in for daemon/offload.py: side work is done when the script says so."""
+    """Stands in for daemon/segments.py: side work is done when the script says so."""
 
     def __init__(self):
         self.held = deque()

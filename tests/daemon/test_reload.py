@@ -18,7 +18,7 @@ from gpumux.access import Rule
 from gpumux.cli.control import Control
 from gpumux.client.session import Session
 from gpumux.config import Config
-from gpumux.daemon.settings import RELOADABLE, compare
+from gpumux.daemon.config_reload import RELOADABLE, compare
 from gpumux.errors import AccessDenied, AdmissionRefused, ConfigError
 from gpumux.wire import messages as msg
 from tests.program import samples

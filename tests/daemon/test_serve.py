@@ -21,13 +21,13 @@ import pytest
 from gpumux.cli.main import main
 from gpumux.client.session import Session
 from gpumux.config import Config
-from gpumux.core.policy import POLICIES
-from gpumux.daemon import serve
+from gpumux.daemon import main as serve
+from gpumux.daemon.snapshots.writer import DirectoryLock
 from gpumux.errors import ConfigError
 from gpumux.program import codec
-from gpumux.recovery.link import DirectoryLock
+from gpumux.scheduler.policy import POLICIES
 from gpumux.wire import messages as msg
-from gpumux.wire.curve import ClientCurve, make_keys
+from gpumux.wire.peers import ClientCurve, make_keys
 from tests.program import samples
 
 from .live import SOON_S, LiveJob, floats, serving
@@ -218,7 +218,9 @@ def test_remedies_name_settings_that_exist():
     """What a refusal tells an operator to raise can be raised."""
     source = Path(serve.__file__).parents[1]
     text = "".join(
-        path.read_text() for part in ("core", "daemon", "wire", "device") for path in source.glob(f"{part}/**/*.py")
+        path.read_text()
+        for part in ("scheduler", "daemon", "wire", "device")
+        for path in source.glob(f"{part}/**/*.py")
     )
     named = set(re.findall(r"(?:raise|larger) (max_\w+)", text))
     named |= set(re.findall(r'_limited\(.*"(max_\w+)"\)', text))

@@ -9,9 +9,9 @@ from prometheus_client import generate_latest
 
 from gpumux.access import Rule
 from gpumux.config import Config
-from gpumux.metrics.collector import GaugeCollector
+from gpumux.metrics.gauges import GaugeCollector
 from gpumux.wire import messages as msg
-from gpumux.wire import records
+from gpumux.wire import messages as records
 from tests.program import samples
 
 from .fakes import Daemon

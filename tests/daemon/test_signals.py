@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from gpumux.daemon import serve
+from gpumux.daemon import main as serve
 
 from .live import SOON_S, serving
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.config import Config
-from gpumux.core.events import Tick
-from gpumux.core.view import Banned, Held
 from gpumux.daemon import tracing
-from gpumux.daemon.recording import Recording
-from gpumux.model import Priority
+from gpumux.daemon.tracing import Recording
+from gpumux.scheduler.events import Tick
+from gpumux.scheduler.report import Banned, Held
+from gpumux.types import Priority
 from gpumux.wire import messages as msg
-from gpumux.wire import records as rec
+from gpumux.wire import messages as rec
 from tests.program import samples
 
 from .fakes import Daemon, LendingDevice

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpumux.daemon.turns import MOST_WAITING
+from gpumux.daemon.context import MOST_WAITING
 from gpumux.errors import AdmissionRefused
-from gpumux.wire import connections
+from gpumux.wire import listen as connections
 from gpumux.wire import messages as msg
-from gpumux.wire.router import Incoming
+from gpumux.wire.sessions import Incoming
 from tests.program import samples
 
 from .fakes import Daemon

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from gpumux.config import Config
-from gpumux.model import Peer, SessionId
+from gpumux.types import Peer, SessionId
 from gpumux.wire import messages as msg
-from gpumux.wire.router import Opened
+from gpumux.wire.sessions import Opened
 from tests.program import samples
 
 from .fakes import Daemon

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from gpumux.device.contract import Device
+from gpumux.device.base import Device
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.sim.device import SimDevice
 from tests.device.cuda.fake import fake_device, poll_wait

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumux.device.contract import Device
+from gpumux.device.base import Device
 from tests.device.harness import Case, Driver
 
 

@@ -16,7 +16,7 @@ from math import inf
 from time import monotonic, sleep
 from typing import TypeVar
 
-from gpumux.device.contract import (
+from gpumux.device.base import (
     Device,
     DeviceEvent,
     JobLost,
@@ -29,11 +29,11 @@ from gpumux.device.contract import (
     ProgramRefused,
     Recut,
     Segment,
-    TransferDone,
-)  # fmt: skip
-from gpumux.model import JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, TransferId
+    TransferDone,  # fmt: skip
+)
 from gpumux.program.codec import encode
 from gpumux.program.ir import ALIGN, Program, slot_layout
+from gpumux.types import JobId, JobSpec, LaunchId, Priority, ProgramId, StepId, TransferId
 
 GIVE_UP_S = 60.0  # a test that waits this long has failed
 E = TypeVar("E", bound=DeviceEvent)

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from gpumux.device import inductor
-from gpumux.device.contract import ProgramLoaded, ProgramRefused, Recut
+from gpumux.device.base import ProgramLoaded, ProgramRefused, Recut
 from gpumux.device.cpu.device import CpuDevice
-from gpumux.device.cpu.frame import Liveness
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.units import units
-from gpumux.program.builder import contiguous_strides
-from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
+from gpumux.device.run.interpreter import Liveness
+from gpumux.program.cut import units
+from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View, contiguous_strides
 from tests.device.cuda.fake import fake_device, poll_wait
 from tests.device.harness import Case, Driver, select_wait
 

@@ -1,4 +1,4 @@
-"""What every device must do, whatever it is made of (gpumux/device/contract.py)."""
+"""What every device must do, whatever it is made of (gpumux/device/base.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from time import monotonic
 
 import pytest
 
-from gpumux.device.contract import (
+from gpumux.device.base import (
     GENERATOR,
     AnswerForm,
     Answering,
@@ -28,12 +28,12 @@ from gpumux.device.contract import (
     ProgramRefused,
     Recut,
     Segment,
-    TransferDone,
-)  # fmt: skip
-from gpumux.model import GENERATOR_BYTES, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
+    TransferDone,  # fmt: skip
+)
 from gpumux.program.codec import encode
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View, slot_layout
 from gpumux.program.profile import loads, op_shapes
+from gpumux.types import GENERATOR_BYTES, JobId, JobSpec, LaunchId, ProgramId, StepId, TransferId
 from tests.device.harness import Case, Driver, SharedMemory
 from tests.leaks import snapshot
 from tests.program import samples

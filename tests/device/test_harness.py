@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from gpumux.device.contract import Device, DeviceEvent
-from gpumux.model import JobId
+from gpumux.device.base import Device, DeviceEvent
+from gpumux.types import JobId
 from tests.device.harness import Case, Driver, wait_polled
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gpumux.device.contract import AnswerForm, JobLost, LaneReturned, Launch, Lending, LoanTerms
-from gpumux.model import JobId, LaunchId, Priority, ProgramId, StepId
+from gpumux.device.base import AnswerForm, JobLost, LaneReturned, Launch, Lending, LoanTerms
+from gpumux.types import JobId, LaunchId, Priority, ProgramId, StepId
 from gpumux.wire.codec import decode, encode, step_done_form, step_head
 from gpumux.wire.messages import Goodbye, Step, StepDone
 from tests.daemon.live import slow

@@ -15,10 +15,9 @@ from gpumux.config import GPU_MODELS
 from gpumux.device import registry
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.nvidia import Nvidia, _value, look
-from gpumux.device.registry import NAMES, choose, make
+from gpumux.device.registry import NAMES, Nvidia, _value, choose, look, make
+from gpumux.device.sim.cost import PRESETS
 from gpumux.device.sim.device import SimDevice
-from gpumux.device.sim.spec import PRESETS
 from gpumux.errors import ConfigError
 
 GPU = Nvidia("580.1", ("nvidia0",), False, "2.11.0+cu130", "13.0", True)  # a machine that has all that a GPU takes
@@ -74,7 +73,7 @@ def test_what_the_machine_has_is_read_from_its_files(tmp_path: Path) -> None:
 
 def test_torchs_version_and_cuda_are_found_without_importing_it() -> None:
     code = (
-        "import sys; from gpumux.device.nvidia import look; found = look(); assert 'torch' not in sys.modules;"
+        "import sys; from gpumux.device.registry import look; found = look(); assert 'torch' not in sys.modules;"
         "import torch; assert (found.torch, found.torch_cuda) == (torch.__version__, torch.version.cuda or '')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.device.units import HEAVY, OPERATORS, Unit, cut_units, units
+from gpumux.program.cut import HEAVY, OPERATORS, Unit, cut_units, units
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 
 TARGETS = ("aten.relu.default", "aten.mm.default", "aten.bernoulli.p")

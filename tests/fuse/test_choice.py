@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from gpumux import fuse
 from gpumux.errors import ConfigError, NotFusible
-from gpumux.fuse import rules, trial
-from gpumux.fuse.choice import END, Timed, cheapest
-from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import Program
+from gpumux.fuse import proof as trial
+from gpumux.fuse import rules
+from gpumux.fuse.variants import END, Timed, cheapest
+from gpumux.program.ir import Program, ProgramBuilder
 from tests.fuse.serial import array_of, batches, check, configs, steady, ways
 
 nn = torch.nn

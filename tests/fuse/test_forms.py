@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.fuse.forms import Batched, recognise, stack_view
+from gpumux.fuse.layout import Batched, recognise, stack_view
 from gpumux.program.ir import View
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumux.errors import NotFusible
-from gpumux.fuse.lines import on_lines
+from gpumux.fuse.job import on_lines
 from gpumux.program.ir import Program, Storage, View
 
 

@@ -189,7 +189,7 @@ def test_a_model_that_can_not_join_leaves_the_job_as_it_was(endpoint: str):
 
 
 def test_where_a_changed_array_is_refused_the_old_one_goes_on(endpoint: str, monkeypatch: pytest.MonkeyPatch):
-    from gpumux.fuse import submit
+    from gpumux.fuse import job as submit
 
     factory = training(dropping, adam)
     with (

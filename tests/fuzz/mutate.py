@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from gpumux.program.encoder import HEADER, MAGIC
+from gpumux.program.codec import HEADER, MAGIC
 from gpumux.program.ir import IR_VERSION
 
 INTERESTING: tuple[Any, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpumux.program import codec as programs
 from gpumux.wire import messages as m
-from gpumux.wire import records as r
+from gpumux.wire import messages as r
 from gpumux.wire.codec import encode
 from tests.fuzz.decoders import read, write
 from tests.program import samples

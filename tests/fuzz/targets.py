@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 from gpumux.errors import ProgramError, ProtocolError
 from gpumux.program import codec as programs
+from gpumux.program.codec import outline
+from gpumux.program.ir import Limits as ProgramLimits
 from gpumux.program.ir import slot_layout
-from gpumux.program.limits import Limits as ProgramLimits
-from gpumux.program.outline import outline
 from gpumux.program.validate import validate
-from gpumux.wire import records
+from gpumux.wire import messages as records
 from gpumux.wire.codec import decode, decode_step, decode_step_done, encode
 from gpumux.wire.lane import PACKET
-from gpumux.wire.lanes import decode_lane
 from gpumux.wire.limits import Limits
 from gpumux.wire.messages import FROM_CLIENT
+from gpumux.wire.sessions import decode_lane
 
 MOST = Limits().max_control_bytes
 SMALL = ProgramLimits(body_bytes=1 << 20)

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 
 from gpumux.cli.control import Control
 from gpumux.client.session import Session
-from gpumux.model import GENERATOR_BYTES
 from gpumux.program import codec as programs
-from gpumux.wire import keeping
+from gpumux.types import GENERATOR_BYTES
+from gpumux.wire import messages as keeping
 from gpumux.wire import messages as msg
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.sidechannel import HEADER
+from gpumux.wire.shared_memory import HEADER
 from tests.daemon.live import SOON_S, LiveJob, read_floats, serving
 from tests.program import samples
 

@@ -9,8 +9,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver, Facts, bindings
-from gpumux.device.cuda.faults import STICKY
+from gpumux.device.cuda.driver import GREEN_SINCE, STICKY, CudaDriver, Facts, bindings
 from gpumux.errors import ConfigError
 from tests.device.cuda.driver_rules import *  # noqa: F403  its tests run here on the card below
 from tests.device.cuda.driver_rules import Card
@@ -79,7 +78,7 @@ def test_a_context_that_a_kernel_ended_is_noticed_though_nothing_more_is_launche
 from time import monotonic, sleep
 import torch
 from gpumux.device.cuda.driver import CudaDriver
-from gpumux.device.cuda.flights import Flights
+from gpumux.device.cuda.launches import Flights
 from gpumux.errors import DeviceLost
 driver = CudaDriver()
 facts = driver.open(0)

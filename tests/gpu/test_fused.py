@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpumux.device.cuda import fused
+from gpumux.device.cuda import kernels as fused
 
 NAMES = {fused.MATH: "mathematical", fused.FLASH: "flash", fused.EFFICIENT: "efficient"}
 

@@ -14,9 +14,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumux.client.ongpu import as_on_a_gpu
-from gpumux.client.patches import RngTape
-from gpumux.device.cuda import fused
+from gpumux.capture.gpu.operators import as_on_a_gpu
+from gpumux.capture.patches import RngTape
+from gpumux.device.cuda import kernels as fused
 from microbench.cuda.casts import CAST, under
 from microbench.cuda.operators import CALLS, types_of, walk
 from tests.client.test_casts import ours

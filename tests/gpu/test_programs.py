@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client
-from gpumux.device.contract import ProgramLoaded, ProgramProfiled, Recut
-from gpumux.model import Priority
+from gpumux.device.base import ProgramLoaded, ProgramProfiled, Recut
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 from gpumux.program.profile import loads
+from gpumux.types import Priority
 from microbench.daemon import running_daemon
 from tests.device.harness import Driver
 from tests.device.test_contract import floats

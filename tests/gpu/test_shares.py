@@ -7,11 +7,11 @@ from statistics import median
 
 import pytest
 
-from gpumux.device.contract import Launch, Recut
+from gpumux.device.base import Launch, Recut
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.device.cuda.driver import GREEN_SINCE, CudaDriver
-from gpumux.device.cuda.partitions import WANTED
-from gpumux.model import LaunchId, StepId
+from gpumux.device.cuda.streams import WANTED
+from gpumux.types import LaunchId, StepId
 from tests.device.cuda.test_shares import crossing, ready, step
 from tests.device.harness import Case, Driver, wait_polled
 from tests.device.test_contract import floats

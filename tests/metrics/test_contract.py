@@ -8,10 +8,9 @@ from pathlib import Path
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumux.metrics.collector import Figures, GaugeCollector, JobFigures
-from gpumux.metrics.promises import GuardFigures, PromiseFigures
-from gpumux.metrics.registry import Metrics
-from gpumux.model import DeviceInfo, StepTimes
+from gpumux.metrics.gauges import Figures, GaugeCollector, GuardFigures, JobFigures, PromiseFigures
+from gpumux.metrics.series import Metrics
+from gpumux.types import DeviceInfo, StepTimes
 from gpumux.wire.messages import REGISTRY
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -13,8 +13,8 @@ from itertools import count
 
 import pytest
 
-from gpumux.metrics.promises import BanFigures
-from gpumux.metrics.registry import Metrics
+from gpumux.metrics.gauges import BanFigures
+from gpumux.metrics.series import Metrics
 from gpumux.metrics.server import MetricsServer
 
 from .test_contract import HIGH, JOB, figures

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client.registry import Collector
 
 from gpumux.errors import ConfigError, EndpointBusy
-from gpumux.metrics import collector
+from gpumux.metrics import gauges as collector
 from gpumux.metrics import server as metrics_server
-from gpumux.metrics.collector import SnapshotBox
-from gpumux.metrics.registry import Metrics
+from gpumux.metrics.gauges import SnapshotBox
+from gpumux.metrics.series import Metrics
 from gpumux.metrics.server import MetricsServer
 
 from .test_contract import figures

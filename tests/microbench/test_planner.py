@@ -10,11 +10,10 @@ import pytest
 
 from gpumux.errors import ConfigError
 from gpumux.plan import deeppool, optimal
-from gpumux.plan.costs import ProfiledCosts, powers_of_two
-from gpumux.plan.network import preset
+from gpumux.plan.costs import ProfiledCosts, powers_of_two, preset
+from gpumux.plan.graph import reduce
 from gpumux.plan.plan import evaluate
 from gpumux.plan.question import Question
-from gpumux.plan.reduction import reduce
 from microbench import a100, planner
 
 WHERE = "DEEPPOOL_PROFILES"

@@ -11,13 +11,12 @@ from types import ModuleType
 
 import pytest
 
+from gpumux.device.sim.cost import A100, Kernel
 from gpumux.device.sim.gpu import Finished, Gpu
-from gpumux.device.sim.kernel import Kernel
-from gpumux.device.sim.spec import A100
 from gpumux.errors import ConfigError
-from gpumux.model import Priority
 from gpumux.simulate.run import Simulation, solo
 from gpumux.simulate.workload import Workload, cut_workload
+from gpumux.types import Priority
 from microbench import ablation, arrivals, deeppool, oracle, overhead, pairwise, sweep
 from microbench.cuda import probe
 from microbench.planned import Plan, Planned

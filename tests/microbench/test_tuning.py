@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpumux.fuse.tune import Found
-from gpumux.fuse.tuning.checkpoints import MemoryCheckpoints
-from gpumux.fuse.tuning.ledger import Entry
+from gpumux.tune.checkpoints import MemoryCheckpoints
+from gpumux.tune.sweep import Entry
+from gpumux.tune.tune import Found
 from microbench import tuning
 
 

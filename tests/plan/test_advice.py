@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpumux.device.sim.spec import A100
+from gpumux.device.sim.cost import A100
 from gpumux.errors import ConfigError
-from gpumux.plan import batch, cnn, lemmas, models, overhead
+from gpumux.plan import guidelines as batch
+from gpumux.plan import guidelines as cnn
+from gpumux.plan import guidelines as lemmas
+from gpumux.plan import guidelines as overhead
+from gpumux.plan import models
 from gpumux.plan.trace import trace
 
 ALEXNET = cnn.read(trace(models.find("alexnet")))

@@ -12,13 +12,14 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from gpumux.errors import ConfigError
-from gpumux.plan import curves, plot
+from gpumux.plan import plot
+from gpumux.plan import plot as curves
 from gpumux.plan.baselines import SampleEfficiency, scaled
+from gpumux.plan.costs import Network
+from gpumux.plan.graph import reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing
-from gpumux.plan.network import Network
 from gpumux.plan.plan import Plan
 from gpumux.plan.question import Question
-from gpumux.plan.reduction import reduce
 from tests.plan.graphs import layer
 
 EFFICIENCY = SampleEfficiency(64.0)

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumux.errors import ConfigError
-from gpumux.plan.costs import ProfiledCosts, divisors, powers_of_two
-from gpumux.plan.graph import Block, members
+from gpumux.plan.costs import Network, ProfiledCosts, away_share, divisors, moved_share, powers_of_two, preset
+from gpumux.plan.graph import MAX_BRANCHES, Block, members, reduce
 from gpumux.plan.layers import LayerProfile, ModelProfile, Timing, dumps, load, loads, save
-from gpumux.plan.network import Network, away_share, moved_share, preset
 from gpumux.plan.question import Question
-from gpumux.plan.reduction import MAX_BRANCHES, reduce
 from tests.plan.graphs import layer
 
 

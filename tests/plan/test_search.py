@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumux.errors import ConfigError
-from gpumux.plan import branches, deeppool, optimal, sharing
-from gpumux.plan.costs import Costs, GivenCosts, ProfiledCosts, powers_of_two
+from gpumux.plan import branches, deeppool, optimal
+from gpumux.plan import branches as sharing
+from gpumux.plan.costs import Costs, GivenCosts, Network, ProfiledCosts, powers_of_two
 from gpumux.plan.graph import Graph
 from gpumux.plan.layers import LayerProfile, Timing
-from gpumux.plan.network import Network
 from gpumux.plan.plan import Plan, evaluate
 from tests.plan.graphs import Amounts, brute_force, chain_graph, layer, random_chain, random_costs, random_graph, times
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from clients.models.cnn import cnn
 from clients.models.transformer import transformer
-from gpumux.device.sim.spec import A100
+from gpumux.device.sim.cost import A100
 from gpumux.errors import CaptureError, ConfigError
-from gpumux.plan import measure, models, roofline
-from gpumux.plan.graph import Block
+from gpumux.plan import measure, models
+from gpumux.plan import measure as roofline
+from gpumux.plan.graph import Block, reduce
 from gpumux.plan.models import Loaded
-from gpumux.plan.reduction import reduce
 from gpumux.plan.trace import trace
 
 
@@ -38,7 +38,7 @@ def test_layers_have_the_users_names_and_take_what_belongs_to_them():
 
 def test_attention_and_skip_connections_become_blocks():
     traced = trace(loaded(transformer("tiny"), 1, 8, 8))
-    graph = reduce(roofline.profile(traced, A100))
+    graph = reduce(roofline.roofline_profile(traced, A100))
     assert graph.notes == ()
     assert graph.blocks == 2  # around the attention and around the feed-forward
     skip = next(each for each in graph.chain if isinstance(each, Block))
@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
 def test_attention_written_as_products_is_a_block_in_a_block():
     traced = trace(loaded(nn.Sequential(nn.Linear(8, 8), Attention()), 6, 8))
-    graph = reduce(roofline.profile(traced, A100))
+    graph = reduce(roofline.roofline_profile(traced, A100))
     assert graph.notes == ()
     names = ["0", "0.parting", "1.query", "1.key", "1.value", "1.matmul", "1.matmul:2", "1.out"]
     assert [each.name for each in graph.layers] == names
@@ -76,7 +76,7 @@ def test_attention_written_as_products_is_a_block_in_a_block():
 )  # fmt: skip
 def test_the_papers_models_are_what_they_should_be(name: str, layers: int, blocks: int, millions: float):
     traced = trace(models.find(name))
-    graph = reduce(roofline.profile(traced, A100, (1, 2)))
+    graph = reduce(roofline.roofline_profile(traced, A100, (1, 2)))
     assert (len(traced.layers), graph.blocks, graph.notes) == (layers, blocks, ())
     assert sum(each.parameter_bytes for each in traced.layers) / 4e6 == pytest.approx(millions, abs=0.05)
 
@@ -175,11 +175,11 @@ def test_a_layer_over_the_whole_batch_is_named():
 
     traced = trace(Loaded("flat", Flat(), (torch.randn(2, 8),)))
     with pytest.raises(CaptureError, match="layer 'l' makes less than one row for each sample of a batch of 2"):
-        roofline.profile(traced, A100)
+        roofline.roofline_profile(traced, A100)
 
 
 def test_modelled_times_grow_with_the_batch_and_are_marked():
-    found = roofline.profile(trace(models.find("alexnet")), A100)
+    found = roofline.roofline_profile(trace(models.find("alexnet")), A100)
     assert found.sources() == {"model": 11}
     assert found.device == "a100"
     for each in found.layers:
@@ -298,7 +298,7 @@ def test_a_batch_a_layer_does_not_take_is_said():
 
 
 def modelled_seconds(module: nn.Module, *shape: int, whole: tuple[str, ...] = ()) -> float:
-    return roofline.profile(trace(loaded(nn.Sequential(module), *shape), whole=whole), A100, (1,)).seconds(1)
+    return roofline.roofline_profile(trace(loaded(nn.Sequential(module), *shape), whole=whole), A100, (1,)).seconds(1)
 
 
 class Wrapped(nn.Module):

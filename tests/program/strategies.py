@@ -6,9 +6,18 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import ITEM_BYTES, Complex, Numerics, Program, ScalarRef, Tag, TensorRef
-from gpumux.program.layers import Label, spans
+from gpumux.program.ir import (
+    ITEM_BYTES,
+    Complex,
+    Label,
+    Numerics,
+    Program,
+    ProgramBuilder,
+    ScalarRef,
+    Tag,
+    TensorRef,
+    spans,
+)
 
 DTYPES = st.sampled_from(sorted(ITEM_BYTES))
 SIZES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

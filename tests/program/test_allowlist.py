@@ -7,7 +7,7 @@ import torch
 
 from gpumux.errors import ProgramError
 from gpumux.program import allowed_ops
-from gpumux.program.allowlist import (
+from gpumux.program.operators import (
     ALLOWED,
     HIDDEN_WRITES,
     INDEX_ARGS,

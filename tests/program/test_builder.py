@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from gpumux.program.builder import ProgramBuilder, contiguous_strides
 from gpumux.program.codec import content_hash
-from gpumux.program.ir import Complex, ScalarRef, Tag
-from gpumux.program.show import describe, describe_op
-from gpumux.program.validate import validate
+from gpumux.program.ir import Complex, ProgramBuilder, ScalarRef, Tag, contiguous_strides
+from gpumux.program.validate import describe, describe_op, validate
 from tests.program import samples
 
 

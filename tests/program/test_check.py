@@ -12,11 +12,21 @@ import torch
 from hypothesis import given, settings
 
 from gpumux.errors import ProgramError
-from gpumux.program.builder import ProgramBuilder
 from gpumux.program.check import check
 from gpumux.program.codec import content_hash, encode
-from gpumux.program.ir import Complex, Numerics, Op, Program, Storage, Tag, TensorRef, View, slot_layout
-from gpumux.program.limits import Limits
+from gpumux.program.ir import (
+    Complex,
+    Limits,
+    Numerics,
+    Op,
+    Program,
+    ProgramBuilder,
+    Storage,
+    Tag,
+    TensorRef,
+    View,
+    slot_layout,
+)
 from tests.program import samples
 from tests.program.strategies import programs
 

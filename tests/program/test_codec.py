@@ -13,12 +13,27 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpumux.errors import ProgramError
-from gpumux.program.codec import DEFAULT, Limits, content_hash, decode, encode
-from gpumux.program.ir import Complex, Gate, Numerics, Op, Program, ScalarRef, Span, Storage, Tag, TensorRef, View
-from gpumux.program.layers import Label, labels, spans
-from gpumux.program.plan import plan
-from gpumux.program.show import describe
-from gpumux.program.validate import validate
+from gpumux.program.codec import content_hash, decode, encode
+from gpumux.program.ir import (
+    DEFAULT,
+    Complex,
+    Gate,
+    Label,
+    Limits,
+    Numerics,
+    Op,
+    Program,
+    ScalarRef,
+    Span,
+    Storage,
+    Tag,
+    TensorRef,
+    View,
+    labels,
+    spans,
+)
+from gpumux.program.memory import plan
+from gpumux.program.validate import describe, validate
 from tests.program import samples
 from tests.program.strategies import programs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpumux.program.metafix import fake_call
+from gpumux.program.check import fake_call
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

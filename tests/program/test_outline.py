@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.errors import ProgramError
-from gpumux.program.codec import encode
+from gpumux.program.codec import encode, outline
 from gpumux.program.ir import slot_layout
-from gpumux.program.outline import outline
 
 from . import samples
 

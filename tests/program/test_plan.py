@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import ALIGN, Program
-from gpumux.program.liveness import Interval, intervals
-from gpumux.program.plan import piece_bytes, plan
+from gpumux.program.ir import ALIGN, Program, ProgramBuilder
+from gpumux.program.memory import Interval, intervals, piece_bytes, plan
 from gpumux.program.validate import op_args, out_views, tensor_refs
 from tests.program import samples
 from tests.program.strategies import programs

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 
 from gpumux.errors import ProgramError
-from gpumux.program.builder import ProgramBuilder
 from gpumux.program.ir import (
     STREAM_BYTES,
     Gate,
+    Limits,
     Numerics,
     Op,
     Program,
+    ProgramBuilder,
     ScalarRef,
     Span,
     Storage,
@@ -23,7 +24,6 @@ from gpumux.program.ir import (
     View,
     slot_layout,
 )
-from gpumux.program.limits import Limits
 from gpumux.program.validate import const_bytes, state_slots, validate, written_storages
 from tests.program import samples
 from tests.program.strategies import programs

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpumux.core import events as ev
-from gpumux.device.sim.kernel import Kernel
-from gpumux.device.sim.spec import A100
+from gpumux.device.sim.cost import A100, Kernel
 from gpumux.errors import ConfigError
-from gpumux.model import Priority
+from gpumux.scheduler import events as ev
 from gpumux.simulate.result import percentile
 from gpumux.simulate.run import Simulation, simulate, solo
+from gpumux.types import Priority
 from tests.simulate.test_workload import step
 
 HIGH, LOW = Priority.HIGH, Priority.LOW

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.device.sim.cost import guesses_blocks, kernel_of
-from gpumux.device.sim.kernel import MIN_BLOCK_S, Kernel, solo_seconds
-from gpumux.device.sim.pieces import recut
-from gpumux.device.sim.spec import A100, H200
+from gpumux.device.sim.cost import A100, H200, MIN_BLOCK_S, Kernel, guesses_blocks, kernel_of, solo_seconds
+from gpumux.device.sim.device import recut
 from gpumux.errors import ConfigError
-from gpumux.model import Priority
 from gpumux.program.profile import OpProfile, StepProfile, dumps, load
-from gpumux.simulate import analytic, shipped
+from gpumux.simulate import workload as analytic
+from gpumux.simulate import workload as shipped
 from gpumux.simulate.workload import Workload, cut_workload, from_profile
+from gpumux.types import Priority
 
 
 def op(seconds: float = 1e-5, target: str = "aten.relu.default", **rest: Any) -> OpProfile:
@@ -108,7 +107,7 @@ def test_workloads_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None
 @pytest.mark.parametrize("profile", analytic.shipped(), ids=lambda profile: profile.name)
 def test_shipped_profiles_are_what_the_model_says_and_say_that_they_are_modelled(profile: StepProfile) -> None:
     path = shipped.directory() / f"{profile.name}.json"
-    assert path.read_text() == dumps(profile), "run python -m gpumux.simulate.analytic"
+    assert path.read_text() == dumps(profile), "run python -m gpumux.simulate.workload"
     assert set(load(path).sources()) == {"model"}
     assert "nothing here was measured" in profile.note
     work = from_profile(profile, A100, Priority.HIGH)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gpumux.wire import messages
-from gpumux.wire.fields import MAX_INT, NATURAL
+from gpumux.wire.codec import MAX_INT, NATURAL
 from gpumux.wire.messages import REGISTRY, LoadProgram
 
 JOB = "0123456789abcdef" * 2

@@ -13,15 +13,20 @@ from hypothesis import strategies as st
 from gpumux.errors import ProtocolError, VersionMismatch
 from gpumux.wire import messages as m
 from gpumux.wire.codec import (
+    MAX_DEPTH,
     MAX_FRAMES,
+    MAX_LIST,
+    MAX_PROSE,
+    checker_for,
     decode,
     decode_step,
     decode_step_done,
     encode,
     encode_alone,
+    fits_step,
+    fits_step_done,
     step_done_form,
 )
-from gpumux.wire.fields import MAX_DEPTH, MAX_LIST, MAX_PROSE, checker_for, fits_step, fits_step_done
 from tests.wire.samples import JOB, any_message, message_of, payload_for
 
 STEP = m.Step(JOB, 5, 1, 0, [0.1, 3], 0)

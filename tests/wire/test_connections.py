@@ -10,11 +10,10 @@ import threading
 
 import pytest
 
-from gpumux.wire import connections
-from gpumux.wire.connections import Connections
+from gpumux.wire import listen as connections
 from gpumux.wire.limits import Limits
+from gpumux.wire.listen import Connections, Turnstile
 from gpumux.wire.sessions import Opened
-from gpumux.wire.turnstile import Turnstile
 from tests.wire.world import HELLO, WAIT_MS
 
 FEW = Limits(max_sessions=4, max_sessions_per_user=2)

@@ -11,7 +11,7 @@ import zmq
 
 from gpumux.errors import ConfigError
 from gpumux.wire import messages as m
-from gpumux.wire.curve import (
+from gpumux.wire.peers import (
     ClientCurve,
     ServerCurve,
     allowed_keys,
@@ -21,7 +21,7 @@ from gpumux.wire.curve import (
     secure_client,
     secure_server,
 )
-from gpumux.wire.router import Incoming, Opened
+from gpumux.wire.sessions import Incoming, Opened
 from tests.wire.world import HELLO, JOB, World
 
 INLINE = m.Hello(m.PROTOCOL_VERSION, "test", "client", 0, "", True)

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from gpumux.errors import AdmissionRefused, ProtocolError
-from gpumux.wire import dataplane
-from gpumux.wire.dataplane import SEALS, CopyMeter, Segment
+from gpumux.wire import shared_memory as dataplane
+from gpumux.wire.shared_memory import SEALS, CopyMeter, Segment
 
 
 def test_a_segment_is_shared_and_of_its_full_size():

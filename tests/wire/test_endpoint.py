@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpumux.client.endpoint import resolve_endpoint
+from gpumux.client.transport import resolve_endpoint
 from gpumux.errors import ConfigError, EndpointBusy
 from gpumux.wire import endpoint
-from gpumux.wire.lock import EndpointLock, remove_stale
+from gpumux.wire.endpoint import EndpointLock, remove_stale
 
 
 def test_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -131,7 +131,7 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path):
     code = f"""
 import sys
 from pathlib import Path
-from gpumux.wire.lock import EndpointLock
+from gpumux.wire.endpoint import EndpointLock
 lock = EndpointLock(Path("{path}"))
 print("held", flush=True)
 sys.stdin.read()

@@ -9,7 +9,8 @@ import pytest
 
 from gpumux.errors import ProtocolError
 from gpumux.wire import messages as m
-from gpumux.wire.router import GOODBYE, Closed, Incoming
+from gpumux.wire.lanereader import GOODBYE
+from gpumux.wire.sessions import Closed, Incoming
 from tests.wire.world import JOB, packet, step
 
 

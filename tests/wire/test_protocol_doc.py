@@ -9,12 +9,13 @@ from typing import Any, get_type_hints
 import pytest
 
 from gpumux.config import Config
-from gpumux.daemon.completions import MAX_SCALARS
+from gpumux.daemon.config_reload import wire_limits
+from gpumux.daemon.effects import MAX_SCALARS
 from gpumux.daemon.requests import MAX_ENCODED_BYTES, MAX_UNLOADED
-from gpumux.daemon.settings import wire_limits
-from gpumux.device.cpu.checks import CPU_S
-from gpumux.wire import lane, sidechannel
+from gpumux.device.workers.checks import CPU_S
+from gpumux.wire import lane
 from gpumux.wire import messages as m
+from gpumux.wire import shared_memory as sidechannel
 from gpumux.wire.limits import Limits
 
 PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()

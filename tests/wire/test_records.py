@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumux.errors import ProtocolError
-from gpumux.wire.records import KINDS, PieceRan, pack, unpack
+from gpumux.wire.messages import KINDS, PieceRan, pack, unpack
 
 _OF = {
     int: st.integers(-1, 2**63 - 1),

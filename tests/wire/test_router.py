@@ -14,10 +14,12 @@ import pytest
 import zmq
 
 from gpumux.errors import ConfigError, EndpointBusy, ProtocolError
-from gpumux.wire import listening
+from gpumux.wire import listen as listening
 from gpumux.wire import messages as m
 from gpumux.wire.codec import encode
-from gpumux.wire.router import GOODBYE, Closed, Incoming, Opened, Router
+from gpumux.wire.lanereader import GOODBYE
+from gpumux.wire.router import Router
+from gpumux.wire.sessions import Closed, Incoming, Opened
 from tests.wire.samples import payload_for
 from tests.wire.world import HELLO, JOB, WAIT_MS, World
 

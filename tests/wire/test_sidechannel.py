@@ -13,13 +13,19 @@ from pathlib import Path
 import pytest
 
 from gpumux.errors import ConfigError, DaemonGone, ProtocolError
-from gpumux.model import SessionId
-from gpumux.wire import sidechannel
-from gpumux.wire.dataplane import Segment
-from gpumux.wire.descriptors import DescriptorInbox
+from gpumux.types import SessionId
+from gpumux.wire import shared_memory as sidechannel
 from gpumux.wire.lane import LANE_ID
-from gpumux.wire.router import Closed
-from gpumux.wire.sidechannel import HEADER, MAX_PENDING_PER_USER, MAX_QUEUED, PENDING_S, SideChannel
+from gpumux.wire.sessions import Closed
+from gpumux.wire.shared_memory import (
+    HEADER,
+    MAX_PENDING_PER_USER,
+    MAX_QUEUED,
+    PENDING_S,
+    DescriptorInbox,
+    Segment,
+    SideChannel,
+)
 
 ME = SessionId("me")
 

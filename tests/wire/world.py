@@ -18,8 +18,9 @@ import zmq
 from gpumux.wire import messages as m
 from gpumux.wire.codec import decode, encode
 from gpumux.wire.lane import LANE_ID, Lane
-from gpumux.wire.router import Arrival, Incoming, Opened, Router
-from gpumux.wire.sidechannel import HEADER
+from gpumux.wire.router import Router
+from gpumux.wire.sessions import Arrival, Incoming, Opened
+from gpumux.wire.shared_memory import HEADER
 
 JOB = "0123456789abcdef" * 2
 MOST = 100_000  # bytes of a message on a client's end of a lane

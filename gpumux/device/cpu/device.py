@@ -16,34 +16,61 @@ from collections.abc import Sequence
 from math import inf
 
 from gpumux import hostmemory
-from gpumux.device import contract as dev
-from gpumux.device.contract import DeviceEvent, Launch, Segment
-from gpumux.device.cpu.aims import Aims
-from gpumux.device.cpu.answers import BAD_SEED, NO_WARM, UNKNOWN, answer, no_process, obituary, of_job, unheard
-from gpumux.device.cpu.channel import DONE
-from gpumux.device.cpu.checks import Checks
-from gpumux.device.cpu.descriptors import Descriptors
+from gpumux.device import base as dev
+from gpumux.device.base import DeviceEvent, Launch, Segment
 from gpumux.device.cpu.jobs import (
+    BAD_SEED,
+    NO_WARM,
+    UNKNOWN,
     Answers,
     Command,
+    Cut,
     Errand,
     Executor,
     Move,
     Profile,
+    answer,
     load_command,
+    no_process,
+    obituary,
+    of_job,
     release,
     send,
     start_executor,
+    unheard,
 )
-from gpumux.device.cpu.keeper import Keeper
-from gpumux.device.cpu.loans import Lender, returned
-from gpumux.device.cpu.machine import cpu_name
+from gpumux.device.cpu.lending import Lender, returned
 from gpumux.device.cpu.niceness import Niceness
-from gpumux.device.cpu.schedule import Schedule
-from gpumux.device.cpu.warm import WarmProcess
+from gpumux.device.run.schedule import Schedule
+from gpumux.device.workers.channel import DONE, Descriptors
+from gpumux.device.workers.checks import Checks
+from gpumux.device.workers.fork_server import Keeper, WarmProcess
 from gpumux.errors import ConfigError
-from gpumux.model import DeviceInfo, JobId, JobSpec, Priority, ProgramId, TransferId
-from gpumux.program.limits import DEFAULT, Limits
+from gpumux.hostmemory import cpu_name
+from gpumux.program.ir import DEFAULT, Limits
+from gpumux.types import DeviceInfo, JobId, JobSpec, Priority, ProgramId, TransferId
+
+# ---- How long pieces are to be, handed on to the process that cuts them. No torch.
+
+
+class Aims:
+    """The part of the CPU device that is contract.Device.cut."""
+
+    def _live(self, job: JobId) -> Executor | None:
+        raise NotImplementedError
+
+    def _send(self, executor: Executor, command: Errand) -> None:
+        raise NotImplementedError
+
+    def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
+        """See contract.Device."""
+        executor = self._live(job)
+        if executor is not None:
+            self._send(executor, Cut(program, target_s))
+
+
+# ----
+
 
 PIECE_S = 0.002
 OPEN_S = 120.0
@@ -51,7 +78,7 @@ CLOSE_S = 10.0
 
 
 class CpuDevice(Lender, Niceness, Aims):
-    """See gpumux.device.contract.Device. `threads` 0 means half the cores, so that two jobs fit;
+    """See gpumux.device.base.Device. `threads` 0 means half the cores, so that two jobs fit;
     `cores` 0 means all this process may use. `low_nice` (0 to 19) is the niceness of low jobs' processes:
     above 0 the kernel stops them wherever a high job wants the core, as no GPU can."""
 

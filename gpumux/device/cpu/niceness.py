@@ -10,7 +10,7 @@ import resource
 from pathlib import Path
 
 from gpumux.device.cpu.jobs import Errand, Executor, Renice
-from gpumux.model import Fault, JobId, Priority
+from gpumux.types import Fault, JobId, Priority
 
 _CAP_SYS_NICE = 23
 _NORMAL = 20  # RLIMIT_NICE that allows niceness 0

@@ -17,7 +17,7 @@ import torch
 
 from gpumux.device.cuda.driver import Driver
 from gpumux.errors import ConfigError, GpumuxError, JobFailed
-from gpumux.program.schemas import schema
+from gpumux.program.check import schema
 
 _CYCLES_PER_S = 2e9  # about what GPUs clock at; slower ones are occupied for longer
 

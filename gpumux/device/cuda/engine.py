@@ -17,28 +17,26 @@ from typing import Any
 
 import torch
 
+from gpumux.device.base import GENERATOR, Launch
 from gpumux.device.codecache import VARIABLE, CodeCache
-from gpumux.device.contract import GENERATOR, Launch
-from gpumux.device.cpu.interp import first_lines
 from gpumux.device.cpu.jobs import Move
-from gpumux.device.cpu.numerics import CurrentNumerics
-from gpumux.device.cpu.randomness import move_generator
-from gpumux.device.cuda.capturing import WHOLE, CaptureRun
-from gpumux.device.cuda.compiled import CompiledRunner
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.cuts import HIGH_LEAST_S, HIGH_S, LOW_S, Cuts
 from gpumux.device.cuda.driver import Driver
-from gpumux.device.cuda.execute import Runner
+from gpumux.device.cuda.execute import CompiledRunner, Runner
 from gpumux.device.cuda.jobs import Capture, CudaJob, Load
-from gpumux.device.cuda.loaded import LoadedProgram, wait
 from gpumux.device.cuda.operands import Operands, SharedSegment
-from gpumux.device.cuda.partitions import Partitions
+from gpumux.device.cuda.program import WHOLE, CaptureRun, LoadedProgram, wait
+from gpumux.device.cuda.streams import Partitions
 from gpumux.device.cuda.worker import PENDING
+from gpumux.device.run.interpreter import first_lines
+from gpumux.device.run.randomness import move_generator
+from gpumux.device.run.schema import CurrentNumerics
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
-from gpumux.model import GENERATOR_BYTES, Priority
 from gpumux.program.codec import decode
 from gpumux.program.ir import Numerics, aligned
 from gpumux.program.profile import dumps
+from gpumux.types import GENERATOR_BYTES, Priority
 
 CHUNK = 4 << 20
 

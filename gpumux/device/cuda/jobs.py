@@ -6,15 +6,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumux.device import contract as dev
-from gpumux.device.charges import Charges
-from gpumux.device.contract import DeviceEvent, Launch
-from gpumux.device.cpu.descriptors import Descriptors
+from gpumux.device import base as dev
+from gpumux.device.base import Charges, DeviceEvent, Launch
 from gpumux.device.cpu.jobs import Move, Profile
-from gpumux.model import Fault, JobId, JobSpec, ProgramId
+from gpumux.device.workers.channel import Descriptors
+from gpumux.types import Fault, JobId, JobSpec, ProgramId
 
 if TYPE_CHECKING:
-    from gpumux.device.cuda.loaded import LoadedProgram
+    from gpumux.device.cuda.program import LoadedProgram
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,11 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from gpumux.device.cpu.operands import bound
-from gpumux.device.cpu.ranges import index_checks
-from gpumux.device.cpu.schema import DTYPES, views_written
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.driver import Driver
-from gpumux.device.cuda.feeding import NumberTable
-from gpumux.device.cuda.retarget import window
+from gpumux.device.cuda.operators import NumberTable, window
+from gpumux.device.run.operands import bound
+from gpumux.device.run.schema import DTYPES, index_checks, views_written
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.ir import Program, View, aligned, slot_layout
 

@@ -13,16 +13,17 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from gpumux.device import contract as dev
-from gpumux.device.contract import DeviceEvent, Launch
-from gpumux.device.cuda.faults import as_fault
+from gpumux.device import base as dev
+from gpumux.device.base import DeviceEvent, Launch
+from gpumux.device.cuda.cuts import Twin
+from gpumux.device.cuda.driver import as_fault
 from gpumux.device.cuda.jobs import CudaJob, Instrument
-from gpumux.device.cuda.measuring import Twin
 from gpumux.errors import DeviceLost
-from gpumux.model import Fault, JobId, ProgramId
+from gpumux.types import Fault, JobId, ProgramId
 
 if TYPE_CHECKING:
-    from gpumux.device.cuda.loaded import LoadedProgram
+    from gpumux.device.cuda.program import LoadedProgram
+
 
 WAIT_S = 1.0  # for a step to begin
 Done = Callable[[Any, BaseException | None], None]

@@ -7,14 +7,237 @@ else is bound by memory. Whatever is made here is marked as modelled (`OpProfile
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import ceil, prod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from math import ceil, floor, isfinite, prod
 from typing import NamedTuple
 
-from gpumux.device.sim.kernel import MIN_BLOCK_S, Kernel
-from gpumux.device.sim.spec import GpuSpec
+from gpumux.errors import ConfigError
 from gpumux.program.ir import ITEM_BYTES, Op, Program, TensorRef
 from gpumux.program.profile import OpProfile, StepProfile, argument_views, op_nbytes, op_shapes, output_views
+
+# ---- What a simulated GPU is made of. Each constant carries its source, or says that it is a guess.
+
+
+GUESS = "guess"
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """A GPU's constants. Seconds and bytes throughout. `sources` has one sentence for each of the
+    others; it begins with "guess" where nobody measured or published the number."""
+
+    name: str
+    title: str
+    sms: int  # multiprocessors
+    bandwidth: float  # bytes a second from device memory
+    memory_bytes: int
+    flops: dict[str, float] = field(hash=False)  # peak operations a second by dtype, no sparsity
+    call_s: float  # host: launching one kernel by itself
+    graph_s: float  # host: launching a graph
+    graph_node_s: float  # host: for each kernel of that graph, on top
+    transmit_s: float  # from the host's launch to the stream that was idle
+    launch_gap_s: float  # device: from the end of one launch of a stream to the first kernel of the next
+    node_gap_s: float  # device: from the end of one kernel of a graph to the next
+    completion_s: float  # from a launch's end to the host knowing
+    queue_length: int  # launches of all priorities on their way to the device at once
+    stream_depth: int  # launches of one stream the device itself holds, the running one included
+    shares: tuple[float, ...]  # parts of the multiprocessors that a launch can be confined to
+    share_multiple: int  # such a part is a multiple of this many multiprocessors
+    sources: dict[str, str] = field(hash=False, repr=False)
+
+    def __post_init__(self) -> None:
+        missing = {f.name for f in fields(self)} - set(self.sources) - {"name", "title", "sources"}
+        if missing:
+            raise ConfigError(f"device {self.name!r}: no source for {', '.join(sorted(missing))}", "name it, or guess")
+        times = (self.call_s, self.graph_s, self.graph_node_s, self.transmit_s, self.launch_gap_s, self.node_gap_s)
+        if not all(isfinite(t) and t >= 0 for t in (*times, self.completion_s)):
+            raise ConfigError(f"device {self.name!r}: a time is negative or no number", "times are seconds from 0 up")
+        counts = (self.sms, self.bandwidth, self.memory_bytes, self.queue_length, self.stream_depth)
+        if not all(isfinite(n) and n > 0 for n in (*counts, self.share_multiple, *self.flops.values())):
+            raise ConfigError(f"device {self.name!r}: a size or rate is not positive", "all of them must be")
+        if not self.shares or self.shares[0] != 1.0 or list(self.shares) != sorted(set(self.shares), reverse=True):
+            raise ConfigError(f"device {self.name!r}: shares {self.shares}", "largest first, beginning with 1.0")
+        if self.shares[-1] <= 0:
+            raise ConfigError(f"device {self.name!r}: shares {self.shares}", "every share must be above 0")
+
+    def share_sms(self, share: float) -> int:
+        """Multiprocessors a launch of `share` may use: that part of them, rounded down to what the
+        hardware can set apart, at least one such step. Raises ConfigError outside (0, 1]."""
+        if share == 1.0:
+            return self.sms
+        if not 0.0 < share < 1.0:
+            raise ConfigError(f"a share of {share}", f"use one of {self.shares}")
+        whole = floor(share * self.sms) // self.share_multiple * self.share_multiple
+        return max(whole, min(self.share_multiple, self.sms))
+
+    def constants(self) -> Iterator[tuple[str, object, str]]:
+        """(name, value, source) of each constant, for people to read."""
+        for each in fields(self):
+            if each.name in self.sources:
+                yield each.name, getattr(self, each.name), self.sources[each.name]
+
+
+_LAUNCH = {
+    "call_s": "4 to 5 us a kernel launched by itself, asynchronously (forums.developer.nvidia.com/t/68937)",
+    "graph_s": "2.5 us a straight-line graph since CUDA 12.6 (NVIDIA's blog, 'Constant Time Launch for Straight-Line "
+    "CUDA Graphs')",
+    "graph_node_s": "1 ns a node since CUDA 12.6 (the same blog)",
+    "transmit_s": "guess: about half of the 5 us an empty kernel takes from launch to end",
+    "launch_gap_s": "guess: back-to-back launches of one stream are about a microsecond apart",
+    "node_gap_s": "guess, next to NVIDIA's blog 'Getting Started with CUDA Graphs': 3.4 us a kernel in a graph where the "
+    "kernel itself takes 2.9",
+    "completion_s": "guess: a write to pinned host memory and one turn of a polling loop",
+    "queue_length": "guess: a host that launches without waiting is blocked after about 1,000 launches of one stream "
+    "(forums.developer.nvidia.com/t/68937); that the queue is shared by all streams is DeepPool's speculation (section 5)",
+    "stream_depth": "guess: DeepPool found queues that ignore priorities beyond few outstanding launches, and paces to "
+    "2 and 1 (section 5); how deep the device itself queues a stream is published nowhere",
+}
+_SHARE = "CUDA driver API, Green Contexts (docs.nvidia.com/cuda/cuda-driver-api, 6.35): compute capability "
+
+A100 = GpuSpec(
+    name="a100",
+    title="NVIDIA A100-SXM4-40GB",
+    sms=108,
+    bandwidth=1.555e12,
+    memory_bytes=40 << 30,
+    flops={
+        "float64": 19.5e12,
+        "float32": 19.5e12,
+        "tf32": 156e12,
+        "float16": 312e12,
+        "bfloat16": 312e12,
+        "int8": 624e12,
+    },
+    call_s=4.5e-6,
+    graph_s=2.5e-6,
+    graph_node_s=1e-9,
+    transmit_s=2.5e-6,
+    launch_gap_s=1e-6,
+    node_gap_s=0.5e-6,
+    completion_s=5e-6,
+    queue_length=1000,
+    stream_depth=4,
+    shares=(1.0, 0.5, 0.25),
+    share_multiple=2,
+    sources={
+        "sms": "NVIDIA A100 architecture whitepaper",
+        "bandwidth": "NVIDIA A100 datasheet (40 GB: 1,555 GB/s); a peak, real traffic reaches about 90 % of it",
+        "memory_bytes": "NVIDIA A100 datasheet",
+        "flops": "NVIDIA A100 datasheet, peaks without sparsity",
+        **_LAUNCH,
+        "shares": "guess: as many sizes as the guard needs to choose from (DESIGN 7)",
+        "share_multiple": _SHARE + "8.x: at least 4, multiples of 2",
+    },
+)
+
+H200 = GpuSpec(
+    name="h200",
+    title="NVIDIA H200 SXM 141GB",
+    sms=132,
+    bandwidth=4.8e12,
+    memory_bytes=141 * 10**9,
+    flops={
+        "float64": 67e12,
+        "float32": 67e12,
+        "tf32": 494.5e12,
+        "float16": 989.5e12,
+        "bfloat16": 989.5e12,
+        "int8": 1979e12,
+    },
+    call_s=4.5e-6,
+    graph_s=2.5e-6,
+    graph_node_s=1e-9,
+    transmit_s=2.5e-6,
+    launch_gap_s=1e-6,
+    node_gap_s=0.5e-6,
+    completion_s=5e-6,
+    queue_length=1000,
+    stream_depth=4,
+    shares=(1.0, 0.5, 0.25),
+    share_multiple=8,
+    sources={
+        "sms": "NVIDIA H100 architecture whitepaper (SXM5; the H200 has the same multiprocessors)",
+        "bandwidth": "NVIDIA H200 datasheet (4.8 TB/s); a peak, real traffic reaches about 90 % of it",
+        "memory_bytes": "NVIDIA H200 datasheet",
+        "flops": "NVIDIA H200 datasheet, half of the figures it gives with sparsity",
+        **_LAUNCH,
+        "shares": "guess: as many sizes as the guard needs to choose from (DESIGN 7)",
+        "share_multiple": _SHARE + "9.0 and later: at least 8, multiples of 8",
+    },
+)
+
+PRESETS: dict[str, GpuSpec] = {spec.name: spec for spec in (A100, H200)}
+
+
+def preset(name: str) -> GpuSpec:
+    """The preset called `name`. Raises ConfigError for another."""
+    if name not in PRESETS:
+        raise ConfigError(f"no simulated device is called {name!r}", f"use one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+# ---- A kernel as the simulator sees one: equal blocks, and the memory traffic they share.
+
+
+MAX_PER_SM = 32  # resident blocks a multiprocessor, compute capability 8.0 and 9.0
+MIN_BLOCK_S = 1e-8  # a nanosecond is the same instant to the engine
+
+
+class Kernel(NamedTuple):
+    """One kernel. Its blocks are equal: `block_s` is what one takes alone, with all the bandwidth it asks
+    for; a multiprocessor holds `per_sm` of them at once; all of them together move `nbytes`.
+    `sensitivity` multiplies the block time while another job has blocks on the device."""
+
+    name: str
+    blocks: int
+    block_s: float
+    per_sm: int
+    nbytes: int
+    sensitivity: float = 1.0
+
+
+def checked(kernel: Kernel) -> Kernel:
+    """`kernel`, or ConfigError saying which of its figures can't be."""
+    name, blocks, block_s, per_sm, nbytes, sensitivity = kernel
+    for wrong, what in (
+        (blocks < 1, f"{blocks} blocks"),
+        (not (isfinite(block_s) and block_s >= MIN_BLOCK_S), f"a block of {block_s} s"),
+        (not 1 <= per_sm <= MAX_PER_SM, f"{per_sm} blocks a multiprocessor"),
+        (nbytes < 0, f"{nbytes} bytes"),
+        (not (isfinite(sensitivity) and sensitivity >= 1.0), f"a sensitivity of {sensitivity}"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"kernel {name!r} has {what}",
+                f"a kernel has at least 1 block of at least {MIN_BLOCK_S} s, 1 to {MAX_PER_SM} of them on a "
+                "multiprocessor, no negative bytes and a sensitivity of 1 or more",
+            )
+    return kernel
+
+
+def wave(kernel: Kernel, spec: GpuSpec, share: float = 1.0) -> tuple[int, float]:
+    """Blocks of it that run at once when it is alone, and the seconds such a full wave takes."""
+    at_once = min(kernel.blocks, kernel.per_sm * spec.share_sms(share))
+    return at_once, wave_seconds(kernel, spec, at_once)
+
+
+def wave_seconds(kernel: Kernel, spec: GpuSpec, blocks: int) -> float:
+    """Seconds `blocks` of its blocks take when they run at once and nothing else does: their own time,
+    or what moving their bytes takes."""
+    return max(kernel.block_s, blocks * kernel.nbytes / kernel.blocks / spec.bandwidth)
+
+
+def solo_seconds(kernel: Kernel, spec: GpuSpec, share: float = 1.0) -> float:
+    """Seconds from its first block's start to its last one's end, alone on the device: full waves, then
+    what is left. Never under `kernel.nbytes / spec.bandwidth`."""
+    at_once, full = wave(kernel, spec, share)
+    waves, rest = divmod(kernel.blocks, at_once)
+    return waves * full + (wave_seconds(kernel, spec, rest) if rest else 0.0)
+
+
+# ----
+
 
 EFFICIENCY = 0.5  # of the peak rate inside a full wave; guess
 MEMORY_EFFICIENCY = 0.85  # of the bandwidth, for streaming kernels; guess

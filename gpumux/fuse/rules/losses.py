@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from gpumux.fuse.call import Call, Operand
-from gpumux.fuse.rules.layout import by_memory
-from gpumux.fuse.rules.table import rule
+from gpumux.fuse.rules.table import by_memory, rule
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for a reduction
 

@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpumux import client
-from gpumux.client import generator
-from gpumux.client.generator import client_generator, skip, with_kept, words_drawn
+from gpumux.capture import generator
+from gpumux.capture.generator import client_generator, skip, with_kept, words_drawn
 from gpumux.errors import CaptureError, ConfigError
-from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import Program
+from gpumux.program.ir import Program, ProgramBuilder
 from tests.client.parity import assert_same
 from tests.threads import one_thread
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpumux import client, errors
-from gpumux.client.unreturned import Unreturned
+from gpumux.capture.state import Unreturned
 from tests.client.between.support import DATA, Script, X, Y, made, same
 
 

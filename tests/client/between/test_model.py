@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from gpumux import client, errors
-from gpumux.client import overrides
+from gpumux.capture import fetching as overrides
 from tests.client.between.support import DATA, Script, X, Y, made, momentum, network, same, whole
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from gpumux.client import overrides
-from gpumux.client.fetching import Keeper, hold, plainly
-from gpumux.client.state import Part
+from gpumux.capture import fetching as overrides
+from gpumux.capture.fetching import Keeper, hold, plainly
+from gpumux.capture.state import Part
 
 # They change settings, go to files, or are modes.
 _ACT = (

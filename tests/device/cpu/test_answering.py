@@ -9,10 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from gpumux.device.contract import JobLost, Launch, LaunchDone
-from gpumux.device.cpu.answering import Answers
-from gpumux.device.cpu.answers import answer, obituary, unheard
-from gpumux.device.cpu.channel import (
+from gpumux.device.base import JobLost, Launch, LaunchDone
+from gpumux.device.cpu.executor import Answers
+from gpumux.device.cpu.jobs import Executor, answer, obituary, unheard
+from gpumux.device.run.schedule import Schedule
+from gpumux.device.workers.channel import (
     COUNT,
     DONE,
     DONE_BODY,
@@ -30,9 +31,7 @@ from gpumux.device.cpu.channel import (
     Channel,
     pair,
 )
-from gpumux.device.cpu.jobs import Executor
-from gpumux.device.cpu.schedule import Schedule
-from gpumux.model import JobId, LaunchId, ProgramId, StepId
+from gpumux.types import JobId, LaunchId, ProgramId, StepId
 
 JOB = JobId("a" * 32)
 FORM = (bytes(32), 0, 8, 16, 24)

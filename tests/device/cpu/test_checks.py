@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gpumux.device.contract import ProgramChecked
-from gpumux.device.cpu import checks
-from gpumux.device.cpu.checks import Checks, digest
-from gpumux.model import Footprint, JobId, ProgramId
-from gpumux.program.limits import Limits
+from gpumux.device.base import ProgramChecked
+from gpumux.device.workers import checks
+from gpumux.device.workers.checks import Checks, digest
+from gpumux.program.ir import Limits
+from gpumux.types import Footprint, JobId, ProgramId
 
 ONE, OTHER = JobId("1" * 32), JobId("2" * 32)
 

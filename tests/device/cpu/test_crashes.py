@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from gpumux.device.contract import JobLost, LaunchFailed, ProgramChecked, ProgramRefused
+from gpumux.device.base import JobLost, LaunchFailed, ProgramChecked, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.errors import ConfigError
-from gpumux.model import ProgramId
 from gpumux.program.codec import encode
 from gpumux.program.ir import Program
+from gpumux.types import ProgramId
 from tests.daemon.victim import long
 from tests.device.harness import GIVE_UP_S, Case, Driver, LoadedJob
 from tests.program import samples

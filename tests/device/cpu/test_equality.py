@@ -13,15 +13,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.device.cpu import loaded
-from gpumux.device.cpu.graph import expressible, turn_off_optimisation
-from gpumux.device.cpu.loaded import LoadedProgram
-from gpumux.device.cpu.operands import allocate
+from gpumux.device.cpu import program as loaded
+from gpumux.device.cpu.program import LoadedProgram
+from gpumux.device.run.graph import expressible, turn_off_optimisation
+from gpumux.device.run.operands import allocate
 from gpumux.errors import JobFailed, ProgramError
-from gpumux.program.builder import ProgramBuilder
 from gpumux.program.check import check
 from gpumux.program.codec import encode
-from gpumux.program.ir import Complex, Op, Program, ScalarRef, Storage, Tag, TensorRef, View, slot_layout
+from gpumux.program.ir import (
+    Complex,
+    Op,
+    Program,
+    ProgramBuilder,
+    ScalarRef,
+    Storage,
+    Tag,
+    TensorRef,
+    View,
+    slot_layout,
+)
 from tests.program import samples
 
 T = TensorRef

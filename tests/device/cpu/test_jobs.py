@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpumux.device.contract import JobLost, ProgramLoaded, ProgramRefused
+from gpumux.device.base import JobLost, ProgramLoaded, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
-from gpumux.device.cpu.numerics import CurrentNumerics
-from gpumux.model import JobId, JobSpec, Priority
+from gpumux.device.run.schema import CurrentNumerics
 from gpumux.program.ir import Numerics, Program, TensorRef
+from gpumux.types import JobId, JobSpec, Priority
 from tests.device.cpu.test_crashes import children, zygote
 from tests.device.harness import Case, Driver
 from tests.program import samples

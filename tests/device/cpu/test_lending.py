@@ -12,14 +12,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpumux.device.contract import LaneReturned, Launch, LaunchDone, LoanTerms, StepRan
-from gpumux.device.cpu.answers import answer
-from gpumux.device.cpu.channel import COUNT, RAN, RETURNED, RING_STEPS, TAKEN_AT, Channel, pack, pair
-from gpumux.device.cpu.jobs import Executor
-from gpumux.device.cpu.lending import TELL_EVERY, LentLane
-from gpumux.device.cpu.loans import Loan, returned
-from gpumux.device.cpu.schedule import Schedule
-from gpumux.model import JobId, LaunchId, ProgramId, StepId
+from gpumux.device.base import LaneReturned, Launch, LaunchDone, LoanTerms, StepRan
+from gpumux.device.cpu.jobs import Executor, answer
+from gpumux.device.cpu.lending import TELL_EVERY, LentLane, Loan, returned
+from gpumux.device.run.schedule import Schedule
+from gpumux.device.workers.channel import COUNT, RAN, RETURNED, RING_STEPS, TAKEN_AT, Channel, pack, pair
+from gpumux.types import JobId, LaunchId, ProgramId, StepId
 from gpumux.wire.codec import encode, step_head
 from gpumux.wire.messages import Goodbye, Step
 

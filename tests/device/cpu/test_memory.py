@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpumux.device.cpu.interp import Interpreter, outputs
 from gpumux.device.cpu.jobs import OWN_BYTES
+from gpumux.device.run.interpreter import Interpreter, outputs
 from gpumux.program.ir import Op, Program, TensorRef
 from tests.device.cpu.test_crashes import CASE, children, zygote
 from tests.device.cpu.test_equality import Bench

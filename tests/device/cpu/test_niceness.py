@@ -9,10 +9,11 @@ from time import monotonic
 
 import pytest
 
-from gpumux.device.contract import Regrading
-from gpumux.device.cpu import niceness, stopwatch
+from gpumux.device.base import Regrading
+from gpumux.device.cpu import niceness
 from gpumux.device.cpu.device import CpuDevice
-from gpumux.model import JobId, Priority
+from gpumux.device.run import interpreter as stopwatch
+from gpumux.types import JobId, Priority
 from tests.device.cpu.test_crashes import children, zygote
 from tests.device.harness import Case, Driver
 from tests.program import samples

@@ -8,8 +8,8 @@ import struct
 import pytest
 import torch
 
-from gpumux.device.cpu.operands import Operands, allocate
-from gpumux.device.cpu.ranges import index_checks
+from gpumux.device.run.operands import Operands, allocate
+from gpumux.device.run.schema import index_checks
 from gpumux.errors import JobFailed, ProgramError
 from gpumux.program.check import check
 from gpumux.program.codec import encode

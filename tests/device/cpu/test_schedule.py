@@ -1,12 +1,12 @@
-"""Which launch goes where next: the rule in gpumux/device/cpu/schedule.py, without any process."""
+"""Which launch goes where next: the rule in gpumux/device/run/schedule.py, without any process."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.device.cpu.schedule import Schedule
-from gpumux.model import JobId
+from gpumux.device.run.schedule import Schedule
+from gpumux.types import JobId
 
 A, B, C = JobId("a"), JobId("b"), JobId("c")
 

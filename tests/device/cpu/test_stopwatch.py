@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumux.device.cpu import stopwatch
-from gpumux.device.cpu.stopwatch import Stopwatch, Waits, waited
+from gpumux.device.run import interpreter as stopwatch
+from gpumux.device.run.interpreter import Stopwatch, Waits, waited
 from tests.device.cpu.test_equality import Bench, as_in_an_executor  # noqa: F401
 from tests.program import samples
 

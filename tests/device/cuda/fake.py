@@ -20,10 +20,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumux.device.contract import Device
+from gpumux.device.base import Device
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.cuda.driver import Driver, Facts, Pinned
-from gpumux.device.cuda.faults import fault
+from gpumux.device.cuda.driver import Driver, Facts, Pinned, fault
 from tests.device.harness import wait_polled
 
 MEMORY = 1 << 34

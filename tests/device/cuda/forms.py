@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpumux.device.cuda.feeding import FORMS, Number
+from gpumux.device.cuda.operators import FORMS, Number
 
 
 class Call(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpumux.client.ongpu import as_they_are
+from gpumux.capture.gpu.operators import as_they_are
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

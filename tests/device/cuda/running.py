@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumux.device.contract import Recut
+from gpumux.device.base import Recut
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View
 from tests.device.cuda.fake import FakeCompute, FakeDriver

@@ -10,11 +10,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumux.device.cuda import asking, retarget
-from gpumux.device.cuda.feeding import FORMS, made_beside
+from gpumux.device.cuda import operators as asking
+from gpumux.device.cuda import operators as retarget
+from gpumux.device.cuda.operators import FORMS, made_beside
 from gpumux.errors import ProgramError
-from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import Op, TensorRef
+from gpumux.program.ir import Op, ProgramBuilder, TensorRef
 from tests.device.cuda.forms import calls, number_of
 
 

@@ -20,8 +20,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from gpumux import client
-from gpumux.client import state, variants
-from gpumux.client.lower import Lowered
+from gpumux.capture import state
+from gpumux.capture import step as variants
+from gpumux.capture.lower import Lowered
 from gpumux.errors import GpumuxError, JobFailed
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.client.workload_jobs import near_the_reference

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from gpumux.device.contract import ProgramProfiled
+from gpumux.device.base import ProgramProfiled
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.errors import JobFailed
-from gpumux.model import Priority
+from gpumux.types import Priority
 from tests.device.cuda.running import compute_of
 from tests.device.cuda.test_whole import check, in_pieces
 from tests.device.harness import Driver, LoadedJob

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpumux.device.cuda.compute import CudaCompute
-from gpumux.device.cuda.dispatch import _trimmed
+from gpumux.device.cuda.device import _trimmed
 from gpumux.errors import DeviceLost, JobFailed
 from tests.device.cuda.fake import FakeDriver
 

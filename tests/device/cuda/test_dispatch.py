@@ -12,16 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpumux.device.contract import JobLost, JobUnloaded, ProgramLoaded, ProgramRefused, Recut
+from gpumux.device.base import JobLost, JobUnloaded, ProgramLoaded, ProgramRefused, Recut
 from gpumux.device.cuda import engine
 from gpumux.device.cuda.device import QUEUES, WORKSPACES, CudaDevice
-from gpumux.device.cuda.faults import fault
-from gpumux.device.cuda.feeding import FORMS
-from gpumux.device.cuda.loaded import HOST_S
+from gpumux.device.cuda.driver import fault
+from gpumux.device.cuda.operators import FORMS
+from gpumux.device.cuda.program import HOST_S
 from gpumux.errors import DeviceLost, JobFailed
-from gpumux.model import Priority
-from gpumux.program.builder import ProgramBuilder
-from gpumux.program.ir import Op, Program, ScalarRef, Storage, TensorRef, View, slot_layout
+from gpumux.program.ir import Op, Program, ProgramBuilder, ScalarRef, Storage, TensorRef, View, slot_layout
+from gpumux.types import Priority
 from tests.device.cuda.fake import MEMORY, FakeCompute, fake_device, poll_wait
 from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Case, Driver

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpumux.device.cuda import fused
+from gpumux.device.cuda import kernels as fused
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

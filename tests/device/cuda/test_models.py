@@ -9,8 +9,9 @@ import pytest
 from torch.optim import Optimizer
 
 import gpumux
-from gpumux.client.trace import Tracer
-from gpumux.device.cuda import asking, retarget
+from gpumux.capture.tracer import Tracer
+from gpumux.device.cuda import operators as asking
+from gpumux.device.cuda import operators as retarget
 from gpumux.fuse import member as members
 from gpumux.program.check import check
 from gpumux.program.codec import encode

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpumux import client
-from gpumux.client import variants
-from gpumux.client.autocast import autocast_of_a_gpu
-from gpumux.client.ongpu import as_on_a_gpu
-from gpumux.client.patches import RngTape
-from gpumux.client.watch import modes
+from gpumux.capture import step as variants
+from gpumux.capture.gpu.autocast import autocast_of_a_gpu
+from gpumux.capture.gpu.operators import as_on_a_gpu
+from gpumux.capture.patches import RngTape
+from gpumux.capture.watch.watches import modes
 from gpumux.errors import CaptureError
 from tests.client.parity import Work, batches, plain, simple_loop, through
 from tests.device.cuda.kernels import of_a_gpu

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpumux.device.contract import JobLost, ProgramProfiled, Recut
+from gpumux.device.base import JobLost, ProgramProfiled, Recut
 from gpumux.device.cuda import profiling
+from gpumux.device.cuda.cuts import STEPS, Twin
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.cuda.measuring import STEPS, Twin
 from gpumux.errors import JobFailed
-from gpumux.model import JobId, Priority, ProgramId
 from gpumux.program.profile import StepProfile, loads
+from gpumux.types import JobId, Priority, ProgramId
 from tests.device.cuda.fake import FakeDriver
 from tests.device.cuda.running import captured, chain, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Driver, LoadedJob

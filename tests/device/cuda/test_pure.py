@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumux.device.cuda import ring
+from gpumux.device.cuda import launches as ring
 from gpumux.device.cuda.cuts import SETTLE_STEPS, Cuts
-from gpumux.device.cuda.driver import CudaDriver, bindings, check
-from gpumux.device.cuda.faults import STICKY, fault
-from gpumux.device.cuda.ring import Ring
-from gpumux.device.cuda.turns import Turns
+from gpumux.device.cuda.driver import STICKY, CudaDriver, bindings, check, fault
+from gpumux.device.cuda.launches import Ring
+from gpumux.device.cuda.streams import Turns
 from gpumux.errors import AdmissionRefused, ConfigError, DeviceLost, JobFailed
-from gpumux.model import JobId
+from gpumux.types import JobId
 
 
 def gpu_stores(memory: bytearray, places: Ring, number: int) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumux.device.contract import Launch
+from gpumux.device.base import Launch
 from gpumux.device.cuda.device import CudaDevice
-from gpumux.device.cuda.flights import Flights
-from gpumux.device.cuda.partitions import WANTED, Partitions
-from gpumux.model import LaunchId, Priority, ProgramId, StepId
+from gpumux.device.cuda.launches import Flights
+from gpumux.device.cuda.streams import WANTED, Partitions
 from gpumux.program.ir import Program
+from gpumux.types import LaunchId, Priority, ProgramId, StepId
 from tests.device.cuda.fake import FakeDriver, fake_device
 from tests.device.cuda.running import captured, compute_of, crossed, crossing, gpu_of
 from tests.device.harness import Driver, LoadedJob
@@ -55,7 +55,7 @@ def step(driver: Driver, job: LoadedJob, number: ProgramId, value: float, shares
 
 
 def ready(driver: Driver, device: CudaDevice, made: Program) -> tuple[LoadedJob, ProgramId]:
-    from gpumux.device.contract import Recut
+    from gpumux.device.base import Recut
 
     job = driver.open()
     number = job.load(made)

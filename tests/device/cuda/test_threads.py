@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpumux.device.cuda.faults import fault
-from gpumux.device.cuda.flights import ANCHOR_S, LATE_S, POLL_S, Flights
+from gpumux.device.cuda.driver import fault
+from gpumux.device.cuda.launches import ANCHOR_S, LATE_S, POLL_S, Flights
 from gpumux.device.cuda.worker import PENDING, Worker
 from gpumux.errors import DeviceLost, JobFailed
 from tests.device.cuda.fake import FakeDriver

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumux.device.contract import Recut
+from gpumux.device.base import Recut
 from gpumux.device.cuda.cuts import SETTLE_STEPS
 from gpumux.device.cuda.device import CudaDevice
 from gpumux.errors import JobFailed
-from gpumux.model import Priority
+from gpumux.types import Priority
 from tests.device.cuda.running import chain, compute_of, gpu_of
 from tests.device.harness import Driver, LoadedJob
 from tests.device.test_contract import floats, numbers

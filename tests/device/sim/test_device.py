@@ -10,14 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpumux.device.contract import JobLost, Launch, LaunchDone, ProgramProfiled, Recut
-from gpumux.device.sim.cost import kernels_of, op_profiles, product
+from gpumux.device.base import JobLost, Launch, LaunchDone, ProgramProfiled, Recut
+from gpumux.device.sim.cost import A100, H200, GpuSpec, kernels_of, op_profiles, product, solo_seconds
 from gpumux.device.sim.device import SimDevice
-from gpumux.device.sim.kernel import solo_seconds
-from gpumux.device.sim.spec import A100, H200, GpuSpec
-from gpumux.model import LaunchId, Priority, StepId
 from gpumux.program.ir import Op, Program, Storage, TensorRef, View
 from gpumux.program.profile import OpProfile, StepProfile, loads
+from gpumux.types import LaunchId, Priority, StepId
 from tests.device.conftest import CLOCK
 from tests.device.harness import Case, Driver
 from tests.program import samples

@@ -12,13 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumux.device.sim import work
-from gpumux.device.sim.bandwidth import granted, rate
-from gpumux.device.sim.gpu import Finished, Gpu
-from gpumux.device.sim.kernel import Kernel, solo_seconds
-from gpumux.device.sim.spec import A100, GpuSpec
-from gpumux.device.sim.stream import Stream
-from gpumux.device.sim.work import SM_UNITS
+from gpumux.device.sim import gpu as work
+from gpumux.device.sim.cost import A100, GpuSpec, Kernel, solo_seconds
+from gpumux.device.sim.gpu import SM_UNITS, Finished, Gpu, Stream, granted, rate
 from tests.device.sim.reference import Asked, Reference
 
 SPEC = replace(A100, name="small", sms=6, bandwidth=1e11, shares=(1.0, 0.5), share_multiple=1, queue_length=5, graph_node_s=1e-7,

@@ -7,9 +7,8 @@ from math import inf, nan
 
 import pytest
 
+from gpumux.device.sim.cost import A100, H200, PRESETS, GpuSpec, Kernel, preset, solo_seconds
 from gpumux.device.sim.gpu import Finished, Gpu
-from gpumux.device.sim.kernel import Kernel, solo_seconds
-from gpumux.device.sim.spec import A100, H200, PRESETS, GpuSpec, preset
 from gpumux.errors import ConfigError
 
 # Ten multiprocessors and no overhead at all: times can be worked out by hand.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumux.device.contract import Recut
-from gpumux.device.cuda.partitions import WANTED
+from gpumux.device.base import Recut
+from gpumux.device.cuda.streams import WANTED
 from tests.device.cuda.test_shares import crossing, cut_fine, step
 from tests.device.harness import Case, Driver
 from tests.device.test_contract import floats, numbers

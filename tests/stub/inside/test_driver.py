@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpumux.device.cuda.driver import CudaDriver, Driver, Pinned, bindings
-from gpumux.device.cuda.faults import STICKY
+from gpumux.device.cuda.driver import STICKY, CudaDriver, Driver, Pinned, bindings
 from gpumux.errors import AdmissionRefused, ConfigError, DeviceLost, JobFailed
 from tests.device.cuda.driver_rules import *  # noqa: F403  its tests run here on the card below
 from tests.device.cuda.driver_rules import Card

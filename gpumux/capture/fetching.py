@@ -1,0 +1,611 @@
+"""Tensors and optimizer states that are behind the daemon's, and fetch it before they are read.
+
+While a job's state in the daemon is newer than the local one, each of its tensors has a class of its own: a subclass of the one
+it had, whose `__torch_function__` has the newer state fetched and then runs the function. The fetch gives every tensor its class
+back first, so the function meets plain tensors and takes the path it takes without gpumux. What only describes a tensor
+(its shape, its type) is answered without. A module that is called asks before its forward, as some modules choose their
+path by the classes they meet: one global hook, there only while something is behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
+
+import torch
+from torch.jit import _builtins, _freeze, _script
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gpumux.capture.state import Part
+from gpumux.errors import StaleGradient, StaleState
+
+plainly = torch._C.DisableTorchFunctionSubclass  # with plainly(): nothing is fetched
+
+
+class Keeper(Protocol):
+    """What has newer state than the local tensors."""
+
+    def fetch(self, parts: frozenset[Part]) -> None: ...
+    def hold(self, tensor: torch.Tensor, part: Part | None, index: int = -1) -> None: ...
+    def gradient(self, index: int) -> torch.Tensor | None: ...
+    def gradient_set(self, index: int, value: torch.Tensor | None) -> None: ...
+    def gradient_zeroed(self, index: int, value: torch.Tensor) -> None: ...
+    def has(self, module: torch.nn.Module) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a tensor that is behind knows. `part` None: a gradient that was not kept. `index`: the parameter that this is, or whose
+    gradient; -1 for none. The tensor itself holds it: so a job lives for as long as what it trained can be asked for."""
+
+    plain: type
+    keeper: Keeper | weakref.ref[Any]
+    part: Part | None
+    index: int
+
+
+_MARK = "_gpumux_held"
+_fetching: dict[type, type] = {}  # by the plain class
+_lost: dict[type, type] = {}  # by the plain class
+_outdated: dict[type, type] = {}  # by the plain class
+_plain: dict[type, type] = {}  # by any of them
+
+
+def held_of(tensor: torch.Tensor) -> Held | None:
+    """None for a tensor that is not behind."""
+    found: Held | None = tensor.__dict__.get(_MARK) if type(tensor) in _plain else None
+    return found
+
+
+def hold(tensor: torch.Tensor, keeper: Keeper, part: Part | None, index: int = -1) -> None:
+    """From now on the tensor is behind."""
+    kind = type(tensor)
+    plain = _plain.get(kind, kind)
+    tensor.__dict__[_MARK] = Held(plain, keeper if part is not None else weakref.ref(keeper), part, index)
+    wanted = lost(plain) if part is None else fetching(plain)
+    if kind is not wanted:
+        object.__setattr__(tensor, "__class__", wanted)
+
+
+def lose(tensor: torch.Tensor) -> None:
+    """The tensor was a gradient, or a window onto one, and its values are nowhere any more."""
+    let_go(tensor)
+    object.__setattr__(tensor, "__class__", lost(type(tensor)))
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """The tensor is plain again. Idempotent."""
+    plain = _plain.get(type(tensor))
+    if plain is not None:
+        tensor.__dict__.pop(_MARK, None)
+        object.__setattr__(tensor, "__class__", plain)
+
+
+def fetching(plain: type) -> type:
+    """The subclass of a tensor's class that fetches. It goes by the same name, and what is copied or pickled is plain."""
+    found = _fetching.get(plain)
+    if found is None:
+        found = type(plain)(
+            plain.__name__,
+            (plain,),
+            {
+                "__module__": plain.__module__,
+                "__qualname__": plain.__qualname__,
+                "__doc__": plain.__doc__,
+                "__torch_function__": classmethod(_torch_function),
+                "__deepcopy__": _deepcopy,
+                "__reduce_ex__": _reduce_ex,
+                "__repr__": lambda self, **kwargs: repr(_ready(self)),
+            },
+        )
+        _fetching[plain] = found
+        _plain[found] = plain
+        reducer = ForkingPickler._extra_reducers.get(plain)  # type: ignore[attr-defined]
+        if reducer is not None:  # as multiprocessing sends tensors
+            ForkingPickler.register(found, lambda tensor: reducer(_ready(tensor)))
+    return found
+
+
+def lost(plain: type) -> type:
+    """The subclass of a tensor's class for gradients that were not kept: they may be looked at from outside, zeroed, and put
+    away; reading them raises StaleGradient."""
+    found = _lost.get(plain)
+    if found is None:
+        found = type(plain)(
+            plain.__name__,
+            (plain,),
+            {
+                "__module__": plain.__module__,
+                "__torch_function__": classmethod(_lost_torch_function),
+                "__deepcopy__": lambda self, memo: _refuse(),
+                "__reduce_ex__": lambda self, protocol: _refuse(),
+                "__repr__": lambda self, **kwargs: f"<a gradient of size {tuple(self.shape)} that was not kept>",
+            },
+        )
+        _lost[plain] = found
+        _plain[found] = plain
+    return found
+
+
+def outdate(tensor: torch.Tensor) -> None:
+    """The tensor was a buffer or optimizer state that a step replaced while it was behind: its values are nowhere any more."""
+    let_go(tensor)
+    plain: Any = type(tensor)
+    found = _outdated.get(plain)
+    if found is None:
+        found = type(plain)(
+            plain.__name__,
+            (plain,),
+            {
+                "__module__": plain.__module__,
+                "__torch_function__": classmethod(_outdated_torch_function),
+                "__deepcopy__": lambda self, memo: _refuse_outdated(),
+                "__reduce_ex__": lambda self, protocol: _refuse_outdated(),
+                "__repr__": lambda self, **kwargs: f"<a tensor of size {tuple(self.shape)} that a step replaced>",
+            },
+        )
+        _outdated[plain] = found
+        _plain[found] = plain
+    object.__setattr__(tensor, "__class__", found)
+
+
+def _outdated_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if func in _DESCRIBES:
+        with plainly():
+            return func(*args, **(kwargs or {}))
+    return _refuse_outdated()
+
+
+def _refuse_outdated() -> Any:
+    raise StaleState(
+        "this tensor has no values here: it was replaced by a step of the job, and not read between the step that gave it its values "
+        "and that one",
+        "keep a copy when it is there (model.buffer.clone()), or return it from the step",
+    )
+
+
+def is_lost(tensor: torch.Tensor | None) -> bool:
+    """Whether it is a gradient that was not kept, or what a step replaced."""
+    kind = type(tensor)
+    return kind in _plain and (_lost.get(_plain[kind]) is kind or _outdated.get(_plain[kind]) is kind)
+
+
+def _refuse() -> Any:
+    raise StaleGradient(
+        "this gradient has no values here: it lived only inside the step that made it, or a later step has made another",
+        "return it from the step, or its norm (return loss, model.weight.grad); where it is not wanted, optimizer.zero_grad() first",
+    )
+
+
+def _ready(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, up to date and of its own class."""
+    _fetch([tensor])
+    return tensor
+
+
+def _deepcopy(self: torch.Tensor, memo: Any) -> Any:
+    return copy.deepcopy(_ready(self), memo)
+
+
+def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
+    return _ready(self).__reduce_ex__(protocol)
+
+
+# ---- torch functions
+
+
+def _methods(*names: str) -> Iterator[Any]:
+    return (getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name))
+
+
+def _getters(*names: str) -> Iterator[Any]:
+    return (getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name))
+
+
+_TENSOR: Any = torch.Tensor  # whose attributes are descriptors, when asked of the class
+
+# What only describes a tensor, or is about autograd's hooks.
+_DESCRIBES = frozenset(
+    (
+        *_getters(
+            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad_fn", "is_cpu", "is_cuda",
+            "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized", "is_sparse",
+            "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize", "layout", "name", "names", "nbytes", "ndim",
+            "output_nr", "requires_grad", "retains_grad", "shape", "volatile",
+        ),
+        *_methods(
+            "__hash__", "__len__", "dim", "element_size", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous",
+            "is_floating_point", "is_inference", "is_neg", "is_shared", "is_signed", "ndimension", "nelement", "numel",
+            "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
+            "storage_offset", "stride",
+        ),
+        _TENSOR.requires_grad.__set__,
+        _TENSOR._backward_hooks.__set__,
+        torch.is_complex, torch.is_floating_point, torch.numel, torch.is_inference, torch.is_signed,
+        torch._has_compatible_shallow_copy_type,
+    )
+)  # fmt: skip
+_GET_GRAD, _SET_GRAD, _DELETE_GRAD = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__
+_ZERO = frozenset((torch.Tensor.zero_, torch.zero_))
+_SET_DATA = _TENSOR.data.__set__
+# What torch's compilers ask of a gradient to make a fake one like it.
+_OUTSIDE = frozenset(
+    (
+        *_methods("_is_view", "share_memory_", "untyped_storage"),
+        _GET_GRAD,
+        torch._C._functorch.is_functorch_wrapped_tensor,
+    )
+)
+_MOVES = frozenset(_methods("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"))
+
+
+def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    if func in _DESCRIBES:
+        with plainly():
+            return func(*args, **kwargs)
+    if func in (_GET_GRAD, _SET_GRAD, _DELETE_GRAD):
+        return _about_gradient(func, args)
+    if func in _ZERO or func is torch._foreach_zero_:
+        _zeroed(args)
+    _fetch((args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    if func in _DESCRIBES or func in _OUTSIDE:
+        with plainly():
+            return func(*args, **kwargs)
+    if func in _ZERO or func is torch._foreach_zero_:
+        _zeroed(args)
+        return func(*args, **kwargs)
+    if func == _SET_DATA or func in _MOVES:  # as model.to() does, whatever to
+        with plainly():
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and out is not args[0]:
+            object.__setattr__(out, "__class__", lost(type(out)))
+        return out
+    return _refuse()
+
+
+def _zeroed(value: Any) -> None:
+    """These are about to be zeros, whatever they are. A gradient need not be fetched for it, unless it shares its memory."""
+    for tensor in value if isinstance(value, (tuple, list)) else ():
+        if isinstance(tensor, (tuple, list)):
+            _zeroed(tensor)
+        elif isinstance(tensor, torch.Tensor) and type(tensor) in _plain:
+            held = held_of(tensor)
+            if held is None or (held.index >= 0 and held.part is not Part.MODEL and _owns_memory(tensor)):
+                let_go(tensor)
+                keeper = held.keeper if held is not None else None
+                keeper = keeper() if isinstance(keeper, weakref.ref) else keeper
+                if held is not None and keeper is not None:
+                    keeper.gradient_zeroed(held.index, tensor)
+
+
+def _owns_memory(tensor: torch.Tensor) -> bool:
+    with plainly():
+        return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _about_gradient(func: Any, args: Any) -> Any:
+    held = held_of(args[0])
+    if held is None or held.index < 0 or held.part is not Part.MODEL or isinstance(held.keeper, weakref.ref):
+        with plainly():
+            return func(*args)
+    if func == _GET_GRAD:
+        return held.keeper.gradient(held.index)
+    value = args[1] if func == _SET_GRAD else None
+    with plainly():
+        func(*args)  # which says what is wrong with a value
+    held.keeper.gradient_set(held.index, value)
+    return None
+
+
+def _found(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that can be fetched, in arguments of whatever nesting."""
+    if isinstance(value, torch.Tensor):
+        if type(value) in _plain and not is_lost(value):
+            yield value
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _found(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _found(item)
+
+
+def _fetch(value: Any) -> None:
+    wanted: dict[int, tuple[Keeper, set[Part]]] = {}
+    for tensor in list(_found(value)):
+        held = held_of(tensor)
+        if held is not None and held.part is not None and not isinstance(held.keeper, weakref.ref):
+            wanted.setdefault(id(held.keeper), (held.keeper, set()))[1].add(held.part)
+    for keeper, parts in wanted.values():
+        keeper.fetch(frozenset(parts))
+    for tensor in list(_found(value)):
+        let_go(tensor)  # fetched a moment ago by another thread, or made by the class of one that was behind
+
+
+def fetch_arguments(values: Iterable[Any]) -> None:
+    """Those of these that are behind are brought up to date. Raises StaleGradient for a gradient that was not kept."""
+    behind = [value for value in values if type(value) in _plain]
+    if behind and torch._C._is_torch_function_enabled():
+        _fetch(behind)
+        if any(type(value) in _outdated.values() for value in behind):
+            _refuse_outdated()
+        if any(map(is_lost, behind)):  # or was found to be, by the fetch
+            _refuse()
+
+
+# ---- modules
+
+
+_behind: list[weakref.ref[Any]] = []
+_handle: Any = None
+_hooking = threading.RLock()  # a collector may come to `watch_modules` amid it
+
+
+def before_forward(module: torch.nn.Module, args: Any) -> None:
+    """The global hook: fetch before a module decides on its path."""
+    for ref in list(_behind):
+        keeper = ref()
+        if keeper is not None and keeper.has(module):
+            keeper.fetch(frozenset({Part.MODEL}))
+
+
+def watch_modules(keeper: Keeper, on: bool) -> None:
+    """Have module calls ask `keeper` first, or no longer. Idempotent."""
+    with _hooking:
+        _behind[:] = [ref for ref in _behind if ref() is not None and ref() is not keeper]
+        if on:
+            _behind.append(weakref.ref(keeper, _unwatch))
+        _hook()
+
+
+def _unwatch(gone: weakref.ref[Any]) -> None:
+    with _hooking:
+        _behind[:] = [ref for ref in _behind if ref is not gone]
+        _hook()
+
+
+def _hook() -> None:
+    global _handle
+    if _behind and _handle is None:
+        _handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    elif not _behind and _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+HOOKS = torch.nn.modules.module._global_forward_pre_hooks
+
+
+class OtherHooks:
+    """A dictionary of hooks, but for ours: it comes and goes, and no step is another one for it."""
+
+    def __init__(self, hooks: dict[Any, Any]) -> None:
+        self._hooks = hooks
+
+    def __iter__(self) -> Iterator[Any]:
+        return (hook for hook in self._hooks.values() if hook is not before_forward)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+# ---- Functions of torch that read or share a tensor's memory and never ask its class (`torch.overrides.get_ignored_functions`).
+#
+# `__torch_function__` does not hear of them. So from the first job on, each has one in its place that fetches what is behind and then
+# calls it. They stay when the last job has closed: torch's compilers note functions by identity, whenever they first look.
+
+
+_lock = threading.Lock()
+_installed = False
+
+_SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
+TORCH = ("tensor", "as_tensor", "asarray", *(f"sparse_{layout}_tensor" for layout in _SPARSE))
+_METHODS = ("new", "new_tensor", "as_subclass", "set_")
+_TRANSFORMS: tuple[tuple[Any, str], ...] = (  # how an argument of torch.func's transforms is wrapped
+    (torch._functorch.eager_transforms, "_wrap_for_grad"),
+    (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
+    (torch._functorch.vmap, "_add_batch_dim"),
+)
+_SCRIPTED = (
+    "save",
+    "save_to_buffer",
+    "_save_for_lite_interpreter",
+    "_save_to_buffer_for_lite_interpreter",
+    "__deepcopy__",
+)
+
+
+def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, which fetches its arguments first."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        fetch_arguments((*args, *kwargs.values()))
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _named(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
+    """By which pickle finds it again, also in a process without gpumux: a DataLoader's worker gets its collate function so."""
+    function.__module__, function.__qualname__ = module, name
+    return function
+
+
+def _of_lists(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, some of whose arguments are lists of tensors."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            fetch_arguments(value if isinstance(value, (list, tuple)) else (value,))
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _of_scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a TorchScript module, whose parameters only C++ goes through."""
+
+    @functools.wraps(plain)
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, torch.nn.Module):
+            before_forward(module, args)
+        return plain(module, *args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Idempotent."""
+    global _installed
+    with _lock:
+        if _installed:
+            return
+        table = _builtins._get_builtin_table()  # torch.jit fills it when first asked, with what stands in `torch` then
+        for name in TORCH:
+            plain = getattr(torch, name)
+            asking = _named(_asking(plain), "torch", name)
+            if id(plain) in table:
+                _builtins._register_builtin(asking, table[id(plain)])
+            setattr(torch, name, asking)
+        for name in _METHODS:
+            asking = _asking(getattr(torch.Tensor, name))
+            setattr(torch.Tensor, name, _named(asking, "torch", f"Tensor.{name}"))
+        function = torch.jit.ScriptFunction
+        function.__call__ = _asking(function.__call__)  # type: ignore[method-assign]
+        for owner, name in _TRANSFORMS:
+            setattr(owner, name, _asking(getattr(owner, name)))
+        to_dlpack = _named(_asking(torch._C._to_dlpack), "torch._C", "_to_dlpack")
+        for module, name in (torch._C, "_to_dlpack"), (torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"):
+            setattr(module, name, to_dlpack)
+        for made, name in ((torch.Tensor, "_make_subclass"), (torch.nn.Parameter, "__new__")):
+            setattr(made, name, staticmethod(_asking(getattr(made, name))))
+        torch.nested.nested_tensor = _of_lists(torch.nested.nested_tensor)
+        torch.autograd._make_grads = _of_lists(torch.autograd._make_grads)  # with which backward() and grad() begin
+        for scripted in _script.ScriptModule, _script.RecursiveScriptModule:
+            for name in _SCRIPTED:
+                if name in vars(scripted):
+                    setattr(scripted, name, _of_scripted(vars(scripted)[name]))
+        freeze = _of_scripted(_freeze.freeze)
+        for owner in (torch.jit, _freeze):
+            setattr(owner, "freeze", freeze)  # noqa: B010  mypy knows neither name
+        _installed = True
+
+
+# ---- Finds the tensors of a script that lie over a job's storages: `p.data`, detached views, windows onto a flat buffer.
+
+
+_use_count = torch._C._storage_Use_Count
+
+
+class Aliases:
+    """A storage counts its references: tensors, and one for Python's own handle of it. Where there are more than those known,
+    tensors are looked for among all objects of the process: a tenth of a second. What has no Python object (a DLPack capsule, a
+    graph that autograd keeps) is not found, and is reason to look again, as a tensor may have come in the place of another."""
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[torch.Tensor]] = []
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+        """Tensors over the storages of `tensors`, other than these, each with the `_cdata` of the storage. Needs torch functions
+        to be off."""
+        mine = set(map(id, tensors))
+        storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
+        known: dict[int, int] = dict.fromkeys(storages, 1)  # the handle in `storages`
+        for tensor in {id(t): t for t in tensors}.values():
+            known[tensor.untyped_storage()._cdata] += 1
+        alive = [
+            (t, key)
+            for r in self._found
+            if (t := r()) is not None and id(t) not in mine and (key := _over(t, storages))
+        ]
+        for _, key in alive:
+            known[key] += 1
+        if any(_use_count(key) > known[key] for key in storages):
+            alive = search(storages, mine)
+        self._found = [weakref.ref(t) for t, _ in alive]
+        return alive
+
+
+def search(storages: Container[int], mine: Container[int] = ()) -> list[tuple[torch.Tensor, int]]:
+    """All tensors over these storages that Python objects hold, but those whose ids are in `mine`, each with the `_cdata` of its
+    storage. Needs torch functions to be off."""
+    return [
+        (thing, key)
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.Tensor) and id(thing) not in mine and (key := _over(thing, storages))
+    ]
+
+
+def _over(tensor: torch.Tensor, storages: Container[int]) -> int:
+    """Which of these the tensor lies over, itself or with its values (of a sparse or nested one); 0 for none."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return next((key for part in inner if (key := _over(part, storages))), 0)
+    try:
+        if tensor.layout is not torch.strided:
+            tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+        key = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage
+        return 0
+    return key if key in storages else 0
+
+
+# ---- An optimizer's state that is behind the daemon's, and fetches it before it is read.
+
+
+class FetchingState(defaultdict[Any, Any]):
+    """Stands where `optimizer.state` was: whatever is done with it is done with the real one, up to date."""
+
+    def __init__(self, keeper: Keeper, optimizer: Any) -> None:
+        super().__init__(dict)
+        self._keeper = keeper
+        self._optimizer = weakref.ref(optimizer)
+        self.plain = optimizer.state
+
+    def real(self) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.state is self:
+            self._keeper.fetch(frozenset({Part.OPTIMIZER}))
+            self.plain = optimizer.state
+        return self.plain
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def method(self: FetchingState, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.real(), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _forward(names: Iterable[str]) -> None:
+    for name in names:
+        setattr(FetchingState, name, _forwarding(name))
+
+
+_forward(
+    (
+        "__contains__", "__copy__", "__delitem__", "__eq__", "__ge__", "__getitem__", "__gt__", "__ior__", "__iter__", "__le__",
+        "__len__", "__lt__", "__missing__", "__ne__", "__or__", "__reduce__", "__reduce_ex__", "__repr__", "__reversed__",
+        "__ror__", "__setitem__", "__str__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault",
+        "update", "values",
+    )
+)  # fmt: skip
+FetchingState.__deepcopy__ = lambda self, memo: copy.deepcopy(self.real(), memo)  # type: ignore[attr-defined]
+FetchingState.__bool__ = lambda self: bool(self.real())  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Tracing on the CPU for a GPU: operators, autocast and devices as the GPU would have them. For `capture` alone."""

@@ -1,0 +1,651 @@
+"""From a raw trace to a Program: drop what nobody needs, keep what outlives the step, renumber.
+
+A gradient that the step leaves in `p.grad` is kept in the daemon only if some step of the job reads
+gradients it did not make itself (`keep`): a loop that zeroes them first would pay a copy of every
+gradient at every step for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from gpumux.capture.generator import STATE_BYTES, words_drawn
+from gpumux.capture.recorder import RawOp, RawStorage, Record
+from gpumux.capture.state import ALL, Part, Place, StateTable
+from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, frozen_leaves, path_name
+from gpumux.capture.symbols import Evaluator, Expr, Guard, Steady
+from gpumux.capture.tracer import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
+from gpumux.capture.watch.fingerprint import Change
+from gpumux.capture.watch.watches import numerics_now, uses_tf32
+from gpumux.errors import CaptureError
+from gpumux.program.ir import (
+    ITEM_BYTES,
+    Arg,
+    Op,
+    Out,
+    Program,
+    ScalarRef,
+    Storage,
+    Tag,
+    TensorRef,
+    View,
+    contiguous_strides,
+    extent,
+    spans,
+)
+
+# ---- Where each thing that a step leaves behind lies from then on: which of the job's buffers, and the copies that takes.
+#
+# What lies on the job's memory already stays there. Anything else goes to a buffer of its own, known by its path, so that a step that
+# makes it anew finds the same place each time. Things that overlap in the memory the step made share one buffer, each at its
+# own offset: what a later step writes to one of them, the others have too, as in the plain loop. No two things that share nothing
+# are given the same place, whatever shared it before.
+
+
+_ALIGNED = 16  # bytes: the largest element
+
+
+def place_of(record: Record, view: int) -> Place | None:
+    """The job buffer place of a view that lies on state, else None."""
+    v = record.views[view]
+    storage = record.storages[v.storage]
+    if storage.kind != "state":
+        return None
+    return Place(storage.key, getattr(torch, v.dtype), v.size, v.stride, v.offset)
+
+
+@dataclass(slots=True, eq=False)
+class _Leaf:
+    path: tuple[Any, ...]
+    name: str
+    view: int
+    place: Place | None = None
+
+    @property
+    def gradient(self) -> bool:
+        return bool(self.path[0] == "grad")
+
+
+Span = tuple[int, int]  # first byte, and the one behind the last
+
+
+class _Taken:
+    """Which parts of which buffers are somebody's."""
+
+    def __init__(self) -> None:
+        self._spans: defaultdict[int, list[Span]] = defaultdict(list)
+
+    def add(self, place: Place) -> None:
+        self._spans[place.buffer].append(_span(place))
+
+    def overlaps(self, place: Place) -> bool:
+        return place.buffer in self._spans and any(_meet(_span(place), span) for span in self._spans[place.buffer])
+
+
+class Homes:
+    """`keep`: the parameters whose gradients the job keeps. Raises CaptureError for a buffer of a module that shares memory with
+    something else the step leaves behind: its place is given."""
+
+    def __init__(self, raw: RawTrace, table: StateTable, keep: frozenset[int]) -> None:
+        self._record = raw.record
+        self._table = table
+        self._leaves = {leaf.path: leaf for leaf in self._found(raw)}
+        self._copied: list[tuple[_Leaf, list[_Leaf]]] = []  # what is copied, and who needs it
+        for leaf in self._leaves.values():
+            leaf.place = place_of(self._record, leaf.view)
+        self._refuse_shared_buffers(raw)
+        fresh = [leaf for leaf in self._leaves.values() if leaf.place is None]
+        self._settle()
+        self.anew = frozenset([*(self.of(leaf.path) for leaf in fresh), *(place for place, _ in raw.replaced)])
+        self.kept = self._kept(keep)
+
+    def of(self, path: tuple[Any, ...]) -> Place:
+        place = self._leaves[path].place
+        assert place is not None
+        return place
+
+    def copies(self) -> list[tuple[Place, int]]:
+        """(place, view) of all that must be brought to its place; gradients that are not kept need not be."""
+        wanted = [
+            leaf for leaf, users in self._copied
+            if any(not one.gradient or one.path[1] in self.kept for one in users)
+        ]  # fmt: skip
+        return [(self.of(leaf.path), leaf.view) for leaf in wanted]
+
+    def _found(self, raw: RawTrace) -> Iterator[_Leaf]:
+        for optimizer in raw.optimizers:
+            for _, tree in optimizer:
+                for leaf in frozen_leaves(tree):
+                    if isinstance(leaf, DeviceExit):
+                        yield _Leaf(leaf.path, path_name(leaf.path, self._table), leaf.view)
+        for index, view in sorted(raw.gradients.items()):
+            yield _Leaf(("grad", index), f"grad.{self._table.param_names[index]}", view)
+
+    def _settle(self) -> None:
+        taken = _Taken()
+        for _, tensor in self._table.tensors:
+            place = self._table.place(tensor)
+            if place is not None:
+                taken.add(place)
+        fresh: defaultdict[int, list[_Leaf]] = defaultdict(list)
+        for leaf in self._leaves.values():
+            if leaf.place is not None:
+                taken.add(leaf.place)
+            else:
+                fresh[self._record.views[leaf.view].storage].append(leaf)
+        groups = {leaf.path: group for found in fresh.values() for group in self._overlapping(found) for leaf in group}
+        for leaf in self._leaves.values():  # in their order, by which buffers are numbered
+            if leaf.place is None:
+                group = groups[leaf.path]
+                if len(group) == 1:
+                    self._alone(leaf, taken)
+                else:
+                    self._together(group, taken)
+
+    def _overlapping(self, leaves: list[_Leaf]) -> list[list[_Leaf]]:
+        """Leaves on one storage, in groups that have no byte in common."""
+        if len(leaves) == 1:
+            return [leaves]
+        groups: list[list[_Leaf]] = []
+        end = 0
+        for start, stop, order in sorted((*self._bytes(leaf), i) for i, leaf in enumerate(leaves)):
+            if groups and start < end:
+                groups[-1].append(leaves[order])
+            else:
+                groups.append([leaves[order]])
+            end = max(end, stop)
+        return [sorted(group, key=leaves.index) for group in groups]
+
+    def _bytes(self, leaf: _Leaf) -> Span:
+        view = self._record.views[leaf.view]
+        return view.offset * ITEM_BYTES[view.dtype], extent(view)
+
+    def _alone(self, leaf: _Leaf, taken: _Taken) -> None:
+        view = self._record.views[leaf.view]
+        layout = getattr(torch, view.dtype), view.size, view.stride
+        leaf.place = self._free(leaf.path, leaf.name, layout, taken)
+        taken.add(leaf.place)
+        self._copied.append((leaf, [leaf]))
+
+    def _together(self, group: list[_Leaf], taken: _Taken) -> None:
+        spans = [self._bytes(leaf) for leaf in group]
+        base = min(start for start, _ in spans) // _ALIGNED * _ALIGNED
+        views = [self._record.views[leaf.view] for leaf in group]
+        key = tuple(
+            (leaf.path, v.dtype, v.size, v.stride, start - base)
+            for leaf, v, (start, _) in zip(group, views, spans, strict=True)
+        )
+        nbytes = max(end for _, end in spans) - base
+        whole = self._free(("together", key), group[0].name, (torch.uint8, (nbytes,), (1,)), taken)
+        for leaf, view in zip(group, views, strict=True):
+            offset = view.offset - base // ITEM_BYTES[view.dtype]
+            leaf.place = Place(whole.buffer, getattr(torch, view.dtype), view.size, view.stride, offset)
+        taken.add(whole)
+        copied: list[tuple[Span, bool]] = []
+        for leaf, (start, end) in sorted(zip(group, spans, strict=True), key=lambda one: one[1][0] - one[1][1]):
+            view = self._record.views[leaf.view]
+            if not any(dense and a <= start and end <= b for (a, b), dense in copied):
+                copied.append(((start, end), _dense(view)))
+                self._copied.append((leaf, group))
+
+    def _free(self, path: tuple[Any, ...], name: str, layout: Any, taken: _Taken) -> Place:
+        """The place known by this path. While something else lies there, another one, as a history has that is passed on."""
+        for turn in count():
+            tensor = self._table.placeholder((*path, "turn", turn) if turn else path, name, *layout)
+            place = self._table.place(tensor)
+            assert place is not None
+            if not taken.overlaps(place):
+                return place
+        raise AssertionError("a new buffer is nobody's")
+
+    def _kept(self, keep: frozenset[int]) -> frozenset[int]:
+        """The gradients whose values the job has: also those in memory that it keeps for another's sake."""
+        places = {leaf.path[1]: self.of(leaf.path) for leaf in self._leaves.values() if leaf.gradient}
+        kept = keep & places.keys()
+        if len(kept) == len(places):
+            return kept
+        needed = _Taken()
+        for leaf in self._leaves.values():
+            if not leaf.gradient:
+                needed.add(self.of(leaf.path))
+        for _, tensor in self._table.tensors:
+            if (place := self._table.place(tensor)) is not None:
+                needed.add(place)
+        for index in kept:
+            needed.add(places[index])
+        while True:
+            more = {i for i in places.keys() - kept if needed.overlaps(places[i])}
+            if not more:
+                return kept
+            kept |= more
+            for index in more:
+                needed.add(places[index])
+
+    def _refuse_shared_buffers(self, raw: RawTrace) -> None:
+        """A buffer of a module stays where it is, so what takes its place is copied there, and shares nothing."""
+        if not raw.replaced:
+            return
+        table, views = self._table, self._record.views
+        names = {p: name for name, tensor in table.tensors if (p := table.place(tensor)) is not None}
+        left = [(leaf.name, leaf.view) for leaf in self._leaves.values()]
+        staying = names.keys() - {place for place, _ in raw.replaced}
+        for at, (place, view) in enumerate(raw.replaced):
+            name, v, lies = names.get(place, "a buffer"), views[view], place_of(self._record, view)
+            others = left + [(names.get(p, "a buffer"), w) for p, w in raw.replaced[:at]]
+            shared = [
+                one for one, w in others if views[w].storage == v.storage and _meet(_span_of(views[w]), _span_of(v))
+            ]
+            shared += [
+                n for p, n in names.items() if p.buffer == place.buffer and p != place and _meet(_span(p), _span(place))
+            ]
+            if lies is not None:
+                shared += [names[p] for p in staying if p.buffer == lies.buffer and _meet(_span(p), _span(lies))]
+            if shared:
+                raise CaptureError(
+                    f"the step replaces the buffer {name} by a tensor that shares memory with {shared[0]}",
+                    f"give {name} a copy of its own: .clone()",
+                )
+
+
+def _span(place: Place) -> Span:
+    return _span_of(View(0, str(place.dtype).removeprefix("torch."), place.size, place.stride, place.offset))
+
+
+def _span_of(view: View) -> Span:
+    return view.offset * ITEM_BYTES[view.dtype], extent(view)
+
+
+def _meet(a: Span, b: Span) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1])
+
+
+def _dense(view: View) -> bool:
+    """Whether its elements are all that its bytes hold."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(view.size, view.stride, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# ----
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    program: Program
+    binding: tuple[int, ...]  # job buffer of each state slot
+    exit: Structure
+    evaluator: Evaluator  # -> scalars, exit host values, changed hyperparameters, host results
+    counts: tuple[int, int, int]  # how many of the first three the evaluator gives
+    groups: tuple[tuple[int, int, str, int | None], ...]
+    results: tuple[Any, ...]  # per leaf: ("tensor", i), ("host", i) or ("const", value)
+    result_spec: pytree.TreeSpec
+    flags: tuple[Change, ...]
+    reads_dropped: frozenset[int]  # parameters whose dropped gradient this step would need
+    written: tuple[Expr, ...] = ()  # numbers that the Program has as they were when it was traced
+    words: int | None = (
+        0  # of the client's generator that a step takes (generator.py), where its Program has `generator`
+    )
+    anew: frozenset[Place] = frozenset()  # where something that the step made stands from then on
+    returns_leaf: bool = field(init=False)  # the result is one value, no container
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "returns_leaf", self.result_spec.is_leaf())
+
+    def value(self, tensors: Sequence[torch.Tensor], host: Sequence[Any]) -> Any:
+        """What the step function returned, put together again. `host`: the evaluator's last values."""
+        leaves = [
+            tensors[what] if kind == "tensor" else host[what] if kind == "host" else what for kind, what in self.results
+        ]
+        return leaves[0] if self.returns_leaf else pytree.tree_unflatten(leaves, self.result_spec)
+
+
+class _Exit:
+    """How the step ends: where each thing it leaves behind lies, and the copies that takes."""
+
+    def __init__(self, raw: RawTrace, table: StateTable, keep: frozenset[int]) -> None:
+        self.host: list[Expr] = []
+        self._vars: dict[int, int] = {}
+        self._homes = Homes(raw, table, keep)
+        optimizers = tuple(
+            tuple((key, thaw_frozen(tree, self._leaf)) for key, tree in frozen) for frozen in raw.optimizers
+        )
+        places = [(index, self._homes.of(("grad", index))) for index in sorted(raw.gradients)]
+        kept = tuple(one for one in places if one[0] in self._homes.kept)
+        dropped = tuple(one for one in places if one[0] not in self._homes.kept)
+        self.copies = [*self._homes.copies(), *raw.replaced]
+        self.anew = self._homes.anew
+        self.structure = Structure(optimizers, kept, dropped)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, HostExit):
+            var = self._vars.setdefault(leaf.expr.index, len(self.host))
+            if var == len(self.host):
+                self.host.append(leaf.expr)
+            return HostLeaf(var, leaf.dtype)
+        if isinstance(leaf, DeviceExit):
+            return DeviceLeaf(self._homes.of(leaf.path))
+        assert isinstance(leaf, ConstLeaf)
+        return leaf
+
+
+def thaw_frozen(tree: Any, make: Any) -> Any:
+    """Map the leaves of a frozen tree, keeping it frozen."""
+    if isinstance(tree, tuple):
+        kind, items = tree
+        if kind == "d":
+            return (kind, tuple((k, thaw_frozen(v, make)) for k, v in items))
+        return (kind, tuple(thaw_frozen(v, make) for v in items))
+    return make(tree)
+
+
+def lower(
+    raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = "cpu", clients_generator: bool = False,
+    steady: Steady | None = None,
+) -> Lowered:  # fmt: skip
+    """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`. `clients_generator`: its draws go
+    on from the generator of the client (generator.py). `steady`: which numbers are written into it."""
+    end = _Exit(raw, table, keep)
+    record = raw.record
+    dropped = {place.buffer: i for i, place in (*raw.entry.dropped, *end.structure.dropped)}
+    for buffer in end.structure.buffers(table, ALL):
+        dropped.pop(buffer, None)
+    tensors = [r.view for r in raw.results if isinstance(r, TensorResult)]
+    roots = {record.views[v].storage for v in tensors} | {record.views[v].storage for _, v in end.copies}
+    roots |= {s for b, s in record.state_storage.items() if b not in dropped}
+    ops = _live(record.ops, roots)
+    # Before dead operators go: adding to a gradient reads it, whether or not anybody looks later.
+    touched = frozenset().union(*(op.reads for op in record.ops))
+    entry_dropped = {place.buffer: i for i, place in raw.entry.dropped}
+    needs = frozenset(i for b, i in entry_dropped.items() if record.state_storage.get(b) in touched)
+    build = _Build(record, table, frozenset().union(*(op.writes for op in ops)), steady)
+    ops, copies = _born_in_place(record, ops, end.copies, build)
+    inputs = tuple(build.view(v) for v in record.inputs)
+    out_ops = [build.op(op) for op in ops]
+    places = [build.view(v) for v in tensors]
+    if end.copies:  # what the step returns is read before what it leaves behind is put in place
+        places = build.spare(places, out_ops)
+    out_ops += build.copies(copies)
+    results, host_results = _results(raw)
+    layers, found = spans((op.label for op in ops), len(build.prelude))
+    program = Program(
+        storages=tuple(build.storages), views=tuple(build.views), ops=(*build.prelude, *out_ops), inputs=inputs,
+        results=tuple(places), scalars=tuple(build.kinds), consts=tuple(build.consts),
+        numerics=numerics_now("cuda" if table.gpu else device), device=device, layers=layers, spans=found,
+    )  # fmt: skip
+    table.tf32 = table.tf32 or (table.gpu and uses_tf32(program))
+    words = words_drawn(program) if clients_generator else 0
+    if words != 0:
+        program = with_generator(program)
+    groups = tuple((i, j, key, k) for i, j, key, k, _ in raw.groups)
+    wanted = [*build.scalars, *end.host, *(g[4] for g in raw.groups), *host_results]
+    written = tuple(build.written.values())
+    guards = (*raw.guards, *(Guard(expr, expr.value, "") for expr in written))
+    return Lowered(
+        program, tuple(build.binding), end.structure, Evaluator(wanted, guards),
+        (len(build.scalars), len(end.host), len(groups)), groups, results, raw.result_spec, tuple(raw.flags), needs,
+        written, words, end.anew,
+    )  # fmt: skip
+
+
+def with_generator(program: Program) -> Program:
+    """The Program with the generator's state as one more input, and as one more result."""
+    storage, view = len(program.storages), len(program.views)
+    return replace(
+        program,
+        storages=(*program.storages, Storage("input", STATE_BYTES, len(program.inputs))),
+        views=(*program.views, View(storage, "uint8", (STATE_BYTES,), (1,))),
+        inputs=(*program.inputs, view), results=(*program.results, view), generator=view,
+    )  # fmt: skip
+
+
+def _results(raw: RawTrace) -> tuple[tuple[Any, ...], list[Expr]]:
+    out: list[Any] = []
+    exprs: list[Expr] = []
+    count = 0
+    for r in raw.results:
+        if isinstance(r, TensorResult):
+            out.append(("tensor", count))
+            count += 1
+        elif isinstance(r, HostResult):
+            out.append(("host", len(exprs)))
+            exprs.append(r.expr)
+        else:
+            out.append(("const", r))
+    return tuple(out), exprs
+
+
+def _live(ops: list[RawOp], roots: set[int]) -> list[RawOp]:
+    """Operators whose effect reaches a root. Draws stay: dropping one would shift all later draws."""
+    live = set(roots)
+    kept: list[RawOp] = []
+    for op in reversed(ops):
+        if op.random is not None or op.writes & live:
+            live |= op.reads | op.writes
+            kept.append(op)
+    kept.reverse()
+    return kept
+
+
+_ZEROS = frozenset(("aten.zeros_like.default", "aten.zeros.default", "aten.new_zeros.default"))
+
+
+def _born_in_place(
+    record: Record, ops: list[RawOp], copies: list[tuple[Place, int]], build: _Build
+) -> tuple[list[RawOp], list[tuple[Place, int]]]:
+    """Let what an optimizer's first step makes (zeros, or a clone) be made where it is kept: the operators, and the copies that are
+    left. Momenta would else be there twice, in the very step that takes the most memory."""
+    made: dict[int, int] = {}  # by storage, the first operator that has it as its only output
+    for at, op in enumerate(ops):
+        if len(op.outs) == 1 and isinstance(op.outs[0], int):
+            made.setdefault(record.views[op.outs[0]].storage, at)
+    wanted = Counter(record.views[view].storage for _, view in copies)
+    targets = Counter(place.buffer for place, _ in copies)
+    changed, left = list(ops), []
+    for place, view in copies:
+        v = record.views[view]
+        storage, at = record.storages[v.storage], made.get(v.storage, -1)
+        born = ops[at] if at >= 0 and ops[at].outs[0] == view else None
+        fits = (
+            storage.kind == "temp"
+            and wanted[v.storage] == targets[place.buffer] == 1
+            and place.buffer not in record.state_storage  # nothing in this step looks at what was there before
+            and (place.size, place.stride, place.offset, v.offset) == (v.size, v.stride, 0, 0)
+            and place.dtype == getattr(torch, v.dtype)
+            and build.takes(v.storage, place.buffer)
+        )
+        if born is None or not fits or v.storage in born.reads or born.target not in (*_ZEROS, "aten.clone.default"):
+            left.append((place, view))
+            continue
+        build.keep_in(v.storage, place.buffer)
+        if born.target in _ZEROS:
+            changed[at] = replace(born, target="aten.zero_.default", args=(TensorRef(view),), kwargs=())
+        else:
+            changed[at] = replace(born, target="aten.copy_.default", args=(TensorRef(view), born.args[0]), kwargs=())
+    return changed, left
+
+
+class _Build:
+    """Renumbers storages, views and scalars in order of first use."""
+
+    def __init__(
+        self, record: Record, table: StateTable, written: frozenset[int], steady: Steady | None = None
+    ) -> None:
+        self._steady = steady
+        self.written: dict[int, Expr] = {}  # numbers of the record that stand in operators themselves
+        self._record = record
+        self._table = table
+        self._written = written
+        self.prelude: list[Op] = []  # copies of constants that the step writes into
+        self.storages: list[Storage] = []
+        self.views: list[View] = []
+        self.consts: list[bytes] = []
+        self.binding: list[int] = []
+        self.scalars: list[Expr] = []
+        self.kinds: list[Any] = []
+        self._storage: dict[int, int] = {}
+        self._views: dict[View, int] = {}
+        self._buffers: dict[int, int] = {}
+        self._scalar: dict[int, int] = {}
+
+    def storage(self, raw: int) -> int:
+        if raw not in self._storage:
+            s = self._record.storages[raw]
+            if s.kind == "state":
+                self._storage[raw] = self._state(s.key)
+            elif s.kind == "const":
+                self._storage[raw] = self._const(s, raw in self._written)
+            else:
+                self._storage[raw] = self._put(
+                    Storage("input" if s.kind == "input" else "temp", s.nbytes, s.key if s.kind == "input" else -1)
+                )
+        return self._storage[raw]
+
+    def takes(self, raw: int, buffer: int) -> bool:
+        """Whether a temporary is as large as a job buffer."""
+        return self._record.storages[raw].nbytes == self._table.buffers[buffer].nbytes
+
+    def keep_in(self, raw: int, buffer: int) -> None:
+        """Let a temporary lie on a job buffer."""
+        self._storage[raw] = self._state(buffer)
+
+    def _const(self, s: RawStorage, written: bool) -> int:
+        const = self._put(Storage("const", len(s.key), len(self.consts)))
+        self.consts.append(s.key)
+        if not written:
+            return const
+        size = (len(s.key) // ITEM_BYTES[s.dtype],)
+        source = self._view(View(const, s.dtype, size, (1,)))
+        fresh = self._put(Storage("temp", len(s.key)))
+        target = self._view(View(fresh, s.dtype, size, (1,)))
+        self.prelude.append(Op("aten.clone.default", (TensorRef(source),), (), (target,)))
+        return fresh
+
+    def spare(self, places: list[int], ops: list[Op]) -> list[int]:
+        """Results that lie on state, copied away by operators added to `ops`."""
+        spared = []
+        for view in places:
+            if self.storages[self.views[view].storage].kind == "state":
+                op, view = self._clone(view)
+                ops.append(op)
+            spared.append(view)
+        return spared
+
+    def _clone(self, view: int) -> tuple[Op, int]:
+        v = self.views[view]
+        fresh = self._put(Storage("temp", ITEM_BYTES[v.dtype] * prod(v.size)))
+        clone = self._view(View(fresh, v.dtype, v.size, contiguous_strides(v.size)))
+        tag = (("memory_format", Tag("memory_format", "contiguous_format")),)
+        return Op("aten.clone.default", (TensorRef(view),), tag, (clone,)), clone
+
+    def _put(self, storage: Storage) -> int:
+        self.storages.append(storage)
+        return len(self.storages) - 1
+
+    def _state(self, buffer: int) -> int:
+        if buffer not in self._buffers:
+            self._buffers[buffer] = self._put(Storage("state", self._table.buffers[buffer].nbytes, len(self.binding)))
+            self.binding.append(buffer)
+        return self._buffers[buffer]
+
+    def view(self, raw: int) -> int:
+        v = self._record.views[raw]
+        return self._view(View(self.storage(v.storage), v.dtype, v.size, v.stride, v.offset))
+
+    def _view(self, view: View) -> int:
+        if view not in self._views:
+            self._views[view] = len(self.views)
+            self.views.append(view)
+        return self._views[view]
+
+    def _arg(self, arg: Arg) -> Arg:
+        if isinstance(arg, TensorRef):
+            return TensorRef(self.view(arg.view))
+        if isinstance(arg, ScalarRef):
+            expr = self._record.scalars[arg.index]
+            if arg.index in self.written or (self._steady is not None and self._steady.holds(expr)):
+                self.written[arg.index] = expr
+                return expr.value
+            if arg.index not in self._scalar:
+                self._scalar[arg.index] = len(self.scalars)
+                self.scalars.append(expr)
+                self.kinds.append("float" if isinstance(expr.value, float) else "int")
+            return ScalarRef(self._scalar[arg.index])
+        if isinstance(arg, tuple):
+            return tuple(self._arg(a) for a in arg)
+        return arg
+
+    def op(self, op: RawOp) -> Op:
+        args = tuple(self._arg(a) for a in op.args)
+        kwargs = tuple((k, self._arg(a)) for k, a in op.kwargs)
+        return Op(op.target, args, kwargs, tuple(self._out(o) for o in op.outs), op.random)
+
+    def _out(self, out: Out) -> Out:
+        if out is None:
+            return None
+        return tuple(self.view(v) for v in out) if isinstance(out, tuple) else self.view(out)
+
+    def copies(self, wanted: list[tuple[Place, int]]) -> list[Op]:
+        """Operators that bring what the step leaves behind to its buffers. What is read from state
+        is cloned first, in case another copy overwrites it."""
+        first: list[Op] = []
+        then: list[Op] = []
+        for place, raw in wanted:
+            source = self.view(raw)
+            if self.storages[self.views[source].storage].kind == "state":
+                op, source = self._clone(source)
+                first.append(op)
+            target = self._view(
+                View(
+                    self._state(place.buffer),
+                    str(place.dtype).removeprefix("torch."),
+                    place.size,
+                    place.stride,
+                    place.offset,
+                )
+            )
+            then.append(Op("aten.copy_.default", (TensorRef(target), TensorRef(source)), (), (target,)))
+        return first + then
+
+
+# ---- Buffers and optimizer state that a step replaces: the script may hold the tensors that stood there.
+#
+# In the plain loop those keep their values, while others stand in their places. So the places get other local memory, and the old
+# tensors are plain ones of the script's. Where their last values were never here, reading them raises StaleState.
+
+
+class Replaces(NamedTuple):
+    """Of one Program, by the job's buffers. `written`: all that it writes in place, kept or not. `beside`: in which something
+    else lies, which stays."""
+
+    model: frozenset[int]
+    optimizer: frozenset[int]
+    written: frozenset[int]
+    beside: frozenset[int]
+
+
+NOTHING = Replaces(frozenset(), frozenset(), frozenset(), frozenset())
+
+
+def replaces(record: Record, anew: Iterable[Place], after: Structure, table: StateTable) -> Replaces:
+    """What a trace does, whose things lie at `anew` from then on, in a job that is as `after` says."""
+    places = set(anew)
+    storages = frozenset[int]().union(*(op.writes for op in record.ops))
+    written = frozenset(buffer for buffer, storage in record.state_storage.items() if storage in storages)
+    if not places:
+        return NOTHING._replace(written=written)
+    buffers = {place.buffer for place in places}
+    model = after.buffers(table, {Part.MODEL}) & buffers
+    optimizer = after.buffers(table, {Part.OPTIMIZER}) & buffers - model
+    beside = {place.buffer for place in after.places() if place.buffer in optimizer and place not in places}
+    return Replaces(frozenset(model), frozenset(optimizer), written, frozenset(beside))

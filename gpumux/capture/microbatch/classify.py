@@ -1,0 +1,586 @@
+"""What each value of a step is to the batch, and who else needs it: the ground that `classify` walks on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import prod
+from typing import Any
+
+from gpumux.capture.recorder import RawOp, Record
+from gpumux.capture.tracer import RawTrace
+from gpumux.errors import NotSplittable
+from gpumux.program.ir import Arg, Out, ScalarRef, TensorRef, View
+
+# ---- The operators of a whole-batch trace and of a part's trace, side by side.
+
+
+UNSCALED = -1  # the two views have one size
+OTHER = -2  # they differ, but not by the number of parts in one dimension
+
+REMEDY = (
+    "submit the step without microbatches, or make the loss an average over samples that do not depend on each other"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One operator in both traces. `refs`, `outs`: (view of the whole trace, view of the part's).
+    `same`: the calls are equal in every number and view."""
+
+    full: RawOp
+    part: RawOp
+    refs: tuple[tuple[int, int], ...]
+    outs: tuple[tuple[int, int], ...]
+    same: bool
+
+    @property
+    def name(self) -> str:
+        """`convolution_backward` of `aten.convolution_backward.default`."""
+        return self.full.target.split(".")[1]
+
+
+def refs_of(value: Any) -> Iterator[int]:
+    """The views an argument, or a tuple of them, names, in order."""
+    if isinstance(value, TensorRef):
+        yield value.view
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs_of(item)
+
+
+def outs_of(outs: tuple[Out, ...]) -> Iterator[int]:
+    for out in outs:
+        if isinstance(out, tuple):
+            yield from out
+        elif out is not None:
+            yield out
+
+
+def call_refs(op: RawOp) -> list[int]:
+    return [*refs_of(op.args), *refs_of(tuple(a for _, a in op.kwargs))]
+
+
+def _plain(value: Any, record: Record) -> Any:
+    """An argument with its views spelled out, to compare across traces."""
+    if isinstance(value, TensorRef):
+        return record.views[value.view]
+    if isinstance(value, tuple):
+        return tuple(_plain(v, record) for v in value)
+    return (type(value), value)
+
+
+def _call(op: RawOp, record: Record) -> Any:
+    views = tuple(record.views[v] for v in outs_of(op.outs))
+    return (op.target, _plain(op.args, record), tuple((k, _plain(v, record)) for k, v in op.kwargs), views)
+
+
+def scaled(full: View, part: View, count: int) -> int:
+    """The dimension in which `full` is `count` times as long as `part`; UNSCALED or OTHER."""
+    if len(full.size) != len(part.size):
+        return OTHER
+    differ = [d for d, (a, b) in enumerate(zip(full.size, part.size, strict=True)) if a != b]
+    if not differ:
+        return UNSCALED
+    only = differ[0]
+    return only if len(differ) == 1 and full.size[only] == count * part.size[only] else OTHER
+
+
+def elements(view: View) -> int:
+    return prod(view.size)
+
+
+def pair_up(full: RawTrace, part: RawTrace) -> list[Pair]:
+    """Both traces, operator by operator. Raises NotSplittable where they take different ways."""
+    a, b = full.record, part.record
+    pairs: list[Pair] = []
+    for x, y in zip(a.ops, b.ops, strict=False):
+        pair = _pair(x, y, a, b)
+        if pair is None:
+            raise _other_way(x.where, f"{x.target} on the whole batch, {y.target} on a part")
+        pairs.append(pair)
+    if len(a.ops) != len(b.ops):
+        extra = max(a.ops, b.ops, key=len)[len(pairs)]
+        raise _other_way(extra.where, f"{len(a.ops)} operators on the whole batch, {len(b.ops)} on a part")
+    kinds = [[(s.kind, s.key if s.kind in ("state", "input") else None) for s in r.storages] for r in (a, b)]
+    formulas = [[str(e) for e in r.scalars] for r in (a, b)]
+    guards = [{(str(g.expr), g.value) for g in t.guards} for t in (full, part)]
+    if kinds[0] != kinds[1] or formulas[0] != formulas[1] or guards[0] != guards[1]:
+        raise _other_way("the step", "what it uses or decides by depends on the batch's size")
+    if full.gradients.keys() != part.gradients.keys() or full.result_spec != part.result_spec:
+        raise _other_way("the step", "what it returns or leaves behind depends on the batch's size")
+    return pairs
+
+
+def _pair(x: RawOp, y: RawOp, a: Record, b: Record) -> Pair | None:
+    refs, others = call_refs(x), call_refs(y)
+    outs, other_outs = list(outs_of(x.outs)), list(outs_of(y.outs))
+    if (
+        x.target != y.target
+        or [k for k, _ in x.kwargs] != [k for k, _ in y.kwargs]
+        or [a.views[v].storage for v in refs] != [b.views[v].storage for v in others]
+        or [a.views[v].storage for v in outs] != [b.views[v].storage for v in other_outs]
+        or _scalars(x) != _scalars(y)
+        or x.random != y.random
+    ):
+        return None
+    return Pair(
+        x,
+        y,
+        tuple(zip(refs, others, strict=True)),
+        tuple(zip(outs, other_outs, strict=True)),
+        _call(x, a) == _call(y, b),
+    )
+
+
+def _scalars(op: RawOp) -> list[int]:
+    def found(value: Arg) -> Iterator[int]:
+        if isinstance(value, ScalarRef):
+            yield value.index
+        elif isinstance(value, tuple):
+            for item in value:
+                yield from found(item)
+
+    return [i for value in (*op.args, *(v for _, v in op.kwargs)) for i in found(value)]
+
+
+def _other_way(where: str, why: str) -> NotSplittable:
+    return NotSplittable(
+        f"{where} does something else on a part of the batch than on all of it: {why}",
+        "use fewer microbatches (a part of one sample often takes another way), or submit the step without them",
+    )
+
+
+# ---- What splitting needs to know of single operators.
+
+
+# Operators that use a tensor argument as a pattern only: its values do not matter.
+PATTERN_ONLY = frozenset(
+    ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
+     "new_empty_strided")
+)  # fmt: skip
+
+# Operators whose result is not defined yet: nothing to compare.
+UNDEFINED = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+
+# Operators that give shares of a sum when given shares of a sum. They may stay within a part, so that fewer
+# shares are accumulated; everything else that reads a share runs once, on the sum.
+_LINEAR = ["add", "sub", "neg", "mul", "div", "sum", "mean", "clone", "copy", "_to_copy", "view", "_unsafe_view", "reshape", "expand", "t", "transpose", "permute", "cat", "stack", "squeeze", "unsqueeze"]  # fmt: skip
+LINEAR = frozenset(
+    form for name in _LINEAR for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")
+)  # fmt: skip
+DIVISIONS = frozenset(("div", "div_"))
+PRODUCTS = frozenset(("mul", "mul_", "_foreach_mul", "_foreach_mul_"))
+
+# Reductions that are no sums: where all that was seen of one is zeros, that says nothing.
+NOT_SUMS = frozenset(
+    [
+        "amax",
+        "amin",
+        "aminmax",
+        "max",
+        "min",
+        "prod",
+        "std",
+        "var",
+        "std_mean",
+        "var_mean",
+        "any",
+        "all",
+        "norm",
+        "linalg_vector_norm",
+        "logsumexp",
+        "median",
+        "nanmedian",
+        "mode",
+        "kthvalue",
+        "argmax",
+        "argmin",
+    ]
+)
+
+BATCH_NORMS = frozenset(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
+     "_native_batch_norm_legit_no_training", "_batch_norm_with_update", "batch_norm_with_update")
+)  # fmt: skip
+
+# Losses that divide by the number (or weight) of the labels not ignored: that of the whole batch must be used.
+# reduction is argument 3 and 4, total_weight return 1 and argument 6.
+NLL_FORWARD = frozenset(("nll_loss_forward", "nll_loss2d_forward"))
+NLL_BACKWARD = frozenset(("nll_loss_backward", "nll_loss2d_backward"))
+MEAN, SUM = 1, 2
+
+
+# ----
+
+
+class Kind(IntEnum):
+    SAME = 0  # depends on nothing of the batch
+    SIZE = 1  # depends on the batch's size
+    DATA = 2  # per sample, made of the batch, constants and buffers alone
+    SAMPLE = 3  # per sample
+    SHARE = 4  # a part's share of a value reduced over the batch
+    LATE = 5  # known when all parts have run
+
+
+class Level(IntEnum):
+    ONCE = 0
+    PART = 1
+    TAIL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`split`: positions of the batch tensors that are cut in parts. `fixed`: job buffers without parameters.
+    `gradients`: job buffers of gradients that exist before the step."""
+
+    split: set[int]
+    fixed: set[int]
+    gradients: set[int]
+
+
+@dataclass(slots=True)
+class Plan:
+    """`whole`, `late`: operators of parts that also run on the whole batch, first of all or in the tail.
+    `shares`: storages the parts add up. `losses`: forward of each mean over labels, by operator.
+    `counts`: storages of numbers of the batch alone (how many tokens count); a division by one inside a part
+    divides by the part's even share of it. `kinds` are the storages' at the end."""
+
+    levels: list[Level]
+    kinds: list[Kind]
+    outs: list[list[tuple[int, int, Kind]]]  # by operator: (whole view, part view, kind) of what it makes or changes
+    whole: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
+    shares: set[int] = field(default_factory=set)
+    losses: dict[int, int] = field(default_factory=dict)
+    counts: set[int] = field(default_factory=set)
+    divided: dict[int, int] = field(default_factory=dict)  # division inside a part -> storage of its count
+
+
+def training(norm: Pair) -> bool:
+    return any(arg is True for arg in norm.full.args)
+
+
+def writes(pair: Pair) -> frozenset[int]:
+    """Storages made or changed. Batch norm's hidden writes happen in training mode only."""
+    if pair.name in BATCH_NORMS and not training(pair):
+        return pair.full.writes - pair.full.reads
+    return pair.full.writes
+
+
+class Values:
+    """Kinds by storage, as of the operator that a walk over both traces has come to."""
+
+    def __init__(
+        self, pairs: list[Pair], full: Record, part: Record, count: int, setting: Setting, forced: set[int], border: int
+    ) -> None:
+        self.pairs = pairs
+        self.full = full
+        self.part = part
+        self.count = count
+        self.setting = setting
+        self.forced = forced
+        self.force: set[int] = set()
+        self.limit = border
+        self.border = border  # from here on shares are used summed up
+        kinds = [Kind.DATA if s.kind == "input" and s.key in setting.split else Kind.SAME for s in full.storages]
+        self.kinds = kinds
+        # Made of the batch, constants and buffers alone: what is reduced of it over the batch is cheap to know ahead.
+        self.pure = [
+            s.kind in ("input", "const") or (s.kind == "state" and s.key in setting.fixed) for s in full.storages
+        ]
+        self.plan = Plan([], kinds, [])
+        self._writers: dict[int, list[int]] = {}
+        self.part_read: set[int] = set()
+        self.part_wrote: set[int] = set()
+        self.tail: set[int] = set()  # storages the tail read or wrote so far
+        self.causes: dict[int, Pair] = {}  # storage written by the tail -> the operator that made it wait for all parts
+
+    # ---- what the tail and the beginning need -------------------------------------------------------
+
+    def need(self, storage: int, before: int, where: str) -> None:
+        """The tail, or whoever keeps what the step leaves, reads `storage` in its whole form."""
+        kind = self.kinds[storage]
+        if kind is Kind.SHARE:
+            self.plan.shares.add(storage)
+        elif kind is Kind.SIZE:
+            for j in self._writers.get(storage, ()):
+                if j < before and j not in self.plan.late:
+                    self.plan.late.add(j)
+                    for view, _ in self.pairs[j].refs:
+                        self.need(self.full.views[view].storage, j, self.pairs[j].full.where)
+        elif kind in (Kind.SAMPLE, Kind.DATA) and self.full.storages[storage].kind != "input":
+            raise NotSplittable(
+                f"{where} keeps values of single samples beyond the step's forward and backward", REMEDY
+            )
+
+    def chain(self, storage: int, before: int, where: str) -> None:
+        """Let `storage` be worked out from the whole batch before the parts run."""
+        if self.kinds[storage] is Kind.SAME:
+            return
+        for j in self._writers.get(storage, ()):
+            if j >= before or j in self.plan.whole:
+                continue
+            self.plan.whole.add(j)
+            for view, _ in self.pairs[j].refs:
+                inner = self.full.views[view].storage
+                if self.kinds[inner] not in (Kind.SAME, Kind.SIZE, Kind.DATA):
+                    raise NotSplittable(f"{where} counts what the step works out itself over the whole batch", REMEDY)
+                self.chain(inner, j, where)
+
+    def note_loss(self, j: int, pair: Pair) -> None:
+        """A mean over labels: how many labels count in the whole batch must be known beforehand."""
+        target = pair.full.args[1]
+        assert isinstance(target, TensorRef)
+        if self.kind(target.view) not in (Kind.DATA, Kind.SAME):
+            raise self.refuse(pair, "averages over labels that the step works out itself")
+        self.chain(self.full.views[target.view].storage, j, pair.full.where)
+        total = self.full.views[pair.outs[1][0]].storage
+        self.plan.losses[total] = j
+
+    def note_division(self, j: int, pair: Pair) -> None:
+        """A sum over the part, by how many count in the batch: then a mean, like others it may be added to."""
+        if pair.name not in DIVISIONS or len(pair.refs) != 2:
+            return
+        (a, b), (divisor, _) = pair.refs
+        reduced = scaled(self.full.views[a], self.part.views[b], self.count) == UNSCALED
+        storage = self.full.views[divisor].storage
+        if reduced and storage in self.plan.counts and not self.full.views[divisor].size:
+            self.plan.divided[j] = storage
+
+    def apply(self, j: int, pair: Pair, level: Level, outs: list[tuple[int, int, Kind]]) -> None:
+        """Operator `j` has run: what it made is of these kinds from now on."""
+        reads = {self.full.views[a].storage for a, _ in pair.refs}
+        changed = self.changed(pair)
+        if level is Level.PART:
+            self.part_read |= reads
+            self.part_wrote |= writes(pair)
+            for storage in changed:
+                self.force |= {i for i in self._writers.get(storage, ()) if self.plan.levels[i] is Level.ONCE}
+        elif level is Level.TAIL:
+            self.tail |= reads | writes(pair)
+        pure = all(self.pure[s] for s in reads) and pair.full.random is None
+        counts = level is Level.ONCE and bool(reads & self.plan.counts) and pure
+        for view, _, kind in outs:
+            storage = self.full.views[view].storage
+            self.kinds[storage] = max(kind, self.kinds[storage]) if storage in changed else kind
+            self.pure[storage] = pure
+            if counts and not self.full.views[view].size:
+                self.plan.counts.add(storage)
+        for storage in writes(pair):
+            self._writers.setdefault(storage, []).append(j)
+
+    # ---- helpers -------------------------------------------------------------------------------------
+
+    def kind(self, view: int) -> Kind:
+        return self.kinds[self.full.views[view].storage]
+
+    def has(self, pair: Pair, kind: Kind) -> bool:
+        return any(self.kind(a) is kind for a, _ in pair.refs)
+
+    def arguments(self, pair: Pair) -> list[Kind]:
+        """Kinds of what the operator reads. Raises NotSplittable for samples read other than part by part."""
+        found: list[Kind] = []
+        refs = pair.refs
+        if pair.name in NLL_BACKWARD:  # total_weight: known, or not read, see note_loss
+            total = self.full.views[refs[-1][0]].storage
+            if pair.full.args[4] != MEAN or total in self.plan.losses:
+                refs = refs[:-1]
+        for a, b in refs:
+            kind = self.kind(a)
+            if kind in (Kind.DATA, Kind.SAMPLE):
+                how = scaled(self.full.views[a], self.part.views[b], self.count)
+                if how == OTHER:
+                    raise self.refuse(pair, "relates samples of the batch to each other")
+                if how == UNSCALED:
+                    if elements(self.full.views[a]) and pair.name not in PATTERN_ONLY:
+                        raise self.refuse(pair, "picks certain samples out of the batch")
+                    kind = Kind.SIZE
+            found.append(kind)
+        return found
+
+    def outs(self, pair: Pair, unscaled: Kind, along: Kind) -> list[tuple[int, int, Kind]]:
+        """What the operator makes or changes: `unscaled` where a part's is as large as the whole's."""
+        found = []
+        changed = self.changed(pair)
+        written = [(a, b) for a, b in pair.refs if self.full.views[a].storage in changed]
+        for a, b in dict.fromkeys([*pair.outs, *written]):
+            if self.full.views[a].storage not in writes(pair):
+                continue
+            how = scaled(self.full.views[a], self.part.views[b], self.count)
+            if how == OTHER and along is not Kind.LATE:
+                raise self.refuse(pair, "relates samples of the batch to each other")
+            empty = how == UNSCALED and unscaled is Kind.SHARE and not elements(self.full.views[a])
+            found.append((a, b, Kind.SIZE if empty else unscaled if how == UNSCALED else along))
+        return found
+
+    def changed(self, pair: Pair) -> set[int]:
+        """Storages that existed before and are written."""
+        return {self.full.views[a].storage for a, _ in pair.refs} & writes(pair)
+
+    def changes_state(self, pair: Pair) -> bool:
+        return any(self.full.storages[s].kind == "state" for s in self.changed(pair))
+
+    def refuse(self, pair: Pair, why: str) -> NotSplittable:
+        return NotSplittable(f"{pair.full.where}: {pair.name} {why}", REMEDY)
+
+
+# ---- Which operators run once, which for each part, and which when all parts have run.
+#
+# Values are classed by storage, walking both traces together. A refusal names the first operator that
+# would need a value reduced over the whole batch to go on with single samples.
+
+
+def classify(
+    pairs: list[Pair], full: Record, part: Record, count: int, setting: Setting, exits: list[int], results: list[int]
+) -> Plan:
+    """`exits`, `results`: views of the whole trace that outlive the step, that it returns. Raises NotSplittable."""
+    forced: set[int] = set()
+    border = len(pairs)
+    while True:
+        walk = _Walk(pairs, full, part, count, setting, forced, border)
+        walk.run()
+        if walk.force - forced:
+            forced |= walk.force
+        elif walk.border < border:
+            border = walk.border
+        else:
+            break
+    for view in exits:
+        walk.need(full.views[view].storage, len(pairs), "the step")
+    for view in results:
+        storage = full.views[view].storage
+        if walk.kinds[storage] not in (Kind.SAMPLE, Kind.DATA):
+            walk.need(storage, len(pairs), "the step")
+    return walk.plan
+
+
+class _Walk(Values):
+    def run(self) -> None:
+        last_reduction = -1
+        for j, pair in enumerate(self.pairs):
+            level, outs = self._decide(j, pair)
+            self.plan.levels.append(level)
+            self.plan.outs.append(outs)
+            self.apply(j, pair, level, outs)
+            born_shares = any(k is Kind.SHARE for _, _, k in outs)
+            if level is Level.PART and born_shares and not self.has(pair, Kind.SHARE):
+                last_reduction = j
+            if level is Level.TAIL and self._updates(pair) and self.border == self.limit:
+                self.border = min(self.limit, last_reduction + 1)
+
+    def _updates(self, pair: Pair) -> bool:
+        """Whether the backward passes are over: a change to state other than gradients that add up in it."""
+        changed = [self.full.storages[s] for s in self.changed(pair)]
+        return any(s.kind == "state" and s.key not in self.setting.gradients for s in changed)
+
+    # ---- one operator ------------------------------------------------------------------------------
+
+    def _decide(self, j: int, pair: Pair) -> tuple[Level, list[tuple[int, int, Kind]]]:
+        kinds = self.arguments(pair)
+        changed = self.changed(pair)
+        if Kind.LATE in kinds or changed & self.tail:
+            return self._tail_op(j, pair, kinds)
+        if pair.name in PATTERN_ONLY:
+            if set(kinds) <= {Kind.SAME} and pair.same:
+                return Level.ONCE, self.outs(pair, Kind.SAME, Kind.SAME)
+            return Level.PART, self.outs(pair, Kind.SIZE, Kind.SAMPLE)
+        samples = Kind.SAMPLE in kinds or Kind.DATA in kinds
+        if Kind.SHARE in kinds:
+            return self._share_op(j, pair, kinds, samples)
+        if samples:
+            return self._sample_op(j, pair, kinds)
+        if Kind.SIZE in kinds or not pair.same or j in self.forced:
+            return self._size_op(j, pair, kinds)
+        if changed & (self.part_read | self.part_wrote):  # it overwrites what a part has used already
+            if self.changes_state(pair):
+                return self._tail_op(j, pair, kinds)
+            return self._size_op(j, pair, kinds)
+        return Level.ONCE, self.outs(pair, Kind.SAME, Kind.SAME)
+
+    def _tail_op(self, j: int, pair: Pair, kinds: list[Kind]) -> tuple[Level, list[tuple[int, int, Kind]]]:
+        if Kind.SAMPLE in kinds or Kind.DATA in kinds:
+            late = [self.full.views[a].storage for a, _ in pair.refs if self.kind(a) is Kind.LATE]
+            if not late:
+                raise self.refuse(
+                    pair, "changes a value after the whole batch has used it, together with single samples"
+                )
+            if any(self.full.storages[s].kind == "state" for s in late):
+                raise self.refuse(pair, "reads state that the step has changed by then, together with single samples")
+            cause = self.causes[late[0]]
+            raise self.refuse(
+                pair,
+                f"uses, together with single samples, what {cause.name} at {cause.full.where} makes of the whole batch",
+            )
+        known = [self.causes[s] for a, _ in pair.refs if (s := self.full.views[a].storage) in self.causes]
+        self.causes.update(dict.fromkeys(writes(pair), known[0] if known else pair))
+        for view, _ in pair.refs:
+            self.need(self.full.views[view].storage, j, pair.full.where)
+        return Level.TAIL, self.outs(pair, Kind.LATE, Kind.LATE)
+
+    def _share_op(
+        self, j: int, pair: Pair, kinds: list[Kind], samples: bool
+    ) -> tuple[Level, list[tuple[int, int, Kind]]]:
+        if samples:
+            raise self.refuse(pair, "uses a value reduced over the whole batch together with single samples")
+        if j >= self.limit or not self._linear(pair, kinds) or self.changes_state(pair):
+            return self._tail_op(j, pair, kinds)
+        outs = self.outs(pair, Kind.SHARE, Kind.SAMPLE)
+        if any(kind is Kind.SAMPLE for _, _, kind in outs):
+            raise self.refuse(pair, "lays a value reduced over the whole batch out over its samples")
+        self._refuse_random(pair)
+        self.note_division(j, pair)
+        return Level.PART, outs
+
+    def _linear(self, pair: Pair, kinds: list[Kind]) -> bool:
+        if pair.name not in LINEAR:
+            return False
+        shares = [kind is Kind.SHARE for kind in kinds]
+        if pair.name in DIVISIONS:
+            return not any(shares[1:])
+        return pair.name not in PRODUCTS or sum(shares) == 1
+
+    def _sample_op(self, j: int, pair: Pair, kinds: list[Kind]) -> tuple[Level, list[tuple[int, int, Kind]]]:
+        if pair.name in BATCH_NORMS:
+            self._refuse_batch_norm(pair)
+        if self.changes_state(pair):
+            raise self.refuse(pair, "writes values of single samples into the job's state")
+        pure = all(self.pure[self.full.views[a].storage] for a, _ in pair.refs)
+        data = pure and pair.full.random is None and Kind.SAMPLE not in kinds
+        outs = self.outs(pair, Kind.SHARE, Kind.DATA if data else Kind.SAMPLE)
+        unscaled = [kind is Kind.SHARE for _, _, kind in outs]
+        if data and outs and all(unscaled) and not self.changed(pair) and j not in self.forced:
+            for view, _ in pair.refs:  # a number of the batch alone: worked out on all of it, beforehand
+                self.chain(self.full.views[view].storage, j, pair.full.where)
+            self.plan.counts |= {self.full.views[a].storage for a, _, _ in outs if not self.full.views[a].size}
+            return Level.ONCE, [(a, b, Kind.SAME) for a, b, _ in outs]
+        if any(unscaled):
+            self._refuse_random(pair)
+        if pair.name in NLL_FORWARD and pair.full.args[3] == MEAN:
+            self.note_loss(j, pair)
+        self.note_division(j, pair)
+        return Level.PART, outs
+
+    def _size_op(self, j: int, pair: Pair, kinds: list[Kind]) -> tuple[Level, list[tuple[int, int, Kind]]]:
+        if self.changes_state(pair):
+            return self._tail_op(j, pair, kinds)
+        outs = self.outs(pair, Kind.SIZE, Kind.SAMPLE if pair.full.random is not None else Kind.DATA)
+        if pair.full.random is not None and (pair.name == "randperm" or any(k is Kind.SIZE for _, _, k in outs)):
+            raise self.refuse(pair, "draws numbers that depend on how many samples the batch has")
+        self.note_division(j, pair)
+        return Level.PART, outs
+
+    def _refuse_random(self, pair: Pair) -> None:
+        if pair.full.random is not None:
+            raise self.refuse(pair, "draws random numbers over the whole batch")
+
+    def _refuse_batch_norm(self, pair: Pair) -> None:
+        """Instance norm comes as batch norm with the samples along dimension 1; that one splits."""
+        a, b = pair.refs[0]
+        if training(pair) and scaled(self.full.views[a], self.part.views[b], self.count) != 1:
+            raise NotSplittable(
+                f"{pair.full.where}: batch norm in training mode uses the mean and variance of the whole batch, "
+                "and parts of it have others",
+                "use layer, group or instance norm, or keep the batch norms in eval(), or submit without microbatches",
+            )

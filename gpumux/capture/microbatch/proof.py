@@ -1,0 +1,400 @@
+"""The whole step and its parts, run side by side on real numbers.
+
+Every value that should be per sample must be what the parts' values make side by side, and every value that
+should be accumulated must be their sum or mean, each operator for itself; the first that is not is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpumux.capture.microbatch.classify import NOT_SUMS, REMEDY, UNDEFINED, Kind, Level, Pair, Plan, outs_of, scaled
+from gpumux.capture.microbatch.emit import Emitter
+from gpumux.capture.recorder import RawOp, Record
+from gpumux.errors import NotSplittable
+from gpumux.program.ir import ITEM_BYTES, Complex, ScalarRef, Tag, TensorRef, View
+
+# ---- Runs recorded operators on real numbers in this process, for the proof that a split is right.
+#
+# In `wide` mode every floating-point number is a float64, whatever the step uses: what is left between
+# two ways of summing is then far below anything that matters.
+
+
+_WIDE = {"float16": "float64", "bfloat16": "float64", "float32": "float64", "complex64": "complex128"}
+
+
+class Inconclusive(Exception):
+    """These numbers prove nothing either way."""
+
+
+class Machine:
+    def __init__(self, record: Record, wide: bool) -> None:
+        self._record = record
+        self._wide = wide
+        self._held: dict[int, torch.Tensor] = {}
+        self._drawn: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._generator = torch.Generator().manual_seed(0)
+        for index, storage in enumerate(record.storages):
+            if storage.kind == "const":
+                self.const(index)
+
+    # ---- memory --------------------------------------------------------------------------------------
+
+    def dtype(self, name: str) -> torch.dtype:
+        found: torch.dtype = getattr(torch, _WIDE.get(name, name) if self._wide else name)
+        return found
+
+    def const(self, index: int) -> None:
+        storage = self._record.storages[index]
+        flat = torch.frombuffer(bytearray(storage.key), dtype=getattr(torch, storage.dtype)) if storage.key else None
+        self.hold(index, torch.empty(0) if flat is None else flat)
+
+    def hold(self, index: int, flat: torch.Tensor) -> None:
+        """Let storage `index` hold these elements from its start."""
+        name = str(flat.dtype).removeprefix("torch.")
+        self._held[index] = flat.to(self.dtype(name))
+
+    def forget(self, index: int) -> None:
+        self._held.pop(index, None)
+
+    def tensor(self, index: int) -> torch.Tensor:
+        return self._window(self._record.views[index])
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._held
+
+    def _window(self, view: View) -> torch.Tensor:
+        base = self._held.get(view.storage)
+        if base is None and self._record.storages[view.storage].kind == "const":  # one that parts have to themselves
+            self.const(view.storage)
+            base = self._held[view.storage]
+        assert base is not None, "an operator made it before"
+        dtype = self.dtype(view.dtype)
+        if self._wide and base.dtype != dtype and base.numel():
+            raise Inconclusive(f"memory is read as {base.dtype} and as {dtype}")
+        return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), view.offset, view.size, view.stride)
+
+    def _born(self, view: View, made: torch.Tensor) -> None:
+        fits = (
+            made.dtype == self.dtype(view.dtype)
+            and made.stride() == view.stride
+            and made.storage_offset() == view.offset
+        )
+        count = self._record.storages[view.storage].nbytes // ITEM_BYTES[view.dtype]
+        if fits and made.untyped_storage().nbytes() >= count * made.element_size():
+            self._held[view.storage] = made
+            return
+        self._held[view.storage] = torch.zeros(count, dtype=self.dtype(view.dtype))
+        self._window(view).copy_(made)
+
+    # ---- operators -----------------------------------------------------------------------------------
+
+    def run(self, op: RawOp) -> None:
+        """Raises Inconclusive when torch refuses."""
+        _, name, overload = op.target.split(".")
+        call = getattr(getattr(torch.ops.aten, name), overload)
+        kwargs = {k: self._value(v) for k, v in op.kwargs}
+        if op.random is not None and any(a.name == "generator" for a in call._schema.arguments):
+            kwargs["generator"] = self._generator
+        try:
+            returned = call(*[self._value(a) for a in op.args], **kwargs)
+        except Exception as error:
+            raise Inconclusive(f"{op.where}: {name} raises {type(error).__name__}: {str(error)[:200]}") from error
+        self._keep(op, returned, name)
+
+    def draw(self, op: RawOp, part: int = 0) -> None:
+        """Run a drawing operator; one that shares its random slot draws the same again."""
+        assert op.random is not None
+        again = self._drawn.get((op.random, part))
+        made = list(outs_of(op.outs))
+        if again is None:
+            with torch.random.fork_rng(devices=[]):  # for the few that take no generator
+                self.run(op)
+            self._drawn[op.random, part] = [self.tensor(v).clone() for v in made]
+        else:
+            self.put(op, again)
+
+    def put(self, op: RawOp, values: Sequence[torch.Tensor]) -> None:
+        """As if the operator had returned `values`."""
+        for index, value in zip(outs_of(op.outs), values, strict=True):
+            view = self._record.views[index]
+            if view.storage not in self._held:
+                self._born(view, value.clone())
+            else:
+                self._window(view).copy_(value)
+
+    def _keep(self, op: RawOp, returned: Any, name: str) -> None:
+        values = returned if isinstance(returned, (tuple, list)) and len(op.outs) != 1 else (returned,)
+        for out, value in zip(op.outs, values, strict=False):
+            pairs = zip(out, value, strict=True) if isinstance(out, tuple) else [(out, value)]
+            for index, tensor in pairs:
+                if index is None:
+                    continue
+                view = self._record.views[index]
+                if view.storage not in op.reads:
+                    self._born(view, torch.zeros_like(tensor) if name in UNDEFINED else tensor)
+
+    def _value(self, arg: Any) -> Any:
+        if isinstance(arg, TensorRef):
+            return self.tensor(arg.view)
+        if isinstance(arg, tuple):
+            return [self._value(a) for a in arg]
+        if isinstance(arg, ScalarRef):
+            return self._record.scalars[arg.index].value
+        if isinstance(arg, Complex):
+            return complex(arg.re, arg.im)
+        if isinstance(arg, Tag):
+            if arg.kind == "dtype":
+                return self.dtype(arg.name)
+            return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
+        return arg
+
+
+# ---- Whether a value of the whole batch is what its parts' values make.
+
+
+_POWERS = range(-3, 4)  # a mean loss makes a part's gradients per sample `count` times as large
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`ratio`: whole = ratio x what the parts make; None where all is zero, and any would do.
+    `inner`: 1 where parts lie one after the other, else how often they take turns."""
+
+    ratio: float | None
+    inner: int = 1
+
+
+def along(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, tolerance: float) -> Match | None:
+    """Per-sample values: parts side by side along `dim`, or within it (time before batch, flattened)."""
+    length = parts[0].shape[dim]
+    for inner in (n for n in range(1, length + 1) if length % n == 0):
+        split = [p.unflatten(dim, (inner, length // inner)) for p in parts]
+        joined = torch.cat(split, dim + 1).flatten(dim, dim + 1)
+        ratio = _ratio(whole, joined, len(parts), tolerance)
+        if ratio is not None:
+            return Match(None if ratio == 0 else ratio, inner)
+    return None
+
+
+def total(whole: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float, noise: float) -> Match | None:
+    """A value reduced over the batch: the sum of the parts' times a power of their number. `noise`:
+    magnitudes up to it are rounding (a gradient that is zero in exact arithmetic)."""
+    if whole.dtype == torch.bool:
+        return None
+    stacked = torch.stack([p.to(torch.float64) if not p.is_complex() else p for p in parts])
+    scale = max((float(p.abs().max()) for p in parts if p.numel()), default=0.0)
+    if scale <= noise and whole.numel() and float(whole.abs().max()) <= noise:
+        return Match(None)
+    ratio = _ratio(whole, stacked.sum(0), len(parts), tolerance, scale)
+    if ratio is None or (not whole.is_floating_point() and not whole.is_complex() and ratio not in (0, 1)):
+        return None
+    return Match(None if ratio == 0 else ratio)
+
+
+def _ratio(whole: torch.Tensor, made: torch.Tensor, count: int, tolerance: float, scale: float = 0.0) -> float | None:
+    """The power of `count` that `made` must be multiplied by; 0 where both are zero; None for no match."""
+    if whole.dtype == torch.bool or made.dtype == torch.bool:
+        return 1.0 if torch.equal(whole.to(made.dtype), made) else None
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return 1.0 if torch.equal(whole.to(torch.float64), made.to(torch.float64)) else None
+    finite = torch.isfinite(whole)
+    if not torch.equal(finite, torch.isfinite(made)):
+        return None
+    if not bool(finite.all()):  # masks hold infinities
+        if not torch.equal(whole[~finite].nan_to_num(), made[~finite].nan_to_num()):
+            return None
+        whole, made = whole[finite], made[finite]
+    whole, made = whole.to(made.dtype), made
+    biggest = float(made.abs().max()) if made.numel() else 0.0
+    largest = float(whole.abs().max()) if whole.numel() else 0.0
+    if biggest == 0.0 and largest == 0.0:
+        return 0.0
+    for power in _POWERS:
+        ratio = float(count) ** power
+        bound = tolerance * max(largest, ratio * biggest, ratio * scale)
+        if float((whole - ratio * made).abs().max()) <= bound:
+            return ratio
+    return None
+
+
+# ----
+
+
+_WIDE_TOLERANCE = 1e-8  # float64: what is left of two ways of summing
+_NARROW_TOLERANCE = 1e-3  # the step's own types, where it can't be run in float64
+_NOISE = 1e-12
+
+Load = Callable[[Machine, bool], None]  # fills state and batch; with True, with numbers of its own making
+
+
+@dataclass(slots=True)
+class Proof:
+    """`ratios`: of each storage of shares, what the parts' sum is multiplied by. `joined`: of each result
+    that is laid side by side, by its views."""
+
+    ratios: dict[int, float] = field(default_factory=dict)
+    joined: dict[tuple[int, int], float] = field(default_factory=dict)
+
+
+def prove(
+    pairs: list[Pair], plan: Plan, make: Callable[[], Emitter], load: Load, results: list[tuple[int, int]]
+) -> Proof:
+    """`results`: (whole view, part view) of per-sample values the step returns. Raises NotSplittable."""
+    reason = ""
+    for wide in (True, False):
+        for invented in (True, False):
+            try:
+                with torch.no_grad():
+                    return _Run(pairs, plan, make(), wide, results).run(load, invented)
+            except Inconclusive as error:
+                reason = reason or str(error)
+    raise NotSplittable(f"whether the step splits could not be tried out: {reason}", REMEDY)
+
+
+class _Run:
+    def __init__(
+        self, pairs: list[Pair], plan: Plan, emitter: Emitter, wide: bool, results: list[tuple[int, int]]
+    ) -> None:
+        self.pairs, self.plan, self.emitter, self.results = pairs, plan, emitter, results
+        self.record = emitter.record
+        self.machine = Machine(self.record, wide)
+        self.tolerance = _WIDE_TOLERANCE if wide else _NARROW_TOLERANCE
+        self.parts = range(emitter.count)
+        self._own: dict[int, set[int]] = {}  # storage of the whole -> the parts'
+        self._matches: dict[int, Match] = {}
+
+    def run(self, load: Load, invented: bool) -> Proof:
+        load(self.machine, invented)
+        last = self._last_uses()
+        for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
+            if level is Level.TAIL:
+                continue
+            self._whole(pair.full)
+            if level is Level.PART:
+                self._in_parts(j, pair)
+                self._compare(j, pair)
+            for storage in last.get(j, ()):
+                for one in (storage, *self._own.get(storage, ())):
+                    self.machine.forget(one)
+        return self._finish()
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """The storages that nobody needs after each operator."""
+        kept = self.plan.shares | {self.record.views[a].storage for a, _ in self.results}
+        kept |= {s for j in self.plan.losses.values() for s in self.pairs[j].full.reads}
+        kept |= set(self.plan.divided.values())
+        used: dict[int, int] = {}
+        for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
+            if level is not Level.TAIL:
+                used.update(dict.fromkeys(pair.full.reads | pair.full.writes, j))
+        found: dict[int, list[int]] = {}
+        for storage, j in used.items():
+            if storage not in kept and self.record.storages[storage].kind == "temp":
+                found.setdefault(j, []).append(storage)
+        return found
+
+    # ---- running -------------------------------------------------------------------------------------
+
+    def _whole(self, op: RawOp) -> None:
+        if op.random is not None:
+            self.machine.draw(op)
+        else:
+            self.machine.run(op)
+
+    def _in_parts(self, j: int, pair: Pair) -> None:
+        for part in self.parts:
+            ops = self.emitter.emit(j, part)
+            for extra in self.emitter.extras:
+                self.machine.run(extra)
+            self.emitter.extras.clear()
+            for storage in pair.part.writes:
+                self._own.setdefault(storage, set()).add(self.emitter.storage(storage, part))
+            if pair.full.random is not None:
+                self.machine.put(ops[0], self._drawn(pair, part))
+                continue
+            for op in ops:
+                self.machine.run(op)
+
+    def _drawn(self, pair: Pair, part: int) -> list[torch.Tensor]:
+        """The part's piece of what was drawn for the whole."""
+        found = []
+        for a, b in zip(outs_of(pair.full.outs), outs_of(pair.part.outs), strict=True):
+            whole = self.machine.tensor(a)
+            dim = scaled(self.record.views[a], self._of_part(b, part), len(self.parts))
+            assert dim >= 0, "other draws were refused"
+            length = whole.shape[dim] // len(self.parts)
+            found.append(whole.narrow(dim, part * length, length))
+        return found
+
+    def _of_part(self, view: int, part: int) -> View:
+        return self.record.views[self.emitter.part_view(view, part)]
+
+    # ---- comparing -----------------------------------------------------------------------------------
+
+    def _compare(self, j: int, pair: Pair) -> None:
+        if pair.name in UNDEFINED or pair.full.random is not None:
+            return
+        for a, b, kind in self.plan.outs[j]:
+            storage = self.record.views[a].storage
+            if kind in (Kind.SAMPLE, Kind.DATA):
+                whole, parts = self._values(a, b)
+                if not (whole.is_floating_point() or whole.is_complex()):
+                    continue  # positions within a part are not those within the batch; what they pick is compared
+                if self._along(a, b, whole, parts) is None:
+                    raise NotSplittable(
+                        f"{pair.full.where}: {pair.name} mixes samples: for parts of the batch it gives other values",
+                        REMEDY,
+                    )
+            elif kind is Kind.SHARE and storage in self.plan.shares:
+                self._share(storage, a, b, pair)
+
+    def _values(self, a: int, b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        views = [self.emitter.part_view(b, part) for part in self.parts]
+        return self.machine.tensor(a), [self.machine.tensor(v) for v in views]
+
+    def _along(self, a: int, b: int, whole: torch.Tensor, parts: list[torch.Tensor]) -> Match | None:
+        dim = scaled(self.record.views[a], self._of_part(b, 0), len(parts))
+        return along(whole, parts, dim, self.tolerance)
+
+    def _share(self, storage: int, a: int, b: int, pair: Pair) -> None:
+        whole, parts = self._values(a, b)
+        if not all(bool(torch.isfinite(t).all()) for t in (whole, *parts)):
+            raise Inconclusive(f"{pair.full.where}: {pair.name} gives infinities")
+        inputs = [self.machine.tensor(v) for v, _ in pair.refs if self.record.views[v].storage in self.machine]
+        largest = max((float(t.abs().max()) for t in inputs if t.is_floating_point() and t.numel()), default=0.0)
+        match = total(whole, parts, self.tolerance, _NOISE * largest)
+        if match is None or (match.ratio is None and pair.name in NOT_SUMS):
+            raise NotSplittable(
+                f"{pair.full.where}: what {pair.name} gives for the batch is neither the sum nor the mean of what it gives "
+                "for parts of it",
+                REMEDY,
+            )
+        self._matches[storage] = match
+
+    def _finish(self) -> Proof:
+        proof = Proof()
+        for a, b in self.results:
+            whole, parts = self._values(a, b)
+            match = self._along(a, b, whole, parts)
+            if match is None or match.inner != 1:
+                raise NotSplittable(
+                    f"a result of shape {tuple(whole.shape)} can't be put together from those of parts",
+                    "return per-sample values with the batch first, sums, or means, or submit without microbatches",
+                )
+            proof.joined[a, b] = 1.0 if match.ratio is None else match.ratio
+        known = Counter(m.ratio for s, m in self._matches.items() if m.ratio is not None and self._is_float(s))
+        usual = known.most_common(1)[0][0] if known else 1.0
+        for storage in self.plan.shares:
+            found = self._matches.get(storage)
+            ratio = found.ratio if found is not None else None
+            proof.ratios[storage] = ratio if ratio is not None else usual if self._is_float(storage) else 1.0
+        return proof
+
+    def _is_float(self, storage: int) -> bool:
+        return self.record.storages[storage].dtype.startswith(("float", "bfloat", "complex"))

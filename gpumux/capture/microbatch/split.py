@@ -1,0 +1,314 @@
+"""The trace of a split step, put together from those of the whole batch and of a part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from gpumux.capture.microbatch.classify import (
+    REMEDY,
+    Kind,
+    Level,
+    Pair,
+    Plan,
+    Setting,
+    call_refs,
+    classify,
+    pair_up,
+    scaled,
+)
+from gpumux.capture.microbatch.emit import Emitter
+from gpumux.capture.microbatch.proof import Inconclusive, Machine, Proof, prove
+from gpumux.capture.recorder import RawOp, Record
+from gpumux.capture.state import StateTable, byte_view
+from gpumux.capture.structure import thaw
+from gpumux.capture.tracer import DeviceExit, RawTrace, TensorResult
+from gpumux.errors import ConfigError, NotSplittable
+from gpumux.program.ir import ITEM_BYTES, TensorRef, extent
+
+
+def join(full: RawTrace, part: RawTrace, pairs: list[Pair], plan: Plan, emitter: Emitter, proof: Proof) -> RawTrace:
+    """Once, then part by part, then the tail. `emitter` must write what plan.shares names in place."""
+    levels = list(enumerate(plan.levels))
+    sums = {s: _birth(emitter, pairs, plan, s) for s in plan.shares}
+    ready = _last_touch(pairs, plan)
+    parts: list[RawOp] = []
+    for i in range(emitter.count):
+        for j, level in levels:
+            if level is not Level.PART:
+                continue
+            parts += [replace(op, random=_slot(op, i)) for op in emitter.emit(j, i)]
+            if i:
+                parts += [_add(emitter, sums[s], i, pairs[j].full.where) for s in ready.get(j, ())]
+    once = [pairs[j].full for j, level in levels if level is Level.ONCE or j in plan.whole] + emitter.extras
+    tail = _scaled(emitter, sums, proof)
+    results = list(full.results)
+    for position, (whole, mine) in enumerate(zip(full.results, part.results, strict=True)):
+        if isinstance(whole, TensorResult) and (whole.view, mine.view) in proof.joined:
+            ops, view = _side_by_side(emitter, whole.view, mine.view, proof.joined[whole.view, mine.view])
+            tail += ops
+            results[position] = TensorResult(view)
+    tail += [pairs[j].full for j, level in levels if level is Level.TAIL or j in plan.late]
+    emitter.record.ops = _renumbered([*once, *parts, *tail])
+    return replace(full, record=emitter.record, results=results)
+
+
+_PARTS_APART = 1 << 32
+
+
+def _slot(op: RawOp, part: int) -> int | None:
+    """A number of its own for each part's draws; recomputation within a part still shares one."""
+    return None if op.random is None else op.random + (part + 1) * _PARTS_APART
+
+
+def _renumbered(ops: list[RawOp]) -> list[RawOp]:
+    slots: dict[int, int] = {}
+    return [op if op.random is None else replace(op, random=slots.setdefault(op.random, len(slots))) for op in ops]
+
+
+def _birth(emitter: Emitter, pairs: list[Pair], plan: Plan, storage: int) -> tuple[int, int]:
+    """(whole view, part view) that covers all of a storage of shares."""
+    views = emitter.record.views
+    for pair, level in zip(pairs, plan.levels, strict=True):
+        if level is not Level.PART or storage not in pair.full.writes - pair.full.reads:
+            continue
+        for a, b in pair.outs:
+            view = views[a]
+            if view.storage == storage:
+                dense = (
+                    prod(view.size) * ITEM_BYTES[view.dtype] == extent(view) == emitter.record.storages[storage].nbytes
+                )
+                if dense:
+                    return a, b
+                raise NotSplittable(f"{pair.full.where}: {pair.name} gives a value that is not dense in memory", REMEDY)
+    raise AssertionError("shares are born in a part")
+
+
+def _last_touch(pairs: list[Pair], plan: Plan) -> dict[int, list[int]]:
+    last: dict[int, int] = {}
+    for j, (pair, level) in enumerate(zip(pairs, plan.levels, strict=True)):
+        if level is Level.PART:
+            last.update(dict.fromkeys((pair.full.reads | pair.full.writes) & plan.shares, j))
+    found: dict[int, list[int]] = {}
+    for storage in sorted(last):
+        found.setdefault(last[storage], []).append(storage)
+    return found
+
+
+def _add(emitter: Emitter, views: tuple[int, int], part: int, where: str) -> RawOp:
+    target, source = TensorRef(views[0]), TensorRef(emitter.part_view(views[1], part))
+    return emitter.call("add_.Tensor", (target, source), views[0], where)
+
+
+def _scaled(emitter: Emitter, sums: dict[int, tuple[int, int]], proof: Proof) -> list[RawOp]:
+    """Sums turned into means, all of one type in one operator."""
+    groups: dict[tuple[float, str], list[int]] = {}
+    for storage in sorted(sums):
+        ratio, view = proof.ratios[storage], sums[storage][0]
+        if ratio != 1.0:
+            groups.setdefault((ratio, emitter.record.views[view].dtype), []).append(view)
+    made = []
+    for (ratio, _), views in groups.items():
+        storages = frozenset(emitter.record.views[v].storage for v in views)
+        refs = tuple(TensorRef(v) for v in views)
+        made.append(RawOp("aten._foreach_mul_.Scalar", (refs, ratio), (), (), storages, storages, None, "the step"))
+    return made
+
+
+def _side_by_side(emitter: Emitter, whole: int, mine: int, ratio: float) -> tuple[list[RawOp], int]:
+    views = emitter.record.views
+    a, b = views[whole], views[emitter.part_view(mine, 0)]
+    dim = next(d for d, (m, n) in enumerate(zip(a.size, b.size, strict=True)) if m != n)
+    out = emitter.fresh(a.dtype, a.size)
+    parts = tuple(TensorRef(emitter.part_view(mine, i)) for i in range(emitter.count))
+    ops = [emitter.call("cat.default", (parts, dim), out, "the step")]
+    if ratio != 1.0:
+        ops.append(emitter.call("mul_.Scalar", (TensorRef(out), ratio), out, "the step"))
+    return ops, out
+
+
+# ---- Numbers to try a split on: the job's state and the example batch, or others like them.
+
+
+class Loader:
+    """Fills a Machine with state and batch. Invented numbers keep a proof from resting on what happens to be
+    zero (a last layer that starts there, an example batch of zeros)."""
+
+    def __init__(self, record: Record, table: StateTable, tensors: list[torch.Tensor], split: set[int]) -> None:
+        self._record = record
+        self._table = table
+        self._tensors = tensors
+        self._split = split
+        self._params = {place.buffer for p in table.params if (place := table.place(p)) is not None}
+
+    def __call__(self, machine: Machine, invented: bool) -> None:
+        draw = torch.Generator().manual_seed(1)
+        order: dict[int, torch.Tensor] = {}
+        for index, storage in enumerate(self._record.storages):
+            if storage.kind == "state":
+                machine.hold(index, self._state(index, storage.key, draw, invented))
+            elif storage.kind == "input":
+                machine.hold(index, self._input(storage.key, draw, invented, order))
+
+    def _state(self, index: int, buffer: int, draw: torch.Generator, invented: bool) -> torch.Tensor:
+        known = self._table.buffers[buffer]
+        flat = torch.zeros(known.nbytes, dtype=torch.uint8)
+        for storage, start in known.home if known.filled else ():
+            flat[start : start + storage.nbytes()].copy_(byte_view(storage))
+        typed = flat.view(self._dtype(index))
+        if not typed.is_floating_point() or not typed.numel():
+            return typed
+        if not known.filled:
+            return 0.01 * torch.randn(typed.shape, generator=draw, dtype=torch.float32).to(typed.dtype)
+        if not invented:
+            return typed
+        wide = typed.double()
+        typed = wide * (1 + 0.1 * torch.rand(wide.shape, generator=draw, dtype=wide.dtype))  # variances stay positive
+        if buffer in self._params:
+            typed += (
+                0.1 * (float(wide.std(correction=0)) or 0.5) * torch.randn(wide.shape, generator=draw, dtype=wide.dtype)
+            )
+        return typed.to(flat.view(self._dtype(index)).dtype)
+
+    def _dtype(self, index: int) -> torch.dtype:
+        found = {
+            self._record.views[v].dtype
+            for op in self._record.ops
+            for v in call_refs(op)
+            if self._record.views[v].storage == index
+        }
+        if len(found) > 1:
+            raise Inconclusive(f"state is read as {' and '.join(sorted(found))}")
+        dtype: torch.dtype = getattr(torch, found.pop() if found else "uint8")
+        return dtype
+
+    def _input(
+        self, position: int, draw: torch.Generator, invented: bool, order: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """The batch tensor as elements of its storage, in the strides it has."""
+        given = self._tensors[position].detach().cpu()
+        if invented and given.is_floating_point():
+            given = _others(given, draw)
+        elif position in self._split:  # other samples meet: the same order for all
+            length = given.shape[0]
+            if length not in order:
+                order[length] = torch.randperm(length, generator=draw)
+            given = given[order[length]]
+        like = self._tensors[position]
+        span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
+        flat = torch.zeros(span, dtype=like.dtype)
+        if span:
+            flat.as_strided(like.shape, like.stride()).copy_(given)
+        return flat
+
+
+def _others(given: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Numbers of the same range: between 0 and 1, or about as spread."""
+    if not given.numel():
+        return given
+    wide = given.double()
+    if float(wide.min()) >= 0 and float(wide.max()) <= 1:
+        return torch.rand(given.shape, generator=draw).to(given.dtype)
+    spread = float(wide.std(correction=0)) or 1.0
+    return (float(wide.mean()) + spread * torch.randn(given.shape, generator=draw)).to(given.dtype)
+
+
+# ---- From a step's traces on the whole batch and on a part of it to one that runs part by part.
+
+
+# How far a split step's gradients and results may be from the whole step's, by the type they are in: relative
+# to the largest element of the tensor. In exact arithmetic they are equal.
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+MOST = 4096
+
+
+def check_microbatches(count: Any) -> None:
+    """Raises ConfigError for anything but a whole number from 1 to MOST."""
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST:
+        raise ConfigError(f"microbatches is {count!r}", f"use a whole number from 1 to {MOST}")
+
+
+def split_positions(tensors: list[torch.Tensor], count: int) -> set[int]:
+    """Which tensors of a batch are cut along dimension 0: those as long as the first one. Raises
+    NotSplittable when `count` does not divide that."""
+    sized = [t for t in tensors if t.dim()]
+    if not sized:
+        raise NotSplittable(
+            f"the batch holds no tensor with a batch dimension to cut in {count} parts",
+            "pass the batch as tensors with their samples along dimension 0, or submit without microbatches",
+        )
+    size = sized[0].shape[0]
+    if size % count or size == 0:
+        raise NotSplittable(
+            f"{count} microbatches do not divide a batch of {size} samples",
+            "use a number that divides the batch size, and drop_last=True in the loader",
+        )
+    return {i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == size}
+
+
+def first_part(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
+    """The step's arguments with the first of `count` parts of the batch."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    split = split_positions([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], count)
+    position = 0
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if position in split:
+                leaves[i] = leaf[: leaf.shape[0] // count]
+            position += 1
+    first_args, first_kwargs = pytree.tree_unflatten(leaves, spec)
+    return first_args, first_kwargs
+
+
+def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: int, table: StateTable) -> RawTrace:
+    """The trace that runs `count` parts of the batch one after the other. Raises NotSplittable."""
+    pairs = pair_up(full, part)
+    cut = split_positions(tensors, count)
+    returned = [
+        (a.view, b.view) for a, b in zip(full.results, part.results, strict=True) if isinstance(a, TensorResult)
+    ]
+    setting = Setting(cut, _fixed(table), {place.buffer for _, place in full.entry.gradients})
+    plan = classify(pairs, full.record, part.record, count, setting, _exits(full), [a for a, _ in returned])
+
+    def emitter(shared: set[int] | None = None) -> Emitter:
+        return Emitter(pairs, full.record, part.record, plan, count, cut, shared)
+
+    joined = [(a, b) for a, b in returned if _per_sample(full, plan.kinds, a)]
+    for a, b in joined:
+        if scaled(full.record.views[a], part.record.views[b], count) < 0:
+            raise NotSplittable(
+                f"the step returns certain samples of the batch (shape {full.record.views[a].size})",
+                "return per-sample values of the whole batch, sums, or means, or submit without microbatches",
+            )
+    proof = prove(pairs, plan, emitter, Loader(full.record, table, tensors, cut), joined)
+    return join(full, part, pairs, plan, emitter(plan.shares), proof)
+
+
+def _per_sample(full: RawTrace, kinds: list[Kind], view: int) -> bool:
+    """Whether each part has its own samples of a result. What lies on the batch itself is there whole."""
+    storage = full.record.views[view].storage
+    return kinds[storage] in (Kind.SAMPLE, Kind.DATA) and full.record.storages[storage].kind == "temp"
+
+
+def _exits(full: RawTrace) -> list[int]:
+    """Views of everything the step leaves in gradients, optimizers and buffers."""
+    found = [*full.gradients.values(), *(view for _, view in full.replaced)]
+
+    def leaf(value: Any) -> None:
+        if isinstance(value, DeviceExit):
+            found.append(value.view)
+
+    for frozen in full.optimizers:
+        for _, tree in frozen:
+            thaw(tree, leaf)
+    return found
+
+
+def _fixed(table: StateTable) -> set[int]:
+    """Job buffers that hold no parameter."""
+    params = {place.buffer for p in table.params if (place := table.place(p)) is not None}
+    return set(range(len(table.buffers))) - params

@@ -1,0 +1,837 @@
+"""Records every operator a step runs, over fake tensors, as raw operators on storages and views.
+
+The recorder sits below autograd: what it sees is exactly the aten operators the plain loop runs,
+backward and optimizer included. The user's own parameters and buffers stay where they are; each
+time one reaches an operator it is looked up *by its storage* and replaced by a fake twin, so it does
+not matter by which reference the step found it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpumux.capture.gpu.operators import as_they_are
+from gpumux.capture.patches import RngTape
+from gpumux.capture.source import Layers, Observer, by_numbers, instead_of, user_line, value_read
+from gpumux.capture.symbols import Expr, Scope, is_symbol
+from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
+from gpumux.program.check import fake_call
+from gpumux.program.ir import Arg, Complex, Label, Out, ScalarRef, Tag, TensorRef, View
+
+# ---- What the recorder needs to know of an operator's schema, worked out once an operator.
+
+
+# Operators that change an argument without saying so in their schema: positions of what they write.
+HIDDEN_WRITES: dict[str, tuple[int, ...]] = {
+    "aten.native_batch_norm.default": (3, 4),
+    "aten.cudnn_batch_norm.default": (3, 4),
+    "aten.miopen_batch_norm.default": (3, 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    name: str
+    kwarg_only: bool
+    default: Any
+    has_default: bool
+    writes: bool
+    is_tensor: bool
+    takes_scalar: bool  # a host scalar may stand here (Scalar, float, or a list of Scalars)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    target: str
+    params: tuple[Param, ...]
+    mutable: bool
+    random: bool
+    hidden_writes: tuple[int, ...]
+
+
+_cache: dict[Any, Schema] = {}
+_SCALAR_TYPES = {"number", "Scalar", "float", "List[number]", "List[Scalar]", "Optional[number]", "Optional[Scalar]",
+                 "Optional[float]", "List[float]"}  # fmt: skip
+
+
+def schema_of(func: torch._ops.OpOverload) -> Schema:
+    found = _cache.get(func)
+    if found is None:
+        target = str(func)
+        params = tuple(
+            Param(
+                a.name, a.kwarg_only, a.default_value if a.has_default_value() else None, a.has_default_value(),
+                a.alias_info is not None and a.alias_info.is_write, str(a.type) in ("Tensor", "Optional[Tensor]"),
+                str(a.type) in _SCALAR_TYPES,
+            )
+            for a in func._schema.arguments
+        )  # fmt: skip
+        found = Schema(
+            target, params, func._schema.is_mutable, torch.Tag.nondeterministic_seeded in func.tags,
+            HIDDEN_WRITES.get(target, ()),
+        )  # fmt: skip
+        _cache[func] = found
+    return found
+
+
+def bind(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Param, Any]]:
+    """(parameter, value) for everything given, positionals first, in schema order."""
+    bound: list[tuple[Param, Any]] = []
+    for i, param in enumerate(schema.params):
+        if i < len(args):
+            bound.append((param, args[i]))
+        elif param.name in kwargs:
+            bound.append((param, kwargs[param.name]))
+        elif not param.kwarg_only and any(p.name in kwargs and not p.kwarg_only for p in schema.params[i + 1 :]):
+            bound.append((param, param.default))
+    return bound
+
+
+def functional_overload(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """For an `out=` form with one output: the form that makes its own result from the same inputs."""
+    outs = [a for a in func._schema.arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
+    if len(outs) != 1 or outs[0].name != "out" or len(func._schema.returns) != 1:
+        return None
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "out"]
+    for name in func.overloadpacket.overloads():
+        other: torch._ops.OpOverload = getattr(func.overloadpacket, name)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted and not other._schema.is_mutable:
+            return other
+    return None
+
+
+def scalar_overload(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch._ops.OpOverload | None:
+    """For a number where the schema wants a tensor (`mul.Tensor(x, 2.0)`): the overload that takes
+    the number itself, which torch defines to compute the same."""
+    packet = func.overloadpacket
+    wanted = {"Tensor": "Scalar", "Tensor_mode": "Scalar_mode", "self": "ScalarOther"}.get(func._overloadname)
+    if wanted is None or wanted not in packet.overloads():
+        return None
+    other: torch._ops.OpOverload = getattr(packet, wanted)
+    names = [a.name for a in func._schema.arguments]
+    if [a.name for a in other._schema.arguments] != names:
+        return None
+    return other
+
+
+# ---- What a trace has recorded so far: storages, views, operators, each as plain data.
+#
+# Identity is by storage, not by tensor: holding tensors would raise their reference counts and make
+# autograd copy gradients it otherwise takes over as they are.
+
+
+# Operators that turn a tensor into another view of its storage, in place: nothing runs on the device.
+_INPLACE_VIEWS = frozenset(
+    ("t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_", "squeeze_", "detach_", "as_strided_")
+)
+
+
+@dataclass(slots=True)
+class RawStorage:
+    """`key` is the job buffer (state), the batch position (input) or the bytes (const)."""
+
+    kind: str
+    nbytes: int
+    key: Any = None
+    dtype: str = ""  # of the tensor it was born as (temp)
+
+
+@dataclass(slots=True)
+class RawOp:
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outs: tuple[Out, ...]
+    reads: frozenset[int]  # storages
+    writes: frozenset[int]  # storages changed in place or born
+    random: int | None
+    where: str
+    label: Label | None = None  # whose layer it is
+
+
+@dataclass(slots=True)
+class Record:
+    storages: list[RawStorage] = field(default_factory=list)
+    views: list[View] = field(default_factory=list)
+    ops: list[RawOp] = field(default_factory=list)
+    scalars: list[Expr] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)  # view of each batch tensor
+    state_storage: dict[int, int] = field(default_factory=dict)  # job buffer -> storage
+
+
+class Ledger:
+    """Numbers storages, views and host scalars as they come up, and writes operators down."""
+
+    def __init__(self, scope: Scope, tape: RngTape, allowed: Callable[[str], bool], device: torch.device) -> None:
+        self.record = Record()
+        self._scope = scope
+        self._tape = tape
+        self._allowed = allowed
+        self._device = device
+        self._storage_ids: dict[int, int] = {}
+        self._view_ids: dict[View, int] = {}
+        self._scalar_ids: dict[int, int] = {}
+        self.label: Label | None = None  # of what is being recorded
+        self._keep: list[Any] = []  # storages, so that their addresses are not used again
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let the tensor's storage live, so that its address names it for the whole trace."""
+        self._keep.append(tensor.untyped_storage())
+
+    def storage_id(self, storage: torch.UntypedStorage) -> int | None:
+        return self._storage_ids.get(storage._cdata)
+
+    def add_storage(self, storage: torch.UntypedStorage, kind: str, key: Any = None, dtype: str = "") -> int:
+        index = len(self.record.storages)
+        self.record.storages.append(RawStorage(kind, storage.nbytes(), key, dtype))
+        self._storage_ids[storage._cdata] = index
+        self._keep.append(storage)
+        return index
+
+    def view_of(self, fake: torch.Tensor) -> int:
+        """The view index of a fake tensor whose storage is known."""
+        storage = self.storage_id(fake.untyped_storage())
+        if storage is None:
+            raise CaptureError(
+                f"{user_line()}: a tensor came from nowhere", "report this as a bug with the step's code"
+            )
+        view = View(
+            storage, str(fake.dtype).removeprefix("torch."), tuple(fake.shape), tuple(fake.stride()),
+            int(fake.storage_offset()),
+        )  # fmt: skip
+        index = self._view_ids.get(view)
+        if index is None:
+            index = len(self.record.views)
+            self.record.views.append(view)
+            self._view_ids[view] = index
+        return index
+
+    # ---- writing an operator down ----------------------------------------------------------------
+
+    def write(self, func: Any, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any, out: Any) -> None:
+        outs = _returns(func, out)
+        if any(isinstance(o, torch.Tensor) and o.layout is not torch.strided for o in leaves(outs)):
+            raise UnsupportedOperator(
+                f"{user_line()} makes a sparse tensor ({schema.target})",
+                "keep it dense: torch.nn.Embedding(..., sparse=False) has dense gradients, which SGD or Adam takes",
+            )
+        if torch.Tag.inplace_view in func.tags and func.overloadpacket.__name__ in _INPLACE_VIEWS:
+            if not isinstance(args[0], FakeTensor):
+                raise CaptureError(
+                    f"{user_line()} changes the shape of the model's own tensor ({schema.target})",
+                    "make a view of it instead",
+                )
+            return  # the tensor is another view of its storage from now on; nothing happens on the device
+        fresh = [
+            o for o in leaves(outs) if isinstance(o, torch.Tensor) and self.storage_id(o.untyped_storage()) is None
+        ]
+        if not fresh and not schema.mutable and self._pure_view(outs):
+            return
+        if any(isinstance(v, (int, float)) or is_symbol(v) for p, v in bind(schema, args, kwargs) if p.is_tensor):
+            func, schema = self._scalar_form(func, args, kwargs)
+        if not self._allowed(schema.target):
+            raise UnsupportedOperator(
+                f"{user_line()} uses the operator {schema.target}, which is not on the allow-list",
+                instead_of(
+                    schema.target,
+                    "write the step without it, or ask the daemon's operator to add it (allow_ops in its configuration)",
+                ),
+            )
+        reads: set[int] = set()
+        writes: set[int] = set()
+        positional: list[Arg] = []
+        keywords: list[tuple[str, Arg]] = []
+        symbols, fakes = bind(schema, args, kwargs), bind(schema, fargs, fkwargs)
+        for i, ((param, symbol), (_, fake)) in enumerate(zip(symbols, fakes, strict=True)):
+            touched = {self._known(t) for t in leaves(fake) if isinstance(t, torch.Tensor)}
+            reads |= touched
+            if param.writes or i in schema.hidden_writes:
+                writes |= touched
+            value = self._arg(symbol, fake, param.takes_scalar, schema.target)
+            if not param.kwarg_only:
+                positional.append(value)
+            elif isinstance(value, ScalarRef) or not self._is_default(param.name, fake, param.default):
+                keywords.append((param.name, value))  # a number that is the default now may be another later
+        for o in fresh:
+            writes.add(self.add_storage(o.untyped_storage(), "temp", None, str(o.dtype).removeprefix("torch.")))
+        slot = (
+            self._tape.draw((schema.target, repr(positional[1:]), self._shapes(outs)))
+            if schema.random and self._draws(schema, fargs)
+            else None
+        )
+        self.record.ops.append(
+            RawOp(
+                schema.target, tuple(positional), tuple(sorted(keywords)), tuple(placed(o, self.view_of) for o in outs),
+                frozenset(reads), frozenset(writes), slot, user_line(), self.label,
+            )
+        )  # fmt: skip
+
+    @staticmethod
+    def _draws(schema: Schema, args: tuple[Any, ...]) -> bool:
+        """Whether this call really draws. Fused attention draws only with a dropout probability, and forward; cuDNN's
+        recurrent layers only with a state to draw from, which they are never given."""
+        if schema.target.endswith("_backward.default") or schema.target == "aten._cudnn_rnn.default":
+            return False
+        if "dot_product" in schema.target:
+            names = [p.name for p in schema.params]
+            at = names.index("dropout_p") if "dropout_p" in names else -1
+            return 0 <= at < len(args) and args[at] > 0
+        return True
+
+    def _known(self, fake: torch.Tensor) -> int:
+        found = self.storage_id(fake.untyped_storage())
+        assert found is not None, "every argument's storage was met before"
+        return found
+
+    def _pure_view(self, outs: Sequence[Any]) -> bool:
+        """All outputs are views of known storages that as_strided could make."""
+        for o in leaves(outs):
+            if isinstance(o, torch.Tensor):
+                storage = self.record.storages[self._known(o)]
+                if storage.kind == "temp" and storage.dtype != str(o.dtype).removeprefix("torch."):
+                    return False
+        return True
+
+    def _shapes(self, outs: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple((tuple(o.shape), str(o.dtype)) for o in leaves(outs) if isinstance(o, torch.Tensor))
+
+    def _scalar_form(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Schema]:
+        other = scalar_overload(func, args, kwargs)
+        if other is None:
+            raise UnsupportedOperator(
+                f"{user_line()}: {func} takes a number where it wants a tensor, and has no form for numbers",
+                "pass a tensor instead of the number",
+            )
+        return other, schema_of(other)
+
+    @staticmethod
+    def _is_default(name: str, value: Any, default: Any) -> bool:
+        if name in ("pin_memory", "device", "non_blocking", "layout"):
+            return not value or name == "device" or value is torch.strided
+        if isinstance(value, torch.Tensor) or isinstance(default, torch.Tensor):
+            return False
+        return bool(type(value) is type(default) and value == default)
+
+    def scalar(self, expr: Expr) -> Arg:
+        if expr.constant:
+            return expr.value
+        index = self._scalar_ids.setdefault(expr.index, len(self.record.scalars))
+        if index == len(self.record.scalars):
+            self.record.scalars.append(expr)
+        return ScalarRef(index)
+
+    def _arg(self, value: Any, fake: Any, takes_scalar: bool, target: str) -> Arg:
+        """One argument as data. `value` may hold symbols, `fake` has the fake tensors."""
+        if isinstance(fake, torch.Tensor):
+            return TensorRef(self.view_of(fake))
+        if is_symbol(value):
+            expr = self._scope.lift(value)
+            return self.scalar(expr) if takes_scalar and not isinstance(expr.value, bool) else self._scope.guard(expr)
+        if isinstance(fake, (list, tuple)):
+            return tuple(self._arg(v, f, takes_scalar, target) for v, f in zip(value, fake, strict=True))
+        if fake is None or isinstance(fake, (bool, int, float, str)):
+            return fake
+        if isinstance(fake, complex):
+            return Complex(fake.real, fake.imag)
+        if isinstance(fake, torch.dtype):
+            return Tag("dtype", str(fake).removeprefix("torch."))
+        if isinstance(fake, torch.layout):
+            return Tag("layout", str(fake).removeprefix("torch."))
+        if isinstance(fake, torch.memory_format):
+            return Tag("memory_format", str(fake).removeprefix("torch."))
+        if isinstance(fake, torch.device):
+            if fake.type != self._device.type:
+                raise CaptureError(
+                    f"{user_line()} places a tensor on {fake} inside the step", "let it follow its inputs' device"
+                )
+            return Tag("device", "")
+        raise UnsupportedOperator(
+            f"{user_line()}: {target} takes an argument of type {type(fake).__name__}", "replace the operator"
+        )
+
+
+def _returns(func: Any, out: Any) -> Sequence[Any]:
+    """What an operator returned, one entry a return of its schema."""
+    declared = len(func._schema.returns)
+    if declared == 1:
+        return (out,)
+    return out if declared else ()
+
+
+def placed(value: Any, view_of: Callable[[torch.Tensor], int]) -> Out:
+    """What an operator returned, tensors by the numbers of their views."""
+    if isinstance(value, torch.Tensor):
+        return view_of(value)
+    return tuple(view_of(v) for v in value) if isinstance(value, (list, tuple)) else None
+
+
+def leaves(value: Any) -> list[Any]:
+    """Flat list of what nested lists, tuples and dicts hold."""
+    if isinstance(value, (list, tuple)):
+        return [leaf for v in value for leaf in leaves(v)]
+    if isinstance(value, dict):
+        return [leaf for v in value.values() for leaf in leaves(v)]
+    return [value]
+
+
+# ---- Operators on tracked 0-dim tensors (an optimizer's `step`), carried out on the host.
+#
+# Such a tensor's value depends on nothing but step counts and hyperparameters, so it is computed as an
+# expression instead of on the device: `.item()` on it is then known, and Python may decide by it.
+
+
+aten = torch.ops.aten
+
+_ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
+_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_COPIES = {aten.clone.default}
+_TYPES = (torch.float32, torch.float64, torch.int64)
+
+
+def run(rec: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """(done, result). Not done: the operator isn't one of ours, and runs on the device."""
+    if func is aten._local_scalar_dense.default:
+        return True, rec.scope.symbol(_value(rec, args[0]))
+    if func in _SAME:
+        return True, args[0]
+    if func in _COPIES:
+        return True, _new(rec, _value(rec, args[0]), args[0].dtype)
+    if func is aten._to_copy.default:
+        return _cast(rec, args[0], kwargs)
+    name = func.overloadpacket.__name__
+    if name.startswith("_foreach_"):
+        return _foreach(rec, name.removeprefix("_foreach_"), args, kwargs)
+    if name in ("zero_", "fill_", "copy_"):
+        return _assign(rec, name, args)
+    if name in ("neg", "neg_") and len(args) == 1:
+        return _negate(rec, name, args[0])
+    inplace = name.endswith("_")
+    if name.rstrip("_") not in _ARITHMETIC or not isinstance(args[0], torch.Tensor):
+        return False, None
+    if len(args) < 2 or kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode") is not None or len(args) > 2:
+        return False, None
+    expr = _binary(rec, name.rstrip("_"), args[0], args[1])
+    if expr is None:
+        return False, None
+    if inplace:
+        _set(rec, args[0], expr)
+        return True, args[0]
+    return True, _new(rec, expr, args[0].dtype)
+
+
+def filled(rec: Recorder, number: int, dtype: torch.dtype | None) -> tuple[bool, Any]:
+    """(done, a tracked 0-dim tensor that holds this number). Not done: a type whose arithmetic is the device's."""
+    kind = dtype or torch.get_default_dtype()
+    if kind not in _TYPES:
+        return False, None
+    return True, _new(rec, rec.scope.const(float(number) if kind.is_floating_point else number), kind)
+
+
+def _value(rec: Recorder, tensor: torch.Tensor) -> Expr:
+    return rec.host[tensor.untyped_storage()._cdata]
+
+
+def _set(rec: Recorder, tensor: torch.Tensor, expr: Expr) -> None:
+    rec.host[tensor.untyped_storage()._cdata] = expr
+
+
+def _new(rec: Recorder, expr: Expr, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.zeros((), dtype=dtype)
+    rec.ledger.keep(tensor)
+    _set(rec, tensor, expr)
+    return tensor
+
+
+def _operand(rec: Recorder, value: Any, dtype: torch.dtype) -> Expr | None:
+    if isinstance(value, torch.Tensor):
+        return _value(rec, value) if value.dtype == dtype else None
+    if is_symbol(value) or isinstance(value, (int, float)):
+        expr = rec.scope.lift(value)
+        if isinstance(expr.value, bool) or (not dtype.is_floating_point and isinstance(expr.value, float)):
+            return None
+        return expr
+    return None
+
+
+def _binary(rec: Recorder, name: str, left: torch.Tensor, right: Any) -> Expr | None:
+    a, b = _value(rec, left), _operand(rec, right, left.dtype)
+    if b is None:
+        return None
+    if left.dtype == torch.float32:
+        return rec.scope.apply(f"f32.{name}", a, b)
+    if left.dtype == torch.float64:
+        return rec.scope.apply("truediv" if name == "div" else name, a, b)
+    if left.dtype == torch.int64 and name != "div":
+        return rec.scope.apply(name, a, b)
+    return None
+
+
+def _negate(rec: Recorder, name: str, tensor: torch.Tensor) -> tuple[bool, Any]:
+    # No square roots and the like here: torch's vectorised float32 ones are not correctly rounded.
+    if not tensor.is_floating_point():
+        return False, None
+    expr = rec.scope.apply("neg", _value(rec, tensor))
+    if name == "neg_":
+        _set(rec, tensor, expr)
+        return True, tensor
+    return True, _new(rec, expr, tensor.dtype)
+
+
+def _assign(rec: Recorder, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+    target = args[0]
+    expr = (
+        rec.scope.const(0.0 if target.is_floating_point() else 0)
+        if name == "zero_"
+        else _operand(rec, args[1], target.dtype)
+    )
+    if expr is None or target.dtype not in _TYPES:
+        return False, None
+    if target.dtype == torch.float32:
+        expr = rec.scope.apply("f32.cast", expr)
+    elif target.dtype == torch.float64:
+        expr = rec.scope.apply("float", expr)
+    _set(rec, target, expr)
+    return True, target
+
+
+def _cast(rec: Recorder, tensor: torch.Tensor, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    dtype = kwargs.get("dtype") or tensor.dtype
+    expr = _value(rec, tensor)
+    if dtype == tensor.dtype:
+        return True, _new(rec, expr, dtype)
+    if dtype == torch.float32:
+        return True, _new(rec, rec.scope.apply("f32.cast", expr), dtype)
+    if dtype == torch.float64:
+        return True, _new(rec, rec.scope.apply("float", expr), dtype)
+    return False, None
+
+
+def _foreach(rec: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    if name.rstrip("_") not in _ARITHMETIC or kwargs.get("alpha", 1) != 1 or len(args) != 2:
+        return False, None
+    tensors, other = args
+    others = other if isinstance(other, (list, tuple)) else [other] * len(tensors)
+    exprs = [_binary(rec, name.rstrip("_"), t, o) for t, o in zip(tensors, others, strict=True)]
+    if any(e is None for e in exprs):
+        return False, None
+    if name.endswith("_"):
+        for t, e in zip(tensors, exprs, strict=True):
+            _set(rec, t, e)  # type: ignore[arg-type]
+        return True, None
+    return True, [_new(rec, e, t.dtype) for t, e in zip(tensors, exprs, strict=True)]  # type: ignore[arg-type]
+
+
+# ----
+
+
+# How ASGD begins the numbers of its state (step, mu), of which its Python later reads the values. Others that begin so (the
+# fused and capturable ones) leave them to the device.
+_FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
+
+_FIXED = "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step"
+
+# Finds a real tensor's place in the job's state: (buffer, its bytes, the storage's byte offset in it).
+Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(
+        self, scope: Scope, tape: RngTape, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
+        allowed: Callable[[str], bool], observer: Observer, device: str = "cpu", layers: Layers | None = None,
+        gpu: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.scope = scope
+        self.fake_mode = FakeTensorMode(
+            allow_non_fake_inputs=False, allow_fallback_kernels=False
+        )  # like the daemon's check
+        self.host: dict[int, Expr] = {}  # storage -> value of a tracked 0-dim tensor
+        self._lookup = lookup
+        self._observer = observer
+        self._layers = layers or Layers(())
+        self._mkldnn = torch.backends.mkldnn.enabled
+        self._unknown = unknown
+        self.device = torch.device(device)
+        self._gpu = gpu
+        self.ledger = Ledger(scope, tape, allowed, self.device)
+        self.record = self.ledger.record
+        self.view_of = self.ledger.view_of
+        self._bases: dict[int, torch.Tensor] = {}  # job buffer -> fake bytes
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}  # by what the real one is, and how it lies in its buffer
+        self._rebound: dict[int, torch.Tensor] = {}  # real storage -> fake tensor that took its place
+
+    # ---- tensors to storages and views ----------------------------------------------------------
+
+    def input(self, tensor: torch.Tensor, position: int) -> torch.Tensor:
+        """A fake twin of one batch tensor, with the bytes its strides span and offset 0."""
+        with self.fake_mode:
+            fake = torch.empty_strided(
+                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=self.device
+            )
+        self.ledger.add_storage(fake.untyped_storage(), "input", position)
+        self.record.inputs.append(self.view_of(fake))
+        return fake
+
+    def _const(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.detach().contiguous()
+        data = bytes(torch._C.TensorBase.numpy(flat.view(-1).view(torch.uint8))) if flat.numel() else b""
+        with self.fake_mode:
+            fake = torch.empty(tuple(flat.shape), dtype=flat.dtype, device=self.device)
+        self.ledger.add_storage(fake.untyped_storage(), "const", data, str(flat.dtype).removeprefix("torch."))
+        return fake
+
+    def materialise(self, expr: Expr, dtype: torch.dtype) -> torch.Tensor:
+        """A 0-dim device tensor holding a host scalar's value."""
+        if expr.constant:
+            return self._const(torch.tensor(expr.value, dtype=dtype))
+        with self.fake_mode:
+            fake = torch.empty((), dtype=dtype, device=self.device)
+        name = str(dtype).removeprefix("torch.")
+        sid = self.ledger.add_storage(fake.untyped_storage(), "temp", None, name)
+        op = RawOp(
+            "aten.full.default", ((), self.ledger.scalar(expr)), (("dtype", Tag("dtype", name)),), (self.view_of(fake),),
+            frozenset(), frozenset((sid,)), None, user_line(), self.ledger.label,
+        )  # fmt: skip
+        self.record.ops.append(op)
+        return fake
+
+    def _state_view(self, real: torch.Tensor, place: tuple[int, int, int]) -> torch.Tensor:
+        if real.is_conj() or real.is_neg():
+            raise CaptureError(
+                f"{user_line()} uses part of the model through a view that conjugates or negates it, made outside the step",
+                "make the view inside the step",
+            )
+        key = (id(real), place, real.dtype, real.storage_offset(), real.size(), real.stride())
+        fake = self._views.get(key)
+        if fake is not None:  # making one takes as long as an operator does
+            return fake
+        buffer, nbytes, start = place
+        base = self._bases.get(buffer)
+        if base is None:
+            with self.fake_mode:
+                base = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._bases[buffer] = base
+            self.record.state_storage[buffer] = self.ledger.add_storage(base.untyped_storage(), "state", buffer)
+        offset, rest = divmod(start, real.element_size())
+        if rest:
+            raise CaptureError(
+                "parameters overlap at addresses that no strided view can express", "give them storages of their own"
+            )
+        with self.fake_mode:
+            fake = torch.empty(0, dtype=real.dtype, device=self.device)
+            fake.set_(base.untyped_storage(), offset + real.storage_offset(), real.size(), real.stride())
+        self._views[key] = fake
+        return fake
+
+    def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            if tensor.fake_mode is not self.fake_mode:
+                raise self._unknown(tensor)
+            return tensor
+        key = tensor.untyped_storage()._cdata
+        rebound = self._rebound.get(key)
+        if rebound is not None:
+            return rebound
+        expr = self.host.get(key)
+        if expr is not None:
+            return self.materialise(expr, tensor.dtype)
+        place = self._lookup(tensor)
+        if place is None:
+            raise self._unknown(tensor)
+        return self._state_view(tensor, place)
+
+    # ---- dispatch --------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._observer.pause()
+        try:
+            with as_they_are():
+                return self._dispatch(func, args, kwargs or {})
+        finally:
+            self._observer.resume()
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.ledger.label = self._layers.here()
+        if func is torch.ops.prim.device.default:
+            return self.device
+        if func.namespace != "aten":
+            return self._foreign(func, args, kwargs)
+        if torch.backends.mkldnn.enabled != self._mkldnn:
+            raise CaptureError(
+                f"{user_line()} runs under other torch.backends settings than the step began with",
+                "set them before you submit, for the whole step",
+            )
+        if func is aten.lift_fresh.default:
+            return self._lift(args[0])
+        if func is aten.mkldnn_rnn_layer.default:
+            raise UnsupportedOperator(
+                f"{user_line()} runs an LSTM through oneDNN, whose backward can't be captured",
+                "set torch.backends.mkldnn.enabled = False before you submit (and in runs you compare with)",
+            )
+        if func is aten._conj.default:  # lazy conjugation is a flag on a view; make it real
+            func = aten.conj_physical.default
+        elif func is aten._neg_view.default:
+            func = aten.neg.default
+        found = leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in found):
+            raise CaptureError(
+                f"{user_line()} draws from a generator of its own",
+                "drop generator=; the job has its own, seeded by submit(seed=...)",
+            )
+        tensors = [t for t in found if isinstance(t, torch.Tensor)]
+        if func in _FILLED and args and not args[0] and not self._gpu and by_numbers():
+            done, out = filled(self, _FILLED[func], kwargs.get("dtype"))
+            if done:
+                return out
+        if tensors and all(self.is_host(t) for t in tensors):
+            done, out = run(self, func, args, kwargs)
+            if done:
+                return out
+        if func is aten._local_scalar_dense.default:
+            raise value_read()
+        if func is aten._is_all_true.default or func is aten._is_any_true.default:
+            raise DataDependent(
+                f"{user_line()} checks the values of a tensor in Python",
+                "torch.distributions does so by default: pass validate_args=False, or call "
+                "torch.distributions.Distribution.set_default_validate_args(False) before you submit",
+            )
+        symbols = self.scope.symbols_of(func.overloadpacket.__name__)
+        if symbols:
+            kwargs = {**kwargs, **symbols}
+        if "out" in kwargs and isinstance(kwargs["out"], torch.Tensor):
+            functional = functional_overload(func)
+            if functional is not None:
+                return self._into(
+                    kwargs["out"], self._device_op(functional, args, {k: v for k, v in kwargs.items() if k != "out"})
+                )
+        return self._device_op(func, args, kwargs)
+
+    def _into(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """`out=` written as the operator and a copy, which any device can carry out."""
+        if tuple(out.shape) != tuple(result.shape) or out.dtype != result.dtype:
+            raise UnsupportedOperator(
+                f"{user_line()} gives out= a tensor of another shape or type than the result",
+                "drop out=, or make them alike",
+            )
+        self._device_op(aten.copy_.default, (out, result), {})
+        return out
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's value is a tracked number."""
+        key = tensor.untyped_storage()._cdata if not isinstance(tensor, FakeTensor) else None
+        return key is not None and key in self.host and key not in self._rebound
+
+    def is_number(self, value: Any) -> bool:
+        """Whether it is a tracked number, or the tensor of one, that is another at another step."""
+        if is_symbol(value):
+            return True
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not self.is_host(value):
+            return False
+        return not self.host[value.untyped_storage()._cdata].constant
+
+    def _foreign(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace == "profiler":
+            with torch.utils._python_dispatch._disable_current_modes():
+                return func(*args, **kwargs)
+        raise UnsupportedOperator(
+            f"{user_line()} uses the operator {func}, which is not one of aten's",
+            "write it with torch's own operators, or ask the daemon's operator to allow it (allow_ops)",
+        )
+
+    def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A constant made inside the step: `torch.tensor(3.0)`."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.dim() == 0 and not tensor.is_complex():
+            self.ledger.keep(tensor)
+            self.host[tensor.untyped_storage()._cdata] = self.scope.const(tensor.item())
+            return tensor
+        return self._const(tensor)
+
+    def _device_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        originals: dict[int, torch.Tensor] = {}
+        keep: list[torch.Tensor] = []
+        fake_args = tuple(self._concrete(a, originals, keep) for a in args)
+        fake_kwargs = {k: self._concrete(v, originals, keep) for k, v in kwargs.items()}
+        out = self._run_fake(func, fake_args, fake_kwargs)
+        schema = schema_of(func)
+        self.ledger.write(func, schema, args, kwargs, fake_args, fake_kwargs, out)
+        if schema.mutable:
+            if torch.Tag.inplace_view in func.tags:  # a fake was reshaped, and its real one was not
+                self._views.clear()
+            self._rebind(schema, args, kwargs, fake_args, fake_kwargs)
+        else:
+            self._follow_views(originals, keep, out)
+        if not originals:
+            return out
+        if isinstance(out, (list, tuple)):
+            return type(out)(originals.get(id(o), o) for o in out)
+        return originals.get(id(out), out)
+
+    def _concrete(self, value: Any, originals: dict[int, torch.Tensor], keep: list[torch.Tensor]) -> Any:
+        """An argument with a fake tensor for each real one: those are noted in `originals`, by the fake's id, and the fakes
+        in `keep`. A method, since a closure that calls itself would hold the real ones until the cyclic collector runs."""
+        if isinstance(value, torch.Tensor):
+            fake = self.to_fake(value)
+            if fake is not value:
+                originals[id(fake)] = value
+                keep.append(fake)
+            return fake
+        if is_symbol(value):
+            return self.scope.lift(value).value
+        if isinstance(value, (list, tuple)):
+            return (
+                type(value)(self._concrete(v, originals, keep) for v in value)
+                if type(value) in (list, tuple)
+                else value
+            )
+        return value
+
+    def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with self.fake_mode:
+                return fake_call(func, args, kwargs, self.device.type)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise DataDependent(
+                f"{user_line()}: the shape or value of {func}'s result depends on the data",
+                instead_of(str(func), _FIXED),
+            ) from error
+        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
+            raise UnsupportedOperator(
+                f"{user_line()}: {func} can't run on fake tensors", "replace the operator or do it outside the step"
+            ) from error
+
+    def _follow_views(self, originals: dict[int, torch.Tensor], fakes: list[torch.Tensor], out: Any) -> None:
+        """A view of a tracked host tensor: both live on the device from now on, so that a later write
+        to one is seen through the other."""
+        made = {o.untyped_storage()._cdata for o in leaves(out) if isinstance(o, torch.Tensor)}
+        for fake in fakes:
+            real = originals[id(fake)]
+            if fake.untyped_storage()._cdata in made and self.is_host(real):
+                self._rebound[real.untyped_storage()._cdata] = fake
+
+    def _rebind(self, schema: Schema, args: Any, kwargs: Any, fargs: Any, fkwargs: Any) -> None:
+        """A device operator wrote into a tracked host tensor: from now on it lives on the device."""
+        fakes = bind(schema, fargs, fkwargs)
+        for (param, real), (_, fake) in zip(bind(schema, args, kwargs), fakes, strict=True):
+            if param.writes:
+                reals = real if isinstance(real, (list, tuple)) else [real]
+                twins = fake if isinstance(fake, (list, tuple)) else [fake]
+                for r, f in zip(reals, twins, strict=True):
+                    if isinstance(r, torch.Tensor) and self.is_host(r):
+                        self._rebound[r.untyped_storage()._cdata] = f

@@ -1,0 +1,635 @@
+"""The job's state: which bytes of which local storages make up its buffers in the daemon.
+
+Parameters and buffers of the models, what the optimizers hold, and gradients that outlive a step
+each lie on a buffer. Storages that overlap in memory (one flat buffer with views, tied weights)
+are one buffer. Buffers are only ever added: a Program binds to them by number.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+from operator import call, is_
+from typing import Any
+
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gpumux.capture.gpu.devices import Twins, elsewhere
+from gpumux.errors import CaptureError, StaleState
+
+# ---- What stands where a step left a tensor in an attribute, a variable or a container: the values are in the daemon, and were not returned.
+#
+# It says what the tensor is like. Whatever asks for more gets StaleState, which names the place and the remedy; what stood there
+# before the step would be an old value, and nobody would notice.
+
+
+_TENSOR: Any = torch.Tensor
+_DESCRIBES = frozenset(
+    (
+        *(
+            getattr(_TENSOR, name).__get__
+            for name in (
+                "device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu",
+                "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
+            )
+        ),
+        *(
+            getattr(_TENSOR, name)
+            for name in (
+                "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
+                "is_floating_point", "is_inference", "is_neg", "is_signed", "ndimension", "nelement", "numel", "size", "stride",
+            )
+        ),
+        torch.is_complex, torch.is_floating_point, torch.numel, torch.is_signed,
+    )
+)  # fmt: skip
+
+
+class Unreturned(torch.Tensor):
+    """`_place`: the name the user knows it by. Copies and pickles are the like."""
+
+    _place: str
+
+    @staticmethod
+    def at(
+        place: str, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> Unreturned:
+        made: Unreturned = torch.Tensor._make_wrapper_subclass(
+            Unreturned, size, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        made._place = place
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DESCRIBES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise _unreturned((args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise _unreturned((args, kwargs))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Unreturned.at(*self._like())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Unreturned.at, self._like()
+
+    def _like(self) -> tuple[Any, ...]:
+        size, stride = tuple(self.shape), tuple(self.stride())
+        return self._place, size, stride, self.dtype, self.device, self.requires_grad
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"<{self._place} as a step left it, size {tuple(self.shape)}: not returned>"
+
+
+UNRETURNED = (FakeTensor, Unreturned)  # what traces and steps leave behind
+
+
+def _unreturned(given: Any) -> StaleState:
+    place = next((one._place for one in _found(given)), "this tensor")
+    return StaleState(
+        f"{place} was set by a step that ran in the daemon, and its values are not here",
+        f"return it from the step (return loss, {place}) and take it from the result; a value that steps go on from belongs in a "
+        "buffer of the model (register_buffer)",
+    )
+
+
+def _found(value: Any) -> Iterator[Unreturned]:
+    if isinstance(value, Unreturned):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _found(item)
+    elif isinstance(value, dict):
+        yield from _found(list(value.values()))
+
+
+def unreturned(place: str, value: Any, home: torch.device | None, number: Callable[[Any], bool]) -> Any:
+    """`value`, in which a trace's tensors and numbers are replaced. `home`: where the job's tensors lie."""
+    if isinstance(value, FakeTensor):
+        like = (tuple(value.shape), tuple(value.stride()), value.dtype, home or value.device, value.requires_grad)
+        return Unreturned.at(place, *like)
+    if number(value):
+        dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64
+        return Unreturned.at(place, (), (), dtype, torch.device("cpu"), False)
+    if isinstance(value, dict):
+        return _alike(value, {k: unreturned(f"{place}[{k!r}]", v, home, number) for k, v in value.items()})
+    if isinstance(value, (tuple, list)):
+        return _alike(value, [unreturned(f"{place}[{i}]", v, home, number) for i, v in enumerate(value)])
+    return value
+
+
+def _alike(old: Any, new: Any) -> Any:
+    make: Callable[..., Any] = type(old)
+    return make(*new) if hasattr(old, "_fields") else make(new) if make in (list, tuple, dict) else new
+
+
+# ---- Readings of what is watched, and whether two of them are the same.
+#
+# A reading holds the very objects it saw, so an address can't be used again while it is compared.
+# Unchanged readings compare by identity, in C (`Pulse`); only what differs is looked at closely.
+
+
+SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
+Reading = tuple[Any, ...]
+Identity = Callable[[torch.Tensor], Any]
+ABSENT = object()  # read where there is no such name
+
+
+def layout(tensor: torch.Tensor) -> Any:
+    """What Python can tell of a tensor that is no state: a step can't compute with its values."""
+    return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad)
+
+
+@dataclass(slots=True)
+class Watch:
+    """`read()` gives the present values; `names` label them; `restore(old)` puts a reading back.
+
+    flag: training and requires_grad flags, which a step may leave changed.
+    parts: what to compare by identity instead of calling `read`, as long as all of it is the same: iterables
+        that show the present content. None: `read` itself gives the same objects while nothing changes.
+    content: `read` makes its values anew each time; they are compared by equality.
+    sized: something of which only the length is compared, as long as it is the same, instead of calling `read`.
+    """
+
+    label: str
+    read: Callable[[], Reading]
+    names: Callable[[int], str]
+    restore: Callable[[Reading], None]
+    flag: bool = False
+    parts: tuple[Iterable[Any], ...] | None = None
+    content: bool = False
+    sized: Any = None
+
+    def same(self, old: Reading, new: Reading, identity: Identity) -> bool:
+        if len(old) != len(new):
+            return False
+        if all(map(is_, old, new)):
+            return True
+        return all(equal(a, b, identity) for a, b in zip(old, new, strict=True))
+
+    def differences(self, old: Reading, new: Reading, identity: Identity) -> list[tuple[str, Any, Any]]:
+        """(name, old value, new value) of what changed."""
+        if len(old) != len(new):
+            return [(f"len({self.label})", len(old), len(new))]
+        pairs = enumerate(zip(old, new, strict=True))
+        found = [(self.names(i), a, b) for i, (a, b) in pairs if not equal(a, b, identity)]
+        return found[:1] if found and found[0][0] == found[-1][0] else found
+
+
+def equal(a: Any, b: Any, identity: Identity) -> bool:
+    """Whether a step could not tell two values apart. `identity` says which of the job's tensors one is,
+    or its layout. One that a trace or a step left behind is nobody's (leftovers.py)."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        if isinstance(a, UNRETURNED) or isinstance(b, UNRETURNED):
+            return all(isinstance(x, torch.Tensor) or x is None or x is ABSENT for x in (a, b))
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            return False
+        return bool(identity(a) == identity(b))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, SCALARS):
+        return repr(a) == repr(b)  # tells 0.0 from -0.0, and nan is nan
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(equal(x, y, identity) for x, y in zip(a, b, strict=True))
+    return isinstance(a, types.MethodType) and a.__func__ is b.__func__ and a.__self__ is b.__self__
+
+
+class Pulse:
+    """All watches at once, in C: whether everything is the very object it was."""
+
+    def __init__(self, watches: Sequence[Watch]) -> None:
+        self._parts = [part for w in watches for part in w.parts or ()]
+        self._reads = [w.read for w in watches if w.parts is None and w.sized is None and not w.content]
+        self._sized = [w.sized for w in watches if w.sized is not None]
+        self._contents = [w.read for w in watches if w.content]
+        self._seen: tuple[list[Any], list[int], list[Any]] | None = None
+
+    def _now(self) -> tuple[list[Any], list[int], list[Any]]:
+        read = list(map(call, self._reads))
+        lengths = [*map(len, self._parts), *map(len, self._sized), *map(len, read)]  # type: ignore[arg-type]
+        everything = [*chain.from_iterable(read), *chain.from_iterable(self._parts)]
+        return everything, lengths, list(map(call, self._contents))
+
+    def settle(self) -> None:
+        """What is there now is what `steady` compares with."""
+        self._seen = self._now()
+
+    def steady(self) -> bool:
+        """Raises KeyError when a watched name has gone."""
+        if self._seen is None:
+            return False
+        objects, lengths, contents = self._now()
+        old_objects, old_lengths, old_contents = self._seen
+        return lengths == old_lengths and contents == old_contents and all(map(is_, old_objects, objects))
+
+
+# ----
+
+
+class Part(Enum):
+    """A part of the state that is fetched by itself. `MODEL`: parameters and buffers."""
+
+    MODEL = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+
+
+ALL = frozenset(Part)
+
+
+@dataclass(slots=True)
+class Buffer:
+    """`home` keeps the local storages alive and says where sync() writes: (storage, start byte).
+    `filled`: the local bytes mean something, so the daemon's buffer must start as a copy of them."""
+
+    name: str
+    nbytes: int
+    filled: bool = True
+    home: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor's place: elements are counted from the buffer's start."""
+
+    buffer: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _between_processes(storage: torch.UntypedStorage) -> bool:
+    """Whether other processes may write to it. A file that was mapped to be read (torch.load(mmap=True)) is private."""
+    return storage.is_shared() and storage.filename is None
+
+
+def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A flat uint8 tensor over a local storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class StateTable:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], device: str = "cpu", runs_on: str = "cpu"
+    ) -> None:
+        """`device`: where steps are traced; `runs_on`: where the daemon runs them. The local tensors lie there, or all
+        on one GPU (`home`), with twins standing in for them while a step is traced. Raises CaptureError."""
+        self.models = list(models)
+        self.optimizers = list(optimizers)
+        self.buffers: list[Buffer] = []
+        self.params: list[torch.Tensor] = []  # everything that may have a gradient, each once
+        self.param_names: list[str] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []  # parameters and buffers, each once
+        self._where: dict[int, tuple[int, int, int]] = {}  # storage -> (buffer, its bytes, start byte)
+        self._index: dict[int, int] = {}  # id(param) -> index
+        self._at_path: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._paths: dict[int, set[tuple[Any, ...]]] = {}  # buffer -> keys of `_at_path`
+        self._place_of: dict[
+            tuple[Any, ...], Place
+        ] = {}  # key of `_at_path` -> where its tensor lay when it came there
+        self._at: dict[Place, torch.Tensor] = {}
+        self._former: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what was replaced
+        self._device = device
+        self.runs_on = runs_on
+        self.home: torch.device | None = None  # where the local tensors lie; None while there are none
+        self.tf32 = False  # whether a GPU rounds float32 to TF32 in a Program of the job
+        self.twins: Twins | None = None
+        self._slots = [
+            (owner, name, tensor)
+            for model in self.models
+            for module in model.modules()
+            for owner in (module._parameters, module._buffers)
+            for name, tensor in owner.items()
+        ]
+        self._collect()
+        self._merge([t for _, t in self.tensors], [n for n, _ in self.tensors])
+        self._known = {id(t): t.untyped_storage()._cdata for _, t in self.tensors}
+
+    def _collect(self) -> None:
+        seen: set[int] = set()
+        for i, model in enumerate(self.models):
+            prefix = f"model{i}." if len(self.models) > 1 else ""
+            for name, p in model.named_parameters():
+                self._take(prefix + name, p, seen, True)
+            for name, b in model.named_buffers():
+                self._take(prefix + name, b, seen, False)
+        for i, optimizer in enumerate(self.optimizers):
+            for j, group in enumerate(optimizer.param_groups):
+                for k, p in enumerate(group["params"]):
+                    self._take(f"optimizer{i}.group{j}.param{k}", p, seen, True)
+
+    def _take(self, name: str, tensor: torch.Tensor, seen: set[int], param: bool) -> None:
+        if id(tensor) in seen:
+            return
+        seen.add(id(tensor))
+        if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
+            raise CaptureError(
+                f"{name} has no shape yet (a lazy module)", "run the model once on a batch before you submit"
+            )
+        apart = elsewhere(tensor.device)
+        if (tensor.device.type != self._device and not apart) or tensor.layout != torch.strided:
+            raise CaptureError(
+                f"{name} is a {tensor.layout} tensor on {tensor.device}, and steps are traced on the {self._device}",
+                f"move the model there first: model.to({self._device!r})",
+            )
+        if self.home is not None and tensor.device != self.home:
+            raise CaptureError(
+                f"{name} lies on {tensor.device}, and {self.tensors[0][0]} on {self.home}",
+                f"move all of it to one device before you make the optimizer: model.to({str(self.home)!r})",
+            )
+        self.home = tensor.device
+        if apart and self.twins is None:
+            self.twins = Twins()
+        if tensor.device.type == "cpu" and _between_processes(tensor.untyped_storage()):
+            raise CaptureError(
+                f"{name} lies in memory that processes share (share_memory_(), or sent by torch.multiprocessing), and a job's state "
+                "is its own: what the others write would be lost",
+                "submit a copy of the model that is not shared: copy.deepcopy(model)",
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            raise CaptureError(
+                f"{name} is conjugated or negated by a flag, not in its memory",
+                "store tensor.resolve_conj().resolve_neg() in its place",
+            )
+        self.tensors.append((name, tensor))
+        if param:
+            self._index[id(tensor)] = len(self.params)
+            self.params.append(tensor)
+            self.param_names.append(name)
+
+    def _merge(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Give each group of overlapping storages one buffer."""
+        storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
+        for t, name in zip(tensors, names, strict=True):
+            s = t.untyped_storage()
+            if s._cdata not in self._where and s.nbytes() > 0:
+                storages.setdefault(s._cdata, (s, name))
+            elif s.nbytes() == 0 and s._cdata not in self._where:
+                self._where[s._cdata] = (self._add(name, 0, s, 0), 0, 0)
+        spans = sorted(
+            (s.data_ptr(), s.data_ptr() + s.nbytes(), order) for order, (s, _) in enumerate(storages.values())
+        )
+        groups: list[tuple[int, int, list[int]]] = []
+        for start, end, order in spans:
+            if groups and start < groups[-1][1]:
+                last = groups[-1]
+                groups[-1] = (last[0], max(last[1], end), [*last[2], order])
+            else:
+                groups.append((start, end, [order]))
+        items = list(storages.values())
+        for start, end, orders in sorted(groups, key=lambda g: min(g[2])):  # keep the model's order
+            first, name = items[min(orders)]
+            index = self._add(name, end - start)
+            for order in orders:
+                s = items[order][0]
+                self.buffers[index].home.append((s, s.data_ptr() - start))
+                self._where[s._cdata] = (index, end - start, s.data_ptr() - start)
+            del first
+
+    @property
+    def gpu(self) -> bool:
+        """Whether a GPU holds the local model or runs the steps."""
+        return "cuda" in (self.runs_on, self.home.type if self.home is not None else "")
+
+    def _add(self, name: str, nbytes: int, storage: torch.UntypedStorage | None = None, start: int = 0) -> int:
+        self.buffers.append(Buffer(name, nbytes, True, [(storage, start)] if storage is not None else []))
+        return len(self.buffers) - 1
+
+    # ---- looking up ----------------------------------------------------------------------------------
+
+    def lookup(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
+        """(buffer, its bytes, the storage's start byte in it), or None for a stranger."""
+        storage = tensor.untyped_storage()._cdata
+        return self._where.get(storage if self.twins is None else self.twins.real(storage))
+
+    def place(self, tensor: torch.Tensor) -> Place | None:
+        found = self.lookup(tensor)
+        if found is None:
+            return None
+        offset = found[2] // tensor.element_size() + int(tensor.storage_offset())
+        return Place(found[0], tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+    def identity(self, tensor: torch.Tensor) -> Any:
+        """Equal for tensors that a step can't tell apart: one of the job's by its place, and whether it is
+        the parameter itself; any other by its layout, for a step can't compute with its values."""
+        index = self._index.get(id(tensor))
+        if index is not None:
+            return ("parameter", index)
+        place = self.place(tensor) or self._former.get(tensor)
+        return layout(tensor) if place is None else (place, tensor.requires_grad)
+
+    def param_index(self, tensor: Any) -> int | None:
+        return self._index.get(id(tensor))
+
+    def adopt(self, path: tuple[Any, ...], name: str, tensor: torch.Tensor) -> Place:
+        """Make a local tensor (of an optimizer's state, or a gradient) part of the job's state. A new
+        tensor of the same layout at a path known already (after load_state_dict) takes over its buffer."""
+        key = (path, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        if self.lookup(tensor) is None:
+            old = self._at_path.get(key)
+            if (
+                old is not None
+                and self.lookup(old) is not None
+                and tensor.storage_offset() == old.storage_offset()
+                and self._rehome(old, tensor)
+            ):
+                pass
+            else:
+                self._merge([tensor], [name])
+        self._at_path[key] = tensor
+        place = self.place(tensor)
+        assert place is not None
+        self._at[place] = tensor
+        self._paths.setdefault(place.buffer, set()).add(key)
+        self._place_of[key] = place
+        return place
+
+    def _rehome(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        return self._move(old.untyped_storage()._cdata, new.untyped_storage())
+
+    def _move(self, before: int, after: torch.UntypedStorage) -> bool:
+        if before not in self._where:
+            return False  # its buffer moved on before
+        buffer, nbytes, start = self._where[before]
+        if len(self.buffers[buffer].home) != 1 or after.nbytes() != self.buffers[buffer].home[0][0].nbytes():
+            return False
+        del self._where[before]
+        self._where[after._cdata] = (buffer, nbytes, start)
+        self.buffers[buffer].home = [(after, start)]
+        self._at = {place: t for place, t in self._at.items() if place.buffer != buffer}
+        return True
+
+    def renew(self, buffers: Collection[int], *, keep: bool) -> set[int]:
+        """Other local memory for these buffers: the script has the old one from now on. `keep`: with the same bytes, where they
+        would else mean nothing. Returns the storages they lay in."""
+        gone: set[int] = set()
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            for index in buffers:
+                buffer = self.buffers[index]
+                at_path = {key: self.place(self._at_path[key]) for key in self._paths[index]}
+                new = torch.UntypedStorage(buffer.nbytes, device=self.home)
+                for storage, start in buffer.home:
+                    if keep:
+                        byte_view(new)[start : start + storage.nbytes()] = byte_view(storage)
+                    del self._where[storage._cdata]
+                    gone.add(storage._cdata)
+                buffer.home = [(new, 0)]
+                self._where[new._cdata] = (index, buffer.nbytes, 0)
+                self._at = {place: t for place, t in self._at.items() if place.buffer != index}
+                for key, place in at_path.items():
+                    if place is not None and place.buffer == index:  # no other tensor came there since
+                        self._at_path[key] = self.local(place)
+        return gone
+
+    def restore(self, place: Place, tensor: torch.Tensor) -> None:
+        """The local tensor at this place got other memory (`.data` was set): another stands there from now on."""
+        self._at.pop(place, None)
+        for key in self._paths[place.buffer]:
+            if self._at_path[key] is tensor:
+                self._at_path[key] = self.local(place)
+
+    def placeholder(
+        self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor:
+        """The local stand-in for state that a step makes (momentum, gradients): the same tensor each
+        time it is asked for under one path and layout. Its memory stays untouched until sync()."""
+        key = (path, dtype, tuple(size), tuple(stride))
+        found = self._at_path.get(key)
+        if found is not None and self.lookup(found) is None:
+            if self._at.get(self._place_of[key]) is not found:  # its buffer has moved on to another tensor
+                return self.fresh(path, name, dtype, size, stride)
+            self.restore(self._place_of[key], found)
+            found = self._at_path[key]
+        return found if found is not None else self.fresh(path, name, dtype, size, stride)
+
+    def takes(self, local: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether a tensor that the job knows nothing of can lie where `local` does, its memory its own."""
+        own = value.untyped_storage().nbytes() == value.nbytes == local.nbytes and value.storage_offset() == 0
+        return own and self.twins is None and value.device == local.device and self.lookup(value) is None
+
+    def fresh(
+        self, path: tuple[Any, ...], name: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor:
+        """`placeholder`, in memory of its own, whatever was known under the path."""
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            found = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.home)
+        self._at_path.pop((path, dtype, tuple(size), tuple(stride)), None)  # whose buffer it would take over
+        self.buffers[self.adopt(path, name, found).buffer].filled = False
+        return found
+
+    def local(self, place: Place) -> torch.Tensor:
+        """The adopted local tensor at a place, or a view of the buffer's first local storage."""
+        found = self._at.get(place)
+        if found is None:
+            storage, start = self.buffers[place.buffer].home[0]
+            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+                base = torch.empty(0, dtype=place.dtype, device=storage.device)
+                offset = place.offset - start // base.element_size()
+                found = base.set_(storage, offset, place.size, place.stride)
+            self._at[place] = found
+        return found
+
+    def stand_in(self, place: Place) -> torch.Tensor:
+        """What a trace meets there: `local`, or its twin where steps are traced."""
+        found = self.local(place)
+        return found if self.twins is None else self.twins.of(found)
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """For the length of a trace: the local tensors are where steps are traced."""
+        with nullcontext() if self.twins is None else self.twins.standing_in([t for _, t in self.tensors]):
+            yield
+
+    def refresh(self) -> None:
+        """Follow buffers that were replaced and tensors whose `.data` was: the new storages take the
+        old ones' buffers. Raises CaptureError when a layout changed or a parameter is another object."""
+        for i, (owner, name, old) in enumerate(self._slots):
+            new = owner.get(name)
+            if new is old:
+                continue
+            if old is None or new is None or isinstance(old, torch.nn.Parameter) or self._at_home(old, new) is None:
+                raise CaptureError(
+                    f"{name} is another parameter, or of another shape, than the job was submitted with",
+                    "close the job and submit the step again",
+                )
+            self._slots[i] = (owner, name, new)
+            self.tensors = [(n, new if t is old else t) for n, t in self.tensors]
+        for name, tensor in self.tensors:
+            if tensor.device != self.home:
+                raise CaptureError(
+                    f"{name} lies on {tensor.device} and lay on {self.home} when the job was submitted",
+                    f"move the model back (model.to({str(self.home)!r})), or close the job and submit the step again",
+                )
+            if self._at_home(tensor, tensor) is None:
+                raise CaptureError(
+                    f"{name} lies in memory of another size than when the job was submitted",
+                    "close the job and submit the step again",
+                )
+
+    def _at_home(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        """`new` with its storage known in place of `old`'s, or None when it does not fit there."""
+        before = self._known[id(old)]
+        alike = (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride())
+        if self.lookup(new) is None and not (
+            alike and before in self._where and self._move(before, new.untyped_storage())
+        ):
+            return None
+        self._known[id(new)] = new.untyped_storage()._cdata
+        return new
+
+    def put_anew(self, buffers: Collection[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Other tensors in the places of the models' own that lie on these buffers: the script has the old ones from now on, with
+        their memory. Returns (old, new)."""
+        found = []
+        for _, old in self.tensors:
+            place = self.place(old)
+            if place is None or place.buffer not in buffers:
+                continue
+            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+                buffer = self.buffers[place.buffer]
+                memory = torch.UntypedStorage(buffer.nbytes, device=self.home)
+                for storage, start in buffer.home:
+                    byte_view(memory)[start : start + storage.nbytes()] = byte_view(storage)
+                new = torch.empty(0, dtype=old.dtype, device=self.home)
+                new.set_(memory, place.offset, place.size, place.stride).requires_grad_(old.requires_grad)
+            found.append((old, new, place, memory))
+        for old, new, place, memory in found:
+            for storage, _ in self.buffers[place.buffer].home:
+                self._where.pop(storage._cdata, None)
+            self.buffers[place.buffer].home = [(memory, 0)]
+            self._where[memory._cdata] = (place.buffer, memory.nbytes(), 0)
+            self._at = {p: t for p, t in self._at.items() if p.buffer != place.buffer}
+            self._known[id(new)] = memory._cdata
+            self._former[old] = place
+        news = {id(old): new for old, new, _, _ in found}
+        for i, (owner, name, tensor) in enumerate(self._slots):
+            if id(tensor) in news:
+                self._slots[i] = (owner, name, news[id(tensor)])
+                holder: dict[str, Any] = owner
+                holder[name] = news[id(tensor)]
+        self.tensors = [(name, news.get(id(tensor), tensor)) for name, tensor in self.tensors]
+        return [(old, new) for old, new, _, _ in found]
+
+    def holders(self, place: Place) -> int:
+        """How many times modules hold what lies there."""
+        return sum(tensor is not None and self.place(tensor) == place for _, _, tensor in self._slots)
+
+    def replaced(self) -> bool:
+        """Whether a model holds other parameters or buffers than when the job was submitted."""
+        return any(owner.get(name) is not tensor for owner, name, tensor in self._slots)

@@ -1,0 +1,196 @@
+"""The shape of a job's optimizer state and gradients: what exists, where, and which numbers count.
+
+`SGD` has no momentum before its first step, `accumulate` leaves gradients that `apply` reads, a
+custom optimizer counts in a Python int. A trace is made *from* one Structure and ends *in* another;
+the client knows at every call which one holds, so the right trace is chosen without a look at
+values. Structures are frozen and hashable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gpumux.capture.fetching import is_lost
+from gpumux.capture.state import Part, Place, StateTable
+from gpumux.capture.symbols import Number
+from gpumux.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLeaf:
+    """A tensor in one of the job's buffers."""
+
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class HostLeaf:
+    """A number the client keeps: number `var` of the structure's host values. `dtype` None for a
+    Python number, else the type of the 0-dim tensor that holds it."""
+
+    var: int
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConstLeaf:
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """`optimizers`: one frozen tree each (see freeze). `kept` / `dropped`: parameters whose gradient
+    exists and is in the daemon / exists in the plain loop but nobody reads it."""
+
+    optimizers: tuple[Any, ...]
+    kept: tuple[tuple[int, Place], ...]
+    dropped: tuple[tuple[int, Place], ...]
+
+    @property
+    def gradients(self) -> tuple[tuple[int, Place], ...]:
+        return self.kept + self.dropped
+
+    def without_gradients(self, gone: Collection[int]) -> Structure:
+        """The same, where these parameters have no gradient."""
+        kept, dropped = (
+            tuple((i, place) for i, place in found if i not in gone) for found in (self.kept, self.dropped)
+        )
+        return replace(self, kept=kept, dropped=dropped)
+
+    def places(self) -> list[Place]:
+        """Where the optimizers' state and the gradients lie."""
+        leaves = [leaf for optimizer in self.optimizers for _, tree in optimizer for leaf in frozen_leaves(tree)]
+        return [leaf.place for leaf in leaves if isinstance(leaf, DeviceLeaf)] + [place for _, place in self.gradients]
+
+    def buffers(self, table: StateTable, parts: Collection[Part]) -> set[int]:
+        """The job's buffers that hold these parts of the state."""
+        places: list[Place | None] = []
+        if Part.MODEL in parts:
+            places += [table.place(tensor) for _, tensor in table.tensors]
+        if Part.OPTIMIZER in parts:
+            leaves = [leaf for optimizer in self.optimizers for _, tree in optimizer for leaf in frozen_leaves(tree)]
+            places += [leaf.place for leaf in leaves if isinstance(leaf, DeviceLeaf)]
+        if Part.GRADIENTS in parts:
+            places += [place for _, place in self.kept]
+        return {place.buffer for place in places if place is not None}
+
+
+def frozen_leaves(frozen: Any) -> Iterator[Any]:
+    """What is at the leaves of a frozen tree."""
+    if isinstance(frozen, tuple):
+        kind, items = frozen
+        for item in items:
+            yield from frozen_leaves(item[1] if kind == "d" else item)
+    else:
+        yield frozen
+
+
+def freeze(value: Any, leaf: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...]) -> Any:
+    """A nested container as nested tuples, its leaves replaced by `leaf(value, path)`."""
+    if isinstance(value, dict):
+        return ("d", tuple((k, freeze(v, leaf, (*path, k))) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        kind = "l" if isinstance(value, list) else "t"
+        return (kind, tuple(freeze(v, leaf, (*path, i)) for i, v in enumerate(value)))
+    return leaf(value, path)
+
+
+def thaw(frozen: Any, make: Callable[[Any], Any]) -> Any:
+    """The containers again, with `make(leaf)` at the leaves."""
+    if isinstance(frozen, tuple):
+        kind, items = frozen
+        if kind == "d":
+            return {k: thaw(v, make) for k, v in items}
+        values = [thaw(v, make) for v in items]
+        return values if kind == "l" else tuple(values)
+    return make(frozen)
+
+
+def freeze_state(state: Any, table: StateTable, leaf: Callable[[Any, tuple[Any, ...]], Any], which: int) -> Any:
+    """One optimizer's `.state`: keys that are parameters become ("p", index), others ("k", key)."""
+    items = []
+    for key, value in state.items():
+        index = table.param_index(key)
+        name = ("p", index) if index is not None else ("k", key)
+        items.append((name, freeze(value, leaf, (which, name))))
+    return tuple(items)
+
+
+def path_name(path: tuple[Any, ...], table: StateTable) -> str:
+    """A readable name of a place in an optimizer's state, for messages and buffers."""
+    which, (kind, key), *rest = path
+    owner = table.param_names[key] if kind == "p" else str(key)
+    return ".".join([f"optimizer{which}", owner, *map(str, rest)])
+
+
+_HOST_DTYPES = (torch.float32, torch.float64, torch.int64)
+
+
+class HostClasses:
+    """Numbers that are equal now and computed alike share one variable (every parameter's `step`)."""
+
+    def __init__(self) -> None:
+        self.values: list[Number] = []
+        self._by_key: dict[Any, int] = {}
+
+    def var(self, key: Any, value: Number) -> int:
+        if key not in self._by_key:
+            self._by_key[key] = len(self.values)
+            self.values.append(value)
+        return self._by_key[key]
+
+
+def unusable(path: tuple[Any, ...], value: Any, table: StateTable) -> CaptureError:
+    return CaptureError(
+        f"{path_name(path, table)} is a {type(value).__name__}, which can't be part of a captured step",
+        "keep only tensors, numbers, strings and None in the optimizer's state",
+    )
+
+
+def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tuple[Structure, list[Number]]:
+    """What the local optimizers and gradients hold now, adopted into the job's state. `lost`: gradients that are there and
+    have no values."""
+    classes = HostClasses()
+
+    def leaf(value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if (
+                value.dim() == 0
+                and value.dtype in _HOST_DTYPES
+                and table.lookup(value) is None
+                and value.device.type == "cpu"
+            ):
+                number = value.item()
+                return HostLeaf(classes.var((value.dtype, repr(number)), number), value.dtype)
+            return DeviceLeaf(table.adopt(path, path_name(path, table), value))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return HostLeaf(classes.var((type(value), repr(value)), value), None)
+        if value is None or isinstance(value, (bool, str)):
+            return ConstLeaf(value)
+        raise unusable(path, value, table)
+
+    optimizers = tuple(freeze_state(o.state, table, leaf, i) for i, o in enumerate(table.optimizers))
+    kept, dropped = [], []
+    model = {place.buffer for _, tensor in table.tensors if (place := table.place(tensor)) is not None}
+    for i, p in enumerate(table.params):
+        if lost and i in lost and p.grad is table.local(lost[i]):
+            dropped.append((i, lost[i]))
+        elif (g := p.grad) is not None and is_lost(g):  # of another job on the same model
+            name = f"grad.{table.param_names[i]}"
+            place = table.place(table.placeholder(("grad", i), name, g.dtype, tuple(g.shape), g.stride()))
+            assert place is not None
+            dropped.append((i, place))
+        elif p.grad is not None:
+            found = table.lookup(p.grad)
+            if found is not None and found[0] in model:
+                name = table.param_names[i]
+                raise CaptureError(
+                    f"the gradient of {name} lies in the memory of {table.buffers[found[0]].name}",
+                    f"give it memory of its own: {name}.grad = {name}.grad.clone()",
+                )
+            kept.append((i, table.adopt(("grad", i), f"grad.{table.param_names[i]}", p.grad)))
+    return Structure(optimizers, tuple(kept), tuple(dropped)), classes.values

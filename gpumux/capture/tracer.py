@@ -1,0 +1,542 @@
+"""One trace of a step: set the stage, run the user's function over fake tensors, note how it ends."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gpumux.capture import source as blame
+from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
+from gpumux.capture.gpu.devices import names_of_devices
+from gpumux.capture.gpu.operators import as_on_a_gpu
+from gpumux.capture.leftovers import Leftovers
+from gpumux.capture.patches import RngTape, patched
+from gpumux.capture.recorder import Record, Recorder
+from gpumux.capture.source import Executed, Layers, Observer
+from gpumux.capture.state import Place, Reading, StateTable
+from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
+from gpumux.capture.swapping import here, swapped
+from gpumux.capture.symbols import Expr, Guard, Number, Scope, hyper_name, hyperparameters, is_symbol
+from gpumux.capture.watch.fingerprint import Change, Fingerprint
+from gpumux.errors import CaptureError, GpumuxError, NotRepeatable, UnknownTensor
+from gpumux.program.ir import ITEM_BYTES
+
+# ---- What a batch may not hold, and what a trace may not have done, looked at when it is over.
+
+
+def refuse_odd_tensors(tensors: Sequence[Any]) -> None:
+    """Only plain strided memory can be laid into shared memory. What is no tensor is passed over."""
+    for i, tensor in enumerate(t for t in tensors if isinstance(t, torch.Tensor)):
+        what, remedy = _odd(tensor)
+        if what:
+            raise CaptureError(f"tensor {i} of the batch is {what}", remedy)
+
+
+def _odd(tensor: torch.Tensor) -> tuple[str, str]:
+    if tensor.is_nested:
+        return "a nested tensor", "pass it padded, with its lengths or a mask"
+    if tensor.layout is not torch.strided:
+        return f"laid out as {tensor.layout}", "pass .to_dense()"
+    if tensor.is_quantized:
+        return "quantized", "pass .dequantize() or .int_repr()"
+    if tensor.is_meta:
+        return "on the meta device and has no values", "pass a real tensor"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        return f"of type {dtype}", f"convert it to one of {', '.join(ITEM_BYTES)}"
+    return "", ""
+
+
+def refuse_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+    """A call that never got into the step is about the batch, not about a line of it."""
+    if not isinstance(error, TypeError):
+        return
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError:
+        raise CaptureError(
+            f"the step ({blame.definition(fn)}) can't be called with this batch: {error}",
+            "give one value for each of its arguments, in example= and at every call",
+        ) from error
+    except ValueError:
+        return  # it has no signature
+
+
+def refuse_batch_gradients(given: list[Any], fakes: list[Any]) -> None:
+    tensors = [(g, f) for g, f in zip(given, fakes, strict=True) if isinstance(g, torch.Tensor)]
+    for i, (tensor, fake) in enumerate(tensors):
+        if fake.grad is not None or fake.requires_grad != tensor.requires_grad:
+            raise CaptureError(
+                f"the step makes tensor {i} of the batch require grad, and its gradient would stay in the daemon",
+                "begin with x = x.detach().requires_grad_() inside the step",
+            )
+
+
+def refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> None:
+    """Python's own random numbers are not drawn again in the daemon: a branch that is rarely taken
+    would be baked in even though two traces agree."""
+    for (name, old), (_, new) in zip(before, after, strict=True):
+        if old != new:
+            raise NotRepeatable(
+                f"the step ({blame.definition(fn)}) draws random numbers from Python's {name}",
+                "draw with torch (torch.rand), or outside the step and pass the number in as a tensor",
+            )
+
+
+def refuse_written_batch(record: Record) -> None:
+    """The batch is copied to the daemon, so a write to it would not be seen here: the plain loop's
+    next use of the same tensor would differ."""
+    for op in record.ops:
+        for storage in op.writes:
+            found = record.storages[storage]
+            if found.kind == "input":
+                raise CaptureError(
+                    f"{op.where} writes into tensor {found.key} of the batch ({op.target.removeprefix('aten.')})",
+                    "clone it first, or use the operator that returns a new tensor",
+                )
+
+
+# ---- What torch logs of an error of a fake operator, with its whole traceback, before that error comes to us.
+
+
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+_SAID = ("failed while attempting to run meta for", "fake tensor raised TypeError")
+
+
+class _SaidTwice(logging.Filter):
+    """Drops those lines, of one thread: another may be compiling something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self._thread or not str(record.msg).startswith(_SAID)
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """A block whose errors of fake operators are raised, or handled, by gpumux: torch need not log them as well."""
+    dropped = _SaidTwice()
+    _LOGGER.addFilter(dropped)
+    try:
+        yield
+    finally:
+        _LOGGER.removeFilter(dropped)
+
+
+# ---- A traced step gives no tensor other memory: `p.data = ...` is refused before it happens.
+#
+# What it would get is a fake tensor's memory, of which there is none: the local tensor would have lost its values. And the daemon has no
+# such thing as a parameter that lies elsewhere from some operator on.
+
+
+_DATA: Any = torch._C.TensorBase.data
+_OF_STORAGE = ("resize_", "fill_", "copy_", "__setitem__")
+_REMEDY = (
+    "write into the one it has, under torch.no_grad(): p.copy_(new), p.sub_(lr * p.grad); in place of vector_to_parameters(), "
+    "copy_ each part of the vector"
+)
+
+
+@contextmanager
+def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Iterator[None]:
+    """For the length of a trace: a tensor of the script's that would get other memory, or be swapped with another, raises
+    CaptureError and is as it was."""
+    tracing = threading.get_ident()
+
+    def of_the_script(tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor) and not rec.is_host(tensor)
+
+    def set_data(self: torch.Tensor, value: Any) -> None:
+        if threading.get_ident() == tracing and isinstance(value, torch.Tensor) and of_the_script(self):
+            ours = isinstance(value, FakeTensor) or table.lookup(value) is not None
+            if ours and table.lookup(self) is not None and _window(rec.to_fake(self)) == _window(rec.to_fake(value)):
+                return  # its own, as `.data` or a move to where it is gave it
+            raise CaptureError(f"{blame.user_line()} sets .data of {_name(self, table, fn)} to other memory", _REMEDY)
+        _DATA.__set__(self, value)
+
+    plain_swap: Callable[[Any, Any], None] = torch.utils.swap_tensors
+
+    def swap(one: Any, other: Any) -> None:
+        for tensor in (one, other):
+            if one is not other and of_the_script(tensor):
+                raise CaptureError(f"{blame.user_line()} swaps {_name(tensor, table, fn)} with another tensor", _REMEDY)
+        plain_swap(one, other)
+
+    def of_storage(name: str) -> Callable[..., Any]:
+        plain = getattr(torch.UntypedStorage, name)
+
+        def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == tracing and (owner := _owner(self, table)) is not None:
+                raise CaptureError(
+                    f"{blame.user_line()} changes the storage of {owner} past torch's operators", _REMEDY
+                )
+            return plain(self, *args, **kwargs)
+
+        return method
+
+    swaps: list[tuple[Any, str, Any]] = [(torch.UntypedStorage, name, of_storage(name)) for name in _OF_STORAGE]
+    swaps += [
+        (torch.Tensor, "data", property(_DATA.__get__, set_data)),
+        (torch.utils, "swap_tensors", here(plain_swap, swap)),
+    ]
+    with swapped(swaps):
+        yield
+
+
+def _owner(storage: torch.UntypedStorage, table: StateTable) -> str | None:
+    """Whose it is, None where it is not of the job's state."""
+    address = storage._cdata if table.twins is None else table.twins.real(storage._cdata)
+    owners = (buffer.name for buffer in table.buffers for home, _ in buffer.home if home._cdata == address)
+    return next(owners, None)
+
+
+def _window(tensor: torch.Tensor) -> Any:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
+
+
+def _name(tensor: torch.Tensor, table: StateTable, fn: Callable[..., Any]) -> str:
+    for name, known in table.tensors:
+        if known is tensor:
+            return name
+    place = table.lookup(tensor)
+    return blame.name_of(tensor, fn) if place is None else table.buffers[place[0]].name
+
+
+# ----
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExit:
+    """A tensor the step leaves behind: view `view`, on state already (`home` None) or to be copied."""
+
+    view: int
+    path: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostExit:
+    expr: Expr
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResult:
+    view: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostResult:
+    expr: Expr
+
+
+@dataclass(slots=True)
+class RawTrace:
+    record: Record
+    guards: tuple[Guard, ...]
+    results: list[Any]  # TensorResult, HostResult or a constant, in pytree order
+    result_spec: pytree.TreeSpec
+    optimizers: tuple[Any, ...]  # frozen trees with DeviceExit, HostExit and ConstLeaf leaves
+    gradients: dict[int, int]  # parameter -> view of the gradient it ends with
+    groups: list[tuple[int, int, str, int | None, Expr]]  # hyperparameters the step changes itself
+    flags: list[Change]  # training and requires_grad flags the step leaves changed
+    entry: Structure
+    replaced: list[tuple[Place, int]] = field(default_factory=list)  # buffers, and the views that replace them
+    executed: Executed = field(default_factory=dict)  # the Python that ran
+    left: list[Callable[[], None]] = field(default_factory=list)  # mark the places where it leaves tensors
+
+
+_capturing = threading.RLock()  # a trace swaps functions of whole modules: one at a time
+
+
+class Settled(Exception):
+    """The first trace changed Python variables (a lazily filled configuration): they keep their new
+    values, and tracing again must change nothing more. Never shown to users."""
+
+    def __init__(self, changes: list[Change]) -> None:
+        super().__init__("traced once more")
+        self.changes = changes
+
+
+class Tracer:
+    """`by_device`: steps for a GPU are traced as torch would run them there (ongpu.py)."""
+
+    def __init__(
+        self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", by_device: bool = True
+    ) -> None:
+        self.table = table
+        self._by_device = by_device and table.runs_on == "cuda"
+        self._allowed = allowed
+        self._device = device
+        self._leftovers: list[Callable[[], None]] = []
+        self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, while a trace is under way
+
+    def trace(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
+        host_values: Sequence[Number], prints: Fingerprint, settle: bool = False, by_device: bool = True,
+    ) -> RawTrace:  # fmt: skip
+        """Run `fn(*args, **kwargs)` once over fake tensors from `entry`. Local state is as before when
+        this returns or raises. Raises CaptureError and its kin, and with `settle` Settled."""
+        with _capturing, self.table.standing_in(), told_once():
+            return self._trace(fn, args, kwargs, entry, host_values, prints, settle, by_device and self._by_device)
+
+    def _trace(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
+        host_values: Sequence[Number], prints: Fingerprint, settle: bool, by_device: bool,
+    ) -> RawTrace:  # fmt: skip
+        scope = Scope(blame.user_line)
+        tape = RngTape()
+
+        def unknown(tensor: torch.Tensor) -> Exception:
+            return UnknownTensor(
+                f"{blame.user_line()} uses {blame.name_of(tensor, fn)}, which is neither in the batch nor in the model",
+                "pass it as an argument of the step, or make it a buffer of a module and give that module in model= too",
+            )
+
+        observer = Observer()
+        layers = Layers(self.table.models)
+        rec = Recorder(
+            scope, tape, self.table.lookup, unknown, self._allowed, observer, self._device, layers, self.table.gpu
+        )  # fmt: skip
+        refuse_around(self.table.gpu)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        before = prints.read()
+        left = Leftovers(prints, rec.is_number)
+        position = 0
+        fakes: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                fakes.append(rec.input(leaf, position).requires_grad_(leaf.requires_grad))
+                position += 1
+            else:
+                fakes.append(leaf)
+        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
+        with self._stage(rec, entry, host_values) as groups:
+            torch.clear_autocast_cache()  # it may hold real casts now, and would hold fake ones after
+            drawn = prints.random_states()
+            try:
+                with (
+                    patched(scope, tape, self.table.gpu),
+                    autocast_of_a_gpu(self.table.gpu, self.table.home),
+                    names_of_devices(self.table.gpu, self.table.home, rec.device),
+                    as_on_a_gpu(tape, self.table.gpu, by_device),
+                    memory_kept(rec, self.table, fn),
+                    rec,
+                    observer,
+                ):
+                    out = fn(*fake_args, **fake_kwargs)
+                tape.finish()
+                refuse_batch_gradients(leaves, fakes)
+                refuse_draws(fn, drawn, prints.random_states())
+                left.refuse_strangers()
+                replaced = left.replaced_buffers()
+                changes = prints.changes(before)
+                raw = self._finish(rec, scope, entry, out, groups)
+                raw.replaced = self._replaced(rec, replaced)
+                raw.executed = observer.found
+                self._leftovers += left.restorers()
+            except BaseException as error:
+                left.restore()
+                _undo(prints, before)
+                if isinstance(error, GpumuxError) or not isinstance(error, Exception):
+                    raise
+                refuse_call(fn, args, kwargs, error)
+                raise CaptureError(
+                    f"the step raised {type(error).__name__} while it was captured, at {blame.traceback_line(error)}: {error}",
+                    "run the step once without gpumux to see whether it works; a step may not read tensor values in Python",
+                ) from error
+            finally:
+                torch.clear_autocast_cache()
+        stuck = [c for c in changes if not c.flag]
+        if stuck and settle:
+            raise Settled(stuck)
+        for change in changes:
+            change.restore()
+        if stuck:
+            names = ", ".join(f"{c.name} ({c.old!r} -> {c.new!r})" for c in stuck[:3])
+            raise NotRepeatable(
+                f"the step changes Python variables while it runs: {names}",
+                "gpumux runs a step's Python only when it captures it: count outside the step, or keep the value in a tensor buffer",
+            )
+        raw.flags = changes
+        raw.left = left.left(self.table.home)
+        return raw
+
+    def tidy(self) -> None:
+        """Take back the fake tensors that traces left in the user's attributes and variables."""
+        for put in reversed(self._leftovers):
+            put()
+        self._leftovers.clear()
+
+    # ---- the stage ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stage(self, rec: Recorder, entry: Structure, host_values: Sequence[Number]) -> Iterator[list[Any]]:
+        """Gradients, optimizer state and hyperparameters as `entry` says, and the local ones back after."""
+        table = self.table
+        grads = [p.grad for p in table.params]
+        states = [o.state for o in table.optimizers]
+        saved = [[dict(g) for g in o.param_groups] for o in table.optimizers]
+        self._keys = [[frozenset(g) for g in o.param_groups] for o in table.optimizers]
+        keep: list[Any] = []
+        try:
+            present = dict(entry.gradients)
+            for i, p in enumerate(table.params):
+                p.grad = table.stand_in(present[i]) if i in present else None
+            for o, frozen in zip(table.optimizers, entry.optimizers, strict=True):
+                o.state = self._open_state(rec, frozen, host_values, keep)
+            yield self._open_groups(rec, keep)
+        finally:
+            for p, grad in zip(table.params, grads, strict=True):
+                p.grad = grad
+            for o, state, groups in zip(table.optimizers, states, saved, strict=True):
+                o.state = state
+                for group, old in zip(o.param_groups, groups, strict=False):
+                    for key in [k for k in group if k not in old]:
+                        del group[key]
+                    group.update(old)
+
+    def _host(self, rec: Recorder, expr: Expr, dtype: torch.dtype | None, keep: list[Any]) -> Any:
+        if dtype is None:
+            return rec.scope.symbol(expr)
+        tensor = torch.tensor(expr.value, dtype=dtype)
+        rec.host[tensor.untyped_storage()._cdata] = expr
+        keep.append(tensor)
+        return tensor
+
+    def _open_state(self, rec: Recorder, frozen: Any, values: Sequence[Number], keep: list[Any]) -> Any:
+        def make(leaf: Any) -> Any:
+            if isinstance(leaf, DeviceLeaf):
+                return self.table.stand_in(leaf.place)
+            if isinstance(leaf, HostLeaf):
+                return self._host(rec, rec.scope.var(f"s{leaf.var}", values[leaf.var]), leaf.dtype, keep)
+            return leaf.value
+
+        state: Any = defaultdict(dict)
+        for (kind, key), tree in frozen:
+            state[self.table.params[key] if kind == "p" else key] = thaw(tree, make)
+        return state
+
+    def _open_groups(self, rec: Recorder, keep: list[Any]) -> list[Any]:
+        """Put symbols for every hyperparameter; returns (place, what was put) to compare at the end."""
+        put: list[Any] = []
+        for i, j, key, k, value in list(hyperparameters(self.table.optimizers)):
+            dtype = value.dtype if isinstance(value, torch.Tensor) else None
+            number = value.item() if isinstance(value, torch.Tensor) else value
+            expr = rec.scope.var(hyper_name(i, j, key, k), number)
+            symbol = self._host(rec, expr, dtype, keep)
+            group = self.table.optimizers[i].param_groups[j]
+            if k is None:
+                group[key] = symbol
+            else:
+                items = list(group[key])
+                items[k] = symbol
+                group[key] = tuple(items) if isinstance(group[key], tuple) else items
+            put.append((i, j, key, k, expr))
+        return put
+
+    # ---- the end -----------------------------------------------------------------------------------
+
+    def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
+        refuse_written_batch(rec.record)
+        self._refuse_new_keys()
+        leaves, spec = pytree.tree_flatten(out)
+        results: list[Any] = []
+        with torch.no_grad():
+            for leaf in leaves:
+                results.append(self._result(rec, leaf))
+            optimizers = tuple(
+                freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p), i)
+                for i, o in enumerate(self.table.optimizers)
+            )
+            gradients = {
+                i: rec.view_of(rec.to_fake(p.grad)) for i, p in enumerate(self.table.params) if p.grad is not None
+            }
+            changed = [
+                (i, j, key, k, new)
+                for i, j, key, k, old in groups
+                if (new := self._group(rec, i, j, key, k)) is not old
+            ]
+        return RawTrace(
+            rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry
+        )  # fmt: skip
+
+    def _replaced(self, rec: Recorder, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Place, int]]:
+        out = []
+        for old, new in pairs:
+            place = self.table.place(old)
+            if place is None:
+                raise CaptureError(
+                    "the step replaces a buffer of a module that was not given", "pass the module in model="
+                )
+            out.append((place, rec.view_of(rec.to_fake(new))))
+        names = {place: name for name, tensor in self.table.tensors if (place := self.table.place(tensor)) is not None}
+        for place, view in dict(out).items():
+            if self.table.holders(place) != out.count((place, view)):
+                raise CaptureError(
+                    f"the step replaces the buffer {names.get(place, '')} in one place, and modules hold it in several",
+                    "replace it in all of them, or give each a copy of its own: .clone()",
+                )
+        return list(dict(out).items())
+
+    def _refuse_new_keys(self) -> None:
+        for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):
+            for j, (group, keys) in enumerate(zip(optimizer.param_groups, known, strict=False)):
+                fresh = sorted(str(k) for k in group if k not in keys)
+                if fresh or len(optimizer.param_groups) != len(known):
+                    raise CaptureError(
+                        f"the step adds {', '.join(fresh) or 'a group'} to optimizer {i}'s param_groups[{j}]",
+                        "put it there before you submit",
+                    )
+
+    def _group(self, rec: Recorder, i: int, j: int, key: str, k: int | None) -> Expr:
+        value = self.table.optimizers[i].param_groups[j][key]
+        value = value if k is None else value[k]
+        if isinstance(value, torch.Tensor):
+            return rec.host[value.untyped_storage()._cdata]
+        return rec.scope.lift(value)
+
+    def _result(self, rec: Recorder, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return TensorResult(rec.view_of(rec.to_fake(leaf)))
+        if is_symbol(leaf):
+            return HostResult(rec.scope.lift(leaf))
+        if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
+            return leaf
+        raise CaptureError(
+            f"the step returns a {type(leaf).__name__}",
+            "return tensors, numbers, strings and lists, tuples or dicts of them",
+        )
+
+    def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            key = value.untyped_storage()._cdata
+            if not isinstance(value, FakeTensor) and rec.is_host(value):
+                return HostExit(rec.host[key], value.dtype)
+            return DeviceExit(rec.view_of(rec.to_fake(value)), path)
+        if is_symbol(value) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+            return HostExit(rec.scope.lift(value), None)
+        if value is None or isinstance(value, (bool, str)):
+            return ConstLeaf(value)
+        raise unusable(path, value, self.table)
+
+
+def _undo(prints: Fingerprint, before: list[Reading]) -> None:
+    """Put Python values back after a failed trace, as far as they can still be read."""
+    try:
+        for change in prints.changes(before):
+            change.restore()
+    except NotRepeatable:
+        return

@@ -1,0 +1,497 @@
+"""Single things watched for change: a dictionary's entries, a list, a closure cell, a flag."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextvars
+import datetime
+import decimal
+import fractions
+import io
+import os
+import pickle
+import random
+import re
+import sys
+import types
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy
+import torch
+
+from gpumux.capture.fetching import HOOKS, OtherHooks
+from gpumux.capture.state import ABSENT, UNRETURNED, Reading, Watch
+from gpumux.errors import CaptureError
+from gpumux.program.ir import Numerics, Op, Program, TensorRef
+from gpumux.program.validate import leaves, op_args
+
+# ---- The process-wide settings a step is captured under: those that change results without being operators.
+#
+# How much float32 work may be rounded has two interfaces in torch, `set_float32_matmul_precision` and
+# `torch.backends.*.fp32_precision`. Asking the first raises once the second was used, so both are read where
+# they meet: by backend and kind of operator.
+
+
+_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+_BACKENDS = ("mkldnn", "cuda")
+_MATMUL = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+_CONV = {"none": "ieee", "ieee": "ieee", "tf32": "tf32"}  # of convolutions and recurrent layers on a GPU
+_ON_THE_CPU = ("none", "ieee")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv")
+_CONVOLUTIONS = ("convolution", "convolution_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
+
+
+def precisions() -> tuple[str, ...]:
+    """Of every backend this torch has, for every kind of operator. Equal answers are identical strings."""
+    return tuple([sys.intern(_precision(b, kind)) for b in _BACKENDS for kind in ("matmul", "conv", "rnn")])
+
+
+def numerics_now(device: str = "cpu") -> Numerics:
+    """What a Program for this device type must be run under. Raises CaptureError for a setting that
+    Programs don't carry."""
+    tiny = torch.tensor(1e-310, dtype=torch.float64)
+    backend = "mkldnn" if device == "cpu" else "cuda"
+    return Numerics(
+        matmul_precision=_MATMUL[_precision(backend, "matmul")],
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        flush_denormal=bool((tiny * 1.0).item() == 0.0),
+        mkldnn=bool(torch.backends.mkldnn.enabled),
+        default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
+        conv_precision=_of_convolutions(backend),
+    )
+
+
+def uses_tf32(program: Program) -> bool:
+    """Whether a GPU rounds float32 to TF32 in it, where algorithms for the same operator differ by more than in
+    float32."""
+    rounded: tuple[str, ...] = _CONVOLUTIONS if program.numerics.conv_precision == "tf32" else ()
+    if program.numerics.matmul_precision != "highest":
+        rounded += _PRODUCTS
+    targets = {f"aten.{name}.default" for name in rounded}
+    return any(
+        op.target in targets and any(program.views[view].dtype == "float32" for view in _tensors(op))
+        for op in program.ops
+    )
+
+
+def _of_convolutions(backend: str) -> str:
+    """And of recurrent layers, which a GPU has a switch of its own for."""
+    conv, rnn = (_precision(backend, kind) for kind in ("conv", "rnn"))
+    if backend == "cuda":
+        if _CONV[conv] != _CONV[rnn]:
+            raise CaptureError(
+                f"torch.backends.cudnn.conv.fp32_precision is {conv!r} and torch.backends.cudnn.rnn.fp32_precision "
+                f"{rnn!r}, and jobs take one setting along for both",
+                "set both to the same before you submit, as torch.backends.cudnn.allow_tf32 does",
+            )
+        return _CONV[conv]
+    for kind, found in (("conv", conv), ("rnn", rnn)):
+        if found not in _ON_THE_CPU:
+            name = f"torch.backends.{backend}.{kind}.fp32_precision"
+            raise CaptureError(
+                f"{name} is {found!r}, itself or by way of torch.backends.fp32_precision, and jobs can't take that along",
+                f"set {name} = {_ON_THE_CPU[-1]!r} before you submit (and in runs you compare with)",
+            )
+    return Numerics().conv_precision
+
+
+def _tensors(op: Op) -> Iterator[int]:
+    return (leaf.view for leaf in leaves(op_args(op)) if isinstance(leaf, TensorRef))
+
+
+# ----
+
+
+def entries(label: str, space: Any, keys: Sequence[Any], *, flag: bool = False) -> Watch:
+    """Chosen entries of a dictionary (attributes of an object, globals). Reading raises KeyError for
+    one that has gone."""
+    names = tuple(keys)
+    getter = itemgetter(*names) if len(names) > 1 else itemgetter(names[0], names[0])  # always a tuple
+
+    def name(i: int) -> str:
+        key = names[i % len(names)]
+        return f"{label}.{key}" if label else str(key)
+
+    def restore(old: Reading) -> None:
+        for key, value in zip(names, old, strict=False):
+            space[key] = value
+
+    return Watch(label, partial(getter, space), name, restore, flag)
+
+
+def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
+    """Class attributes, which every instance sees."""
+    names = tuple(keys)
+    space = cls.__dict__
+
+    def restore(old: Reading) -> None:
+        for key, value in zip(names, old, strict=False):
+            setattr(cls, key, value)
+
+    return Watch(
+        label, lambda: tuple([space.get(k) for k in names]), lambda i: f"{label}.{names[i]}", restore
+    )  # fmt: skip
+
+
+def values(label: str, space: dict[Any, Any]) -> Watch:
+    """Every entry of a module's parameters, children or hooks, by order."""
+    view = OtherHooks(space) if space is HOOKS else space.values()
+
+    def restore(old: Reading, keys: tuple[Any, ...] = tuple(space)) -> None:
+        space.clear()
+        space.update(zip(keys, old, strict=False))
+
+    return Watch(label, partial(tuple, view), lambda i: f"{label}[{list(space)[i]!r}]", restore, parts=(view,))
+
+
+def items(label: str, space: dict[Any, Any]) -> Watch:
+    """A user's dictionary: its keys, in order, and values. What a trace or a step left in it doesn't count (a
+    hook may collect activations)."""
+
+    def read() -> Reading:
+        return tuple([x for k, v in dict.items(space) if not isinstance(v, UNRETURNED) for x in (k, v)])
+
+    def name(i: int) -> str:
+        keys = list(dict.keys(space))
+        return f"{label}[{keys[min(i // 2, len(keys) - 1)]!r}]" if keys else label
+
+    def restore(old: Reading) -> None:
+        left = {k: v for k, v in dict.items(space) if isinstance(v, UNRETURNED)}
+        dict.clear(space)
+        dict.update(space, left)
+        dict.update(space, zip(old[::2], old[1::2], strict=True))
+
+    return Watch(label, read, name, restore, parts=(dict.keys(space), dict.values(space)))
+
+
+def appeared(label: str, space: dict[str, Any], wanted: set[str]) -> Watch:
+    """Names that the step's code uses and an object did not have at first: an attribute that appears later
+    decides too (`hasattr`). Only how many attributes there are is read as long as that stays."""
+    known = frozenset(space)
+
+    def read() -> Reading:
+        names = [k for k, v in space.items() if k not in known and k in wanted and not isinstance(v, UNRETURNED)]
+        return (tuple(sorted(names)),)
+
+    def restore(old: Reading) -> None:
+        for name in set(read()[0]) - set(old[0]):
+            space.pop(name, None)
+
+    return Watch(label, read, lambda i: f"{label}'s attributes", restore, sized=space)
+
+
+def optional(label: str, space: dict[Any, Any], keys: Sequence[Any]) -> Watch:
+    """Entries that may come and go: an attribute that would hide one of the class."""
+    names = tuple(keys)
+
+    def restore(old: Reading) -> None:
+        for key, value in zip(names, old, strict=True):
+            if value is ABSENT:
+                space.pop(key, None)
+            else:
+                space[key] = value
+
+    return Watch(
+        label, lambda: tuple([space.get(k, ABSENT) for k in names]), lambda i: f"{label}.{names[i]}", restore
+    )  # fmt: skip
+
+
+def sequence(label: str, items: Any) -> Watch:
+    """A list, deque or set, element by element."""
+    ordered = not isinstance(items, set)
+    plain = type(items).__module__ in ("builtins", "collections")  # iterates as it says
+
+    def read() -> Reading:
+        return tuple(items) if ordered else tuple(sorted(items, key=repr))
+
+    def restore(old: Reading) -> None:
+        items.clear()
+        items.extend(old) if ordered else items.update(old)
+
+    return Watch(label, read, lambda i: f"{label}[{i}]", restore, parts=(items,) if plain else None)
+
+
+def array(label: str, data: numpy.ndarray[Any, Any]) -> Watch:
+    """A numpy array, by its bytes; one of objects by what they are."""
+    if data.dtype.hasobject:
+        return Watch(label, lambda: tuple(data.flat), lambda i: label, lambda old: None)
+
+    def restore(old: Reading) -> None:
+        data[...] = numpy.frombuffer(old[0], dtype=data.dtype).reshape(data.shape)
+
+    read = lambda: (data.tobytes(), data.shape, data.dtype)  # noqa: E731
+    return Watch(label, read, lambda i: label, restore, content=True)
+
+
+def memory(label: str, owner: Any) -> Watch:
+    """Anything that shows its bytes: bytearray, array.array, ctypes, mmap."""
+
+    def restore(old: Reading) -> None:
+        memoryview(owner).cast("B")[:] = old[0]
+
+    return Watch(label, lambda: (memoryview(owner).tobytes(),), lambda i: label, restore, content=True)
+
+
+def pickled(label: str, owner: Any, dump: Callable[[Any], bytes]) -> Watch:
+    """An object of C whose content can only be told by pickling it. A step that changes it can't be undone."""
+    return Watch(label, lambda: (dump(owner),), lambda i: label, lambda old: None, content=True)
+
+
+def called(label: str, get: Callable[[], Any]) -> Watch:
+    """What a library's object gives when asked (a context variable's value)."""
+    return Watch(label, lambda: (get(),), lambda i: label, lambda old: None)
+
+
+def cell(label: str, box: types.CellType) -> Watch:
+    """A closure variable."""
+
+    def read() -> Reading:
+        try:
+            return (box.cell_contents,)
+        except ValueError:
+            return ()
+
+    def restore(old: Reading) -> None:
+        if old:
+            box.cell_contents = old[0]
+
+    return Watch(label, read, lambda i: label, restore)
+
+
+def gradients_wanted(params: Sequence[torch.Tensor]) -> Watch:
+    get = attrgetter("requires_grad")
+
+    def restore(old: Reading) -> None:
+        for p, value in zip(params, old, strict=True):
+            if p.requires_grad != value:
+                p.requires_grad_(value)
+
+    return Watch("requires_grad", lambda: tuple(map(get, params)), lambda i: "requires_grad", restore, flag=True)
+
+
+def parameter_hooks(params: Sequence[torch.Tensor]) -> Watch:
+    """Which hooks the parameters have, wherever one was added or removed."""
+    before, after = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+    id_of = {id(p): f"parameter {i}" for i, p in enumerate(params)}
+
+    def read() -> Reading:
+        found = [*map(before, params), *map(after, params)]
+        if not any(found):
+            return ()
+        owners = zip([*params, *params], found, strict=True)
+        return tuple([x for p, hooks in owners if hooks for x in (id_of[id(p)], *hooks.values())])
+
+    return Watch("parameter hooks", read, lambda i: "a parameter's hooks", lambda old: None)
+
+
+def slots(label: str, owner: Any, names: tuple[str, ...]) -> Watch:
+    """Attributes of an object without a dictionary."""
+
+    def restore(old: Reading) -> None:
+        for name, value in zip(names, old, strict=True):
+            setattr(owner, name, value)
+
+    return Watch(
+        label, lambda: tuple([getattr(owner, n, None) for n in names]), lambda i: f"{label}.{names[i]}", restore
+    )
+
+
+def groups(label: str, optimizer: Any) -> Watch:
+    """Which groups and parameters an optimizer has, its flags, and whether a number is a tensor (the
+    numbers themselves are lifted to host scalars)."""
+
+    def read() -> Reading:
+        out: list[Any] = []
+        for group in optimizer.param_groups:
+            out += group["params"]
+            for key, value in group.items():
+                if key != "params":
+                    out.append(key)
+                    _kinds(value, out)
+        return tuple(out)
+
+    return Watch(f"{label}.param_groups", read, lambda i: f"{label}.param_groups", lambda old: None)
+
+
+def _kinds(value: Any, out: list[Any]) -> None:
+    kind = type(value)
+    if kind is float or kind is int or kind is torch.SymFloat or kind is torch.SymInt:
+        out.append("number")
+    elif kind is tuple or kind is list:
+        out.append(kind)
+        for item in value:
+            _kinds(item, out)
+        out.append("end")
+    elif isinstance(value, torch.Tensor):
+        out.append(value.dtype if value.dim() == 0 and value.device.type == "cpu" else value)
+    else:
+        out.append("number" if isinstance(value, (int, float)) and kind is not bool else value)
+
+
+def modes() -> Watch:
+    """Torch's own settings that decide which operators run, asked below torch's Python functions: they
+    are read at every call."""
+    c, mha = torch._C, torch.backends.mha
+    grad, inference, autocast, dtype = (
+        torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype
+    )  # fmt: skip
+    cached = torch.is_autocast_cache_enabled
+    deterministic, default = c._get_deterministic_algorithms, torch.get_default_dtype
+    mkldnn, cudnn, flash, efficient, plain = (
+        c._get_mkldnn_enabled, c._get_cudnn_enabled, c._get_flash_sdp_enabled, c._get_mem_efficient_sdp_enabled,
+        c._get_math_sdp_enabled,
+    )  # fmt: skip
+
+    def read() -> Reading:
+        return (
+            grad(), inference(), autocast("cpu"), autocast("cuda"), dtype("cpu"), dtype("cuda"), cached(), deterministic(), default(),
+            mkldnn(), cudnn(), flash(), efficient(), plain(), mha._is_fastpath_enabled, *precisions(),
+        )  # fmt: skip
+
+    set_grad, set_on, set_dtype = torch.set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype
+    set_cached, set_default = torch.set_autocast_cache_enabled, torch.set_default_dtype
+
+    def restore(old: Reading) -> None:
+        """What is a switch of the thread's; precision and the choice of kernels are the process's, and left alone."""
+        set_grad(old[0])
+        set_on("cpu", old[2])
+        set_on("cuda", old[3])
+        set_dtype("cpu", old[4])
+        set_dtype("cuda", old[5])
+        set_cached(old[6])
+        set_default(old[8])
+
+    return Watch("torch's modes", read, lambda i: "torch's modes (autocast, grad mode, precision)", restore)
+
+
+def generator_state(source: Any) -> str:
+    """Where one of Python's or numpy's random generators stands."""
+    if isinstance(source, numpy.random.Generator):
+        return repr(source.bit_generator.state)
+    if hasattr(source, "getstate"):
+        return repr(source.getstate())
+    return repr([v.tolist() if isinstance(v, numpy.ndarray) else v for v in source.get_state()])
+
+
+def random_states(more: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """Where Python's and numpy's own generators stand, and `more`."""
+    own: list[tuple[str, Any]] = [("random", random), ("numpy.random", numpy.random)]
+    return [(name, generator_state(source)) for name, source in [*own, *more]]
+
+
+# ---- How to notice changes of objects whose code is not walked: a library's containers, buffers, handles.
+#
+# A step can hold any object of the standard library or of C. Each is watched by its attributes, its bytes
+# or its pickle; one that shows nothing of what it holds is refused, not passed over.
+
+
+MOST_BYTES = 1 << 20  # read at every call
+_FIXED = (
+    decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
+    os.PathLike, re.Pattern, uuid.UUID, range, slice, io.IOBase, types.BuiltinFunctionType,
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.ClassMethodDescriptorType, types.CodeType, types.EllipsisType,
+    types.NotImplementedType, types.GenericAlias, types.UnionType, BaseException,
+)  # fmt: skip
+# What decides how a program runs, waits, shows or imports, not what it computes.
+_APPARATUS = frozenset(
+    (
+        "logging",
+        "threading",
+        "_thread",
+        "inspect",
+        "typing",
+        "abc",
+        "_abc",
+        "socket",
+        "subprocess",
+        "concurrent",
+        "asyncio",
+        "queue",
+        "_queue",
+        "warnings",
+        "operator",
+        "_operator",
+        "contextlib",
+        "importlib",
+        "_frozen_importlib",
+        "_frozen_importlib_external",
+        "traceback",
+        "time",
+        "signal",
+        "selectors",
+        "tempfile",
+        "types",
+        "tqdm",
+        "matplotlib",
+        "zmq",
+        "gpumux",
+        "pytest",
+        "_pytest",
+        "pluggy",
+    )
+)
+_LOCKS = ("multiprocessing.synchronize", "multiprocessing.context")
+
+
+def fixed(value: Any) -> bool:
+    """Whether an object holds nothing a step computes with, or can't change."""
+    cls = type(value)
+    if isinstance(value, _FIXED) or cls is object or cls.__module__ in _LOCKS:
+        return True
+    return cls.__module__.split(".")[0] in _APPARATUS and cls is not types.SimpleNamespace
+
+
+def memory_of_value(label: str, value: Any) -> Watch | None:
+    """A watch of the bytes of anything that shows them."""
+    try:
+        size = memoryview(value).nbytes
+    except TypeError:
+        return None
+    if size > MOST_BYTES:
+        raise _too_large(label)
+    return memory(label, value)
+
+
+def inner(label: str, value: Any, attributes: bool) -> tuple[list[Watch], list[tuple[str, Any]]]:
+    """(watches, what to walk on to) of what a library's object holds beside its `attributes`, if it has
+    a dictionary of them. Raises CaptureError for one that can't be watched."""
+    if isinstance(value, contextvars.ContextVar):
+        return [called(label, lambda: value.get(None))], [(label, value.get(None))]
+    if isinstance(value, weakref.ref):
+        return [called(label, value)], [(label, value())]
+    if isinstance(value, types.MappingProxyType):
+        mapping = Watch(
+            label, lambda: (*value.keys(), *value.values()), lambda i: label, lambda old: None, parts=(value.keys(), value.values())
+        )  # fmt: skip
+        return [mapping], [(f"{label}[{k!r}]", v) for k, v in value.items()]
+    if isinstance(value, collections.abc.Iterator):
+        raise CaptureError(
+            f"the step draws from the iterator {label}", "draw outside the step and pass what it gave as an argument"
+        )
+    seen = memory_of_value(label, value)
+    if seen is not None:
+        return [seen], []
+    return ([] if attributes else [_pickled(label, value)]), []
+
+
+def _pickled(label: str, value: Any) -> Watch:
+    try:
+        size = len(pickle.dumps(value))
+    except Exception as error:
+        raise CaptureError(
+            f"the step reaches {label}, a {type(value).__module__}.{type(value).__name__}, and changes of it can't be noticed",
+            "read it outside the step and pass what it gave as an argument",
+        ) from error
+    if size > MOST_BYTES:
+        raise _too_large(label)
+    return pickled(label, value, pickle.dumps)
+
+
+def _too_large(label: str) -> CaptureError:
+    return CaptureError(f"{label} is too large to watch for changes", "pass it to the step as a tensor argument")

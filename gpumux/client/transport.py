@@ -1,0 +1,563 @@
+"""The sockets under a client's session (ZeroMQ's, and the step lane), and the handshake that opens it. Not thread-safe: the
+session's lock guards every call but `poll` and `wake`.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import importlib.metadata
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import zmq
+import zmq.utils.monitor
+
+import gpumux
+from gpumux.errors import DaemonGone, GpumuxError, ProtocolError, Refused, from_code
+from gpumux.wire.codec import decode, encode
+from gpumux.wire.endpoint import Endpoint, check_private, resolve, unanswered
+from gpumux.wire.lane import PACKET, Lane
+from gpumux.wire.messages import PROTOCOL_VERSION, Goodbye, Heartbeat, Hello, Message, Refusal, Welcome
+from gpumux.wire.peers import ClientCurve, secure_client
+
+# ---- Hold Ctrl-C back for the microseconds in which it would tear something apart.
+#
+# pyzmq looks for signals inside its calls: an interrupt there can lose a message that was already
+# taken from the queue, cut a multipart message in half, or vanish in a destructor. A session therefore
+# sends and receives under a shield; the interrupt is raised when the shield ends.
+
+
+# The C functions below `signal.signal` and `signal.getsignal`: the conversions to enum members that
+# those add cost 20 us a pair, half a step's round trip.
+_set: Callable[[int, Any], Any] = _signal.signal
+_get: Callable[[int], Any] = _signal.getsignal
+_SIGINT = int(signal.SIGINT)
+_MAIN = threading.main_thread().ident
+
+
+class Shield:
+    """`with Shield(): ...` runs its block without KeyboardInterrupt. Python runs signal handlers in
+    the main thread only, so in any other this does nothing. May be nested."""
+
+    __slots__ = ("_hit", "_old")
+
+    def __enter__(self) -> None:
+        self._old: Any = None
+        self._hit = False
+        if threading.get_ident() == _MAIN:
+            old = _get(_SIGINT)
+            if callable(old):  # neither ignored, nor left to the system, nor set by other C code
+                self._old = old
+                _set(_SIGINT, self._defer)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._old is not None:
+            _set(_SIGINT, self._old)
+            if self._hit:
+                self._old(_SIGINT, None)
+
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self._hit = True
+
+
+# ----
+
+
+START_IT = "start gpumux serve, or set GPUMUX_ENDPOINT to where it listens"
+
+_RETRY_MS = 50  # between attempts to connect
+_LINGER_MS = 200  # how long closing may wait to say goodbye
+_FULL_MS = 5_000  # how long a sender waits for a daemon that does not read
+_LOST = zmq.EVENT_DISCONNECTED
+_BARRED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_POLLIN = int(zmq.POLLIN)
+
+
+MESSAGE, LANE, BROKEN = 1, 2, 4  # what `poll` says there may be
+
+
+class Connection:
+    """One DEALER socket with a monitor, in a context of its own: closing it waits for nobody else.
+    `lane` is None until the session has one, and from when the daemon closes it."""
+
+    def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
+        self.endpoint = endpoint
+        self.working = True  # as far as its pump knows
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+            if curve is not None:
+                self._socket.setsockopt(zmq.IPV6, "[" in endpoint.text)
+                secure_client(self._socket, curve)
+            self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_LOST | _BARRED)
+            # ZeroMQ tells of an event only those who were once told that there is none. The handshake may never ask: a
+            # daemon that answers quickly is not waited for.
+            self.lost()
+            self._socket.connect(endpoint.text)
+        except BaseException:
+            os.close(self._wake)
+            self._context.destroy(linger=0)
+            raise
+        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+        self._socket_fd = int(self._socket.getsockopt(zmq.FD))
+        self.lane: Lane | None = None
+        self._lane_fd = -1
+        self._meaning = {self._socket_fd: MESSAGE, self._monitor_fd: BROKEN, self._wake: 0}
+        self._poller = select.poll()
+        for fd in (self._socket_fd, self._monitor_fd, self._wake):
+            self._poller.register(fd, select.POLLIN)
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Raises DaemonGone when the daemon has not read for so long that the queue is full."""
+        try:
+            self._send(parts)
+        except zmq.Again:
+            if not self._socket.poll(_FULL_MS, zmq.POLLOUT):
+                raise DaemonGone("the daemon does not take messages", "look at gpumux status") from None
+            self._send(parts)
+
+    def _send(self, parts: Sequence[bytes | memoryview]) -> None:
+        if len(parts) == 1:
+            self._socket.send(parts[0], zmq.NOBLOCK)
+            return
+        with Shield():  # half a message would swallow the next one
+            for part in parts[:-1]:
+                self._socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)  # the first of them decides
+            self._socket.send(parts[-1], zmq.NOBLOCK)
+
+    def receive(self) -> list[bytes] | None:
+        """The oldest message, None when none is there. Call it under a Shield."""
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        parts = [frame.bytes]
+        if frame.more:
+            parts += self._socket.recv_multipart()
+        return parts
+
+    def readable(self) -> bool:
+        """Whether a message waits. Also what ZeroMQ wants to be asked before anybody sleeps."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+    def use_lane(self, lane: Lane) -> None:
+        """From now on `send_step` and `receive_step` have something to work with."""
+        self.lane = lane
+        self._lane_fd = lane.fileno()
+        self._meaning[self._lane_fd] = LANE
+        self._poller.register(self._lane_fd, select.POLLIN)
+
+    def send_step(self, message: bytes | memoryview) -> bool:
+        """Send by the lane; False when it has been closed. Raises DaemonGone like `send`."""
+        lane = self.lane
+        if lane is None:
+            return False
+        try:
+            if len(message) <= PACKET:
+                sent = lane.send(message)
+            else:
+                with Shield():  # half a message would swallow the next one
+                    sent = lane.send(message)
+            return sent or self._flush(lane)
+        except OSError:
+            return False  # the daemon closed it; what comes by ZeroMQ says why
+
+    def _flush(self, lane: Lane) -> bool:
+        poller = select.poll()
+        poller.register(lane.fileno(), select.POLLOUT)
+        deadline = time.monotonic() + _FULL_MS / 1000
+        while True:
+            with Shield():
+                if lane.flush():
+                    return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DaemonGone("the daemon does not take messages", "look at gpumux status")
+            poller.poll(left * 1000)
+
+    def say_goodbye(self) -> None:
+        """The daemon then ends the session. Behind everything sent so far."""
+        goodbye = encode(Goodbye())
+        try:
+            if not self.send_step(goodbye[0]):
+                self.send(goodbye)
+        except DaemonGone:
+            pass  # it does not read; it will notice by itself
+
+    def receive_step(self) -> bytes | None:
+        """The oldest message on the lane, None when none is there. Call it under a Shield."""
+        if self.lane is None:
+            return None
+        try:
+            return self.lane.receive()
+        except EOFError:
+            self.drop_lane()
+            return None
+
+    def drop_lane(self) -> None:
+        """Idempotent."""
+        lane, self.lane = self.lane, None
+        if lane is not None:
+            self._poller.unregister(self._lane_fd)
+            del self._meaning[self._lane_fd]
+            lane.close()
+
+    def poll(self, timeout: float) -> int:
+        """Sleep until something may have happened, `timeout` seconds at most: MESSAGE (one may wait),
+        LANE (as well, on the lane), BROKEN (the connection may have changed, ask `lost`) or several
+        of them. One thread at a time, without the lock."""
+        happened = 0
+        for fd, _ in self._poller.poll(timeout * 1000):
+            happened |= self._meaning.get(fd, 0)
+            if fd == self._wake:
+                self._clear_wake()
+        return happened
+
+    def _clear_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass  # read already
+
+    def wake(self) -> None:
+        """Make the thread in `poll` return."""
+        os.eventfd_write(self._wake, 1)
+
+    def lost(self) -> GpumuxError | None:
+        """The error to raise if the connection broke or was barred."""
+        error: GpumuxError | None = None
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
+            event = zmq.utils.monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event & _BARRED:
+                return Refused(
+                    f"{self.endpoint.text} does not accept this client's key",
+                    "have your NAME.key put among the daemon's clients, and check the daemon's own key",
+                )
+            error = DaemonGone(f"the daemon at {self.endpoint.text} is gone", START_IT)
+        return error
+
+    def close_lane_in_child(self) -> None:
+        """After a fork: only this process's copy. Were it kept open, the daemon would not notice the
+        parent's death."""
+        if self.lane is not None:
+            self.lane.close()
+
+    def close(self, linger: bool = False) -> None:
+        """Close, with `linger` after what is still to be said (a fifth of a second at most)."""
+        self.drop_lane()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=_LINGER_MS if linger else 0)
+        self._context.term()
+        os.close(self._wake)
+
+
+def hello(role: str, inline: bool) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        gpumux_version=gpumux.__version__,
+        role=role,
+        pid=os.getpid(),
+        torch_version=_torch_version(),
+        inline=inline,
+    )
+
+
+def _torch_version() -> str:
+    """Without importing it: that takes seconds, and `gpumux status` has no use for it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return str(torch.__version__)
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def handshake(connection: Connection, greeting: Hello, timeout: float) -> Welcome:
+    """Say `greeting` and wait for the answer. Raises DaemonGone when none comes in `timeout`
+    seconds, VersionMismatch and other refusals as the daemon gives them."""
+    deadline = time.monotonic() + timeout
+    connection.send(encode(greeting))
+    error: GpumuxError | None = None
+    while True:
+        parts = connection.receive()
+        if parts is not None:
+            message, _ = decode(parts)
+            if isinstance(message, Heartbeat):
+                continue
+            return _welcome(message)
+        if error is not None:
+            raise error
+        error = connection.lost()
+        if error is not None:
+            continue  # what came before the break still counts, and may have come after we looked
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise unanswered(connection.endpoint, START_IT)
+        connection.poll(left)
+
+
+def _welcome(message: Message) -> Welcome:
+    if isinstance(message, Refusal):
+        raise from_code(message.code, message.message, message.remedy)
+    if not isinstance(message, Welcome):
+        raise ProtocolError(f"the daemon answered Hello with {type(message).__name__}", "use one gpumux version")
+    return message
+
+
+# ---- Sending and receiving without a thread in between: whoever waits does it.
+#
+# A step's round trip would pay for two thread hops. Instead any thread sends and receives under one
+# lock, and one of those that wait is the *leader*: it alone sleeps on the socket's descriptor, outside
+# the lock, so that others can still send. What it receives it hands to whoever it is for; the others
+# sleep on a condition until then, and one of them takes over when the leader has what it waited for.
+#
+# Steps and their answers have a lane of their own (wire/lane.py), which is looked at first: what the
+# daemon put there before a ZeroMQ message is handed over before it.
+#
+# ZeroMQ's descriptor signals changes, not levels: after any call on the socket its events must be
+# looked at before somebody sleeps on it. `_drain` does that. `_stale` says that it is still to be done:
+# a sender leaves it to whoever sleeps next, and does it itself only while a leader sleeps already.
+# Asking costs as much as a message, so nobody asks twice.
+#
+# Ctrl-C may come anywhere, but takes effect only outside sending and receiving (interrupts.py): every
+# message is handed over whole and once, and no lock stays held.
+
+
+T = TypeVar("T")
+_FOREVER = 3600.0  # one sleep; nobody sleeps longer without looking
+
+
+class Pump:
+    """Moves messages between one connection and the threads of this process. `dispatch` is called
+    with each message's frames, under the lock, `answered` with each message of the lane; they may
+    `send`, but not `wait`.
+
+    `dead` is why nothing moves any more; `heard` and `sent` are when something last did.
+    """
+
+    def __init__(
+        self, connection: Connection, dispatch: Callable[[list[bytes]], None], answered: Callable[[bytes], None]
+    ) -> None:
+        self.dead: GpumuxError | None = None
+        self.heard = self.sent = time.monotonic()
+        self._connection = connection
+        self._dispatch = dispatch
+        self._answered = answered
+        self._closed = False
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._leader: int | None = None  # thread that sleeps on the sockets
+        self._sleepers = 0  # threads that wait on the condition
+        self._draining = False
+        self._stale = True
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Raises the error of a dead connection."""
+        with self._lock:
+            self.raise_if_dead()
+            self._stale = True
+            self._connection.send(parts)
+            self.sent = time.monotonic()
+            if self._leader is not None:
+                self._drain()
+
+    def send_step(self, message: bytes | memoryview) -> None:
+        """Send by the lane; by ZeroMQ when there is none. Raises the error of a dead connection."""
+        with self._lock:
+            if self.dead is not None:
+                self.raise_if_dead()
+            if self._connection.send_step(message):
+                self.sent = time.monotonic()
+                return
+            self._drain()  # a lane that was closed: why is under way, or here already
+            self.send([message])
+
+    def drain(self) -> None:
+        """Dispatch what has arrived, without waiting, and notice a broken connection."""
+        with self._lock:
+            if not self._closed:
+                self._drain()
+                self._check_connection()
+
+    def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Receive until `predicate()` is true; False when `timeout` seconds pass first.
+
+        The predicate is called under the lock after messages were handed over. Raises
+        the error of a connection that dies before the predicate holds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        me = threading.get_ident()
+        happened = 0
+        try:
+            while True:
+                with self._lock:
+                    left = _FOREVER if deadline is None else deadline - time.monotonic()
+                    if self._look(predicate, happened, left):
+                        return True
+                    if left <= 0:
+                        return False
+                    if self._leader is not None:
+                        happened = 0
+                        self._sleep(left)
+                        continue
+                    self._leader = me
+                happened = self._connection.poll(left)
+                self._leader = None
+        finally:
+            if self._sleepers or self._leader == me:
+                self._step_down(me)
+
+    def _look(self, predicate: Callable[[], bool], happened: int, left: float) -> bool:
+        """Receive what there is until the predicate holds, and say whether it does."""
+        if self._draining:
+            raise GpumuxError("a handler can't wait for the daemon", "wait in the thread that asked")
+        if predicate():
+            return True
+        if self._closed:
+            pass
+        elif happened == LANE and not self._stale:
+            if self._take_steps(predicate):
+                return True
+        elif happened or self._stale or left <= 0:
+            self._drain(predicate, expected=bool(happened & MESSAGE))
+            if happened & BROKEN:
+                self._check_connection()
+            if predicate():
+                return True
+        if self.dead is not None:
+            self.raise_if_dead()
+        return False
+
+    def _sleep(self, timeout: float) -> None:
+        self._sleepers += 1
+        try:
+            self._changed.wait(timeout)
+        finally:
+            self._sleepers -= 1
+
+    def _step_down(self, me: int) -> None:
+        """Leave `wait`, however it ends: somebody else must watch the socket now."""
+        if self._leader == me:
+            self._leader = None
+        if self._sleepers:
+            with self._lock:
+                self._changed.notify_all()
+
+    def _drain(self, predicate: Callable[[], bool] | None = None, expected: bool = False) -> None:
+        """Hand over all that has arrived, or as much as makes `predicate` true. Needs the lock."""
+        if self._draining:
+            return  # a handler posts: the drain below it goes on afterwards
+        self._stale = True
+        if self._take_steps(predicate):
+            return
+        while expected or self._connection.readable():
+            if self._take_one(predicate):
+                return
+            expected = False
+        self._stale = False
+
+    def _take_steps(self, predicate: Callable[[], bool] | None) -> bool:
+        """Hand over the lane's messages; whether `predicate` holds now, which ends it early."""
+        if self._draining:
+            return False
+        while self._take_step():
+            if predicate is not None and predicate():
+                return True
+        return False
+
+    def _take_step(self) -> bool:
+        """Hand over one message of the lane; whether there was one."""
+        with Shield():
+            message = self._connection.receive_step()
+            if message is None:
+                return False
+            self._hand_over(self._answered, message)
+        return True
+
+    def _take_one(self, predicate: Callable[[], bool] | None) -> bool:
+        """Hand over one message; whether `predicate` holds now."""
+        with Shield():
+            parts = self._connection.receive()
+            if parts is None:
+                return False
+            while self._take_step():
+                pass  # written before this message, so handed over before it
+            self._hand_over(self._dispatch, parts)
+        return predicate is not None and predicate()
+
+    def _hand_over(self, to: Callable[[T], None], what: T) -> None:
+        self.heard = time.monotonic()
+        self._draining = True
+        try:
+            to(what)
+        finally:
+            self._draining = False
+            if self._sleepers or self._leader is not None:
+                self._tell_others()
+
+    def _tell_others(self) -> None:
+        if self._sleepers:
+            self._changed.notify_all()
+        if self._leader not in (None, threading.get_ident()):
+            self._connection.wake()
+
+    def _check_connection(self) -> None:
+        if self.dead is None and (error := self._connection.lost()) is not None:
+            self._drain()  # what came before the break still counts
+            self.die(error)
+
+    def die(self, error: GpumuxError) -> None:
+        """Nothing moves from now on; every wait raises. The first reason stays."""
+        with self._lock:
+            if self.dead is None:
+                self.dead = error
+                self._connection.working = False
+            self._tell_others()
+
+    def raise_if_dead(self) -> None:
+        if self.dead is not None:
+            raise from_code(self.dead.code, self.dead.message, self.dead.remedy)
+
+    def end(self) -> bool:
+        """Say goodbye and make every wait raise, then wait until no thread sleeps on the socket.
+        False when that had happened before."""
+        with self._lock:
+            if self._closed:
+                return False
+            if self.dead is None:
+                self._connection.say_goodbye()
+            self._closed = True
+            self.die(DaemonGone("this session is closed", "open another"))
+            while self._leader not in (None, threading.get_ident()):
+                self._sleep(1.0)
+        return True
+
+
+# ---- Which daemon a client talks to. The rule itself is shared with the daemon (wire/endpoint.py).
+
+
+__all__ = ["resolve_endpoint"]
+
+
+def resolve_endpoint(endpoint: str | None = None) -> Endpoint:
+    """The explicit endpoint, else GPUMUX_ENDPOINT, else this machine's daemon of GPU 0.
+
+    Raises ConfigError for a malformed endpoint, or a default below /tmp that another user made.
+    """
+    found = resolve(endpoint)
+    if found.path is not None:
+        check_private(found.path.parent)
+    return found

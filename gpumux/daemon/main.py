@@ -1,0 +1,415 @@
+"""Start-up and shut-down of a daemon: open everything in order, serve, close it in reverse.
+
+Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 74 the device failed beyond repair (every
+client was told), 75 the endpoint or the metrics port is taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the
+configuration read again (daemon/config_reload.py).
+SIGTERM and SIGINT ask for a clean stop, at any time from the first line of `run` on; more of them change nothing, since stopping is bounded
+(drain_s, and 10 s for the device), and who can't wait has SIGKILL.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from types import FrameType
+
+from gpumux import __version__
+from gpumux.config import Config
+from gpumux.daemon import logs
+from gpumux.daemon.config_reload import shared_limit, wire_limits
+from gpumux.daemon.loop import Loop
+from gpumux.daemon.report import Identity
+from gpumux.daemon.snapshots.writer import DirectoryLock, Link
+from gpumux.device import registry
+from gpumux.device.base import Device
+from gpumux.errors import ConfigError, DeviceLost, EndpointBusy, GpumuxError
+from gpumux.metrics.gauges import GaugeCollector
+from gpumux.metrics.series import Metrics
+from gpumux.metrics.server import MetricsServer
+from gpumux.program.profile import load as load_profile
+from gpumux.scheduler import RUNS
+from gpumux.wire import endpoint as endpoints
+from gpumux.wire.messages import FROM_CLIENT
+from gpumux.wire.peers import ServerCurve
+from gpumux.wire.router import Router
+
+# ---- What the daemon tells a service manager, by the protocol of sd_notify(3): datagrams to NOTIFY_SOCKET.
+#
+# READY=1 once it serves, WATCHDOG=1 twice per WATCHDOG_USEC, STOPPING=1 when it begins to leave, and a
+# STATUS line with each of the first and the last, which `systemctl status` shows. Without NOTIFY_SOCKET nothing happens. A manager
+# that can't be reached costs a warning and never the daemon's time: what the loop sends it sends without waiting.
+
+
+PATIENCE_S = 1.0  # for READY=1, which the loop doesn't wait for and a manager would miss
+
+log = logging.getLogger("gpumux.daemon")
+
+
+class Manager:
+    """Who started this process as a service, if anybody did. `environ` and `pid` are the process's own."""
+
+    def __init__(self, environ: Mapping[str, str] | None = None, pid: int | None = None) -> None:
+        env = os.environ if environ is None else environ
+        self._address = env.get("NOTIFY_SOCKET", "")
+        if self._address and self._address[0] not in "/@":
+            log.warning("NOTIFY_SOCKET %r is no socket of this machine: nobody is told", self._address)
+            self._address = ""
+        self.watchdog_s = _watchdog_s(env, os.getpid() if pid is None else pid) if self._address else inf
+
+    def ready(self, status: str) -> None:
+        """The daemon serves from now on."""
+        self._tell(f"READY=1\nSTATUS={_line(status)}", PATIENCE_S)
+
+    def alive(self) -> None:
+        """The loop turns."""
+        self._tell("WATCHDOG=1", 0.0)
+
+    def stopping(self, reason: str) -> None:
+        """The daemon has begun to leave; a manager that knows stops its watchdog."""
+        self._tell(f"STOPPING=1\nSTATUS=leaving: {_line(reason)}", 0.0)
+
+    def watch(self, loop: Loop) -> None:
+        """Feed the watchdog from the loop itself, so that a stuck loop starves it, and say when it leaves."""
+        loop.on_leaving = self.stopping
+        if self.watchdog_s < inf:
+            loop.call_every(self.watchdog_s / 2, self.alive)
+
+    def _tell(self, state: str, patience_s: float) -> None:
+        if not self._address:
+            return
+        address = "\0" + self._address[1:] if self._address[0] == "@" else self._address
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(patience_s)
+            try:
+                sock.sendto(state.encode(), address)
+            except OSError as error:
+                log.warning("can't tell NOTIFY_SOCKET %s %s: %s", self._address, state.split("\n")[0], error)
+
+
+def _watchdog_s(env: Mapping[str, str], pid: int) -> float:
+    """How often the manager wants to hear of this process, in seconds; infinity: never. WATCHDOG_PID names another
+    process where a wrapper was meant and only passed its environment on."""
+    micros, meant = env.get("WATCHDOG_USEC", ""), env.get("WATCHDOG_PID", "")
+    if not (micros.isascii() and micros.isdigit() and int(micros) > 0) or (meant and meant != str(pid)):
+        return inf
+    return int(micros) / 1e6
+
+
+def _line(text: str) -> str:
+    """`text` on one line: a line break would begin another assignment."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+# ---- What a daemon does to its process, and says of it, before it opens anything.
+
+
+LEAST_FILES = 1024
+
+log = logging.getLogger("gpumux.daemon")
+
+
+def raise_file_limit() -> None:
+    """Descriptors are what a daemon has most of; the usual soft limit of 1024 is about 80 jobs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < LEAST_FILES:
+        log.warning(
+            "this process may open %d descriptors only, which is room for few jobs; raise the limit (LimitNOFILE, "
+            "`ulimit -Hn`) to %d or more", hard, LEAST_FILES,
+        )  # fmt: skip
+
+
+def say_core() -> None:
+    """Which core runs; a warning where one was compiled that does not fit."""
+    if RUNS.remedy:
+        log.warning("core: %s; %s", RUNS, RUNS.remedy)
+    else:
+        log.info("core: %s", RUNS)
+
+
+# ----
+
+
+EX_OK, EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL, EX_CONFIG = 0, 70, 74, 75, 78
+SWITCH_INTERVAL_S = 1e-4  # how long the metrics thread may keep the loop waiting for the interpreter
+
+
+class Stopped(Exception):
+    """Told to stop before there was anything to serve."""
+
+
+class StopRequest:
+    """Whether somebody asked for a stop, and why. Set by signal handlers."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._listener: Callable[[str], None] | None = None
+
+    def ask(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        if self._listener is not None:
+            self._listener(self.reason)
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` when somebody asks, at once if somebody has."""
+        self._listener = listener
+        if self.reason:
+            listener(self.reason)
+
+    def check(self) -> None:
+        """Raises Stopped when somebody has asked: between the steps of starting up."""
+        if self.reason:
+            log.info("stopped while starting: %s", self.reason)
+            raise Stopped
+
+
+def run(config: Config, *, last: bool = False, again: Callable[[], Config] | None = None) -> int:
+    """Serve until told to stop. Returns the exit code; errors are logged, one line each. `last`: the
+    process ends next, so signals to stop it are ignored from the return on. `again` reads the configuration anew
+    (SIGHUP); None: there is nothing to read, and the same one is used."""
+    stop, reload = StopRequest(), Hangup()
+    with stop_signals(stop.ask, signal.SIG_IGN if last else None), hangups(stop.ask, reload.ask):
+        return _run(config, stop, reload, again or (lambda: config))
+
+
+def _run(config: Config, stop: StopRequest, reload: Hangup, again: Callable[[], Config]) -> int:
+    logs.set_up(config.log_level, config.log_format)
+    try:
+        with ExitStack() as stack:
+            serve(config, stack, stop, reload, again)
+    except Stopped:
+        return EX_OK
+    except EndpointBusy as error:
+        log.error("%s", error)
+        return EX_TEMPFAIL
+    except ConfigError as error:
+        log.error("%s", error)
+        return EX_CONFIG
+    except DeviceLost as error:
+        log.critical("%s", error)
+        return EX_IOERR
+    except GpumuxError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return EX_SOFTWARE
+    except Exception:
+        # Half a daemon is worse than none: clients would wait for answers that never come.
+        log.critical("internal error, the daemon ends", exc_info=True)
+        return EX_SOFTWARE
+    return EX_OK
+
+
+def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, again: Callable[[], Config]) -> None:
+    """Open, serve, and leave the closing to `stack`, which also runs when something goes wrong."""
+    started = time.time()
+    raise_file_limit()
+    say_core()
+    keep_crashes(config, stack)
+    texts = config.endpoint or (endpoints.default_endpoint(config.gpu),)
+    router = Router(texts, endpoints.runtime_dir(config.gpu), wire_limits(config), curve_keys(config))
+
+    def leave() -> None:
+        router.close(stop.reason or "the daemon failed; see its log")
+
+    stack.callback(leave)
+    metrics = Metrics(FROM_CLIENT)  # what another daemon may have is taken before the device, which takes seconds
+    metrics.start_time.set(started)
+    server = bind_metrics(config, metrics, stack)
+    lock = lock_snapshots(config, stack)
+    stop.check()
+    device = open_device(config, stack)
+    stop.check()
+    link = open_snapshots(config, lock, stack)
+    router.device = {**asdict(device.info), "shares": list(device.info.shares)}  # a message holds lists
+    if link is not None:
+        router.device["snapshot_s"] = config.snapshot_s
+    router.device["holds_low_work"] = config.policy == "guarded"  # where clients say what they wait for
+    port = server.port if server is not None else 0
+    identity = Identity(config, router.addresses, device.info, started, port)
+    loop = Loop(identity, router, device.device, metrics, shared_limit(config), link=link)
+    stack.callback(loop.close)
+    stack.callback(leave)  # before anything slow: clients learn first
+    metrics.add_gauges(GaugeCollector(loop.snapshots.fetch, __version__))
+    if server is not None:
+        server.watch(loop.snapshots.fetch)
+        log.info("metrics at http://%s:%d/metrics", config.metrics_host, port)
+
+    stop.tell(loop.stop)
+    reloading = loop.reloading(again)
+    reload.tell(lambda: loop.call_soon(reloading.begin))
+    stack.enter_context(quick_interpreter())
+    manager = Manager()
+    manager.watch(loop)
+    what = f"serves {device.info.name} at {', '.join(router.addresses)}"
+    log.info("gpumux %s %s", __version__, what)
+    manager.ready(what)
+    try:
+        loop.run()
+    except DeviceLost as error:
+        stop.reason = stop.reason or error.message  # what `leave` tells every client
+        raise
+    log.info("stopped: %s", stop.reason)
+
+
+class Hangup:
+    """SIGHUPs, which ask for the configuration to be read again. One that comes while starting counts afterwards."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._listener: Callable[[], None] | None = None
+
+    def ask(self) -> None:
+        self._asked = True
+        if self._listener is not None:
+            self._listener()
+
+    def tell(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when one comes, at once if one has."""
+        self._listener = listener
+        if self._asked:
+            listener()
+
+
+class OpenDevice:
+    """An open device and what it said of itself."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.info = device.open()
+
+
+def open_device(config: Config, stack: ExitStack) -> OpenDevice:
+    """Choose and open the device, saying which and why."""
+    name, why = registry.choose(config.device, config.gpu)
+    log.info("device: %s", why)
+    low_nice = 0 if config.policy == "fifo" else config.low_nice  # fifo: no job comes before another
+    device = registry.make(
+        name,
+        gpu=config.gpu,
+        threads=config.threads,
+        low_nice=low_nice,
+        gpu_shares=config.gpu_shares == "on",
+        gpu_model=config.gpu_model,
+        profiles=[load_profile(Path(path)) for path in config.profiles],
+        allow_ops=config.allow_ops,
+    )
+    stack.callback(device.close)
+    opened = OpenDevice(device)
+    info = opened.info
+    log.info(
+        "device: %s, %s, torch %s, %d threads a piece, %s pieces at once",
+        info.kind, info.name, info.torch_version, info.threads, info.parallel or "any number of",
+    )  # fmt: skip
+    if info.kind == "sim":
+        log.warning("this daemon SIMULATES its device: steps take time and compute nothing, and every result is zero")
+    return opened
+
+
+def curve_keys(config: Config) -> ServerCurve | None:
+    if not config.curve_secret_key:
+        return None
+    return ServerCurve(Path(config.curve_secret_key), Path(config.curve_client_keys))
+
+
+def bind_metrics(config: Config, metrics: Metrics, stack: ExitStack) -> MetricsServer | None:
+    if config.metrics_port < 0:
+        return None
+    server = MetricsServer(metrics.registry, config.metrics_host, config.metrics_port)
+    stack.callback(server.close)
+    return server
+
+
+def lock_snapshots(config: Config, stack: ExitStack) -> DirectoryLock | None:
+    """Take the state directory for snapshots, if it is to keep any. Raises EndpointBusy when another daemon has it."""
+    if not config.state_dir or not config.snapshot_s:
+        return None
+    lock = DirectoryLock(Path(config.state_dir) / "snapshots")
+    stack.callback(lock.close)
+    return lock
+
+
+def open_snapshots(config: Config, lock: DirectoryLock | None, stack: ExitStack) -> Link | None:
+    """Start the process that writes them."""
+    if lock is None:
+        return None
+    link = Link(root := Path(config.state_dir) / "snapshots", lock)
+    stack.callback(link.close)
+    log.info("snapshots: every %g s, in %s", config.snapshot_s, root)
+    return link
+
+
+def keep_crashes(config: Config, stack: ExitStack) -> None:
+    """Make the state directory, and have a crash of the interpreter leave its stacks there."""
+    if not config.state_dir:
+        faulthandler.enable()
+    else:
+        path = Path(config.state_dir)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (path / "crash.log").touch(mode=0o600)  # the directory may be one that was there, open to others
+            crashes = stack.enter_context((path / "crash.log").open("a"))
+        except OSError as error:
+            raise ConfigError(f"can't use the state directory {path}: {error.strerror}", "choose another") from error
+        faulthandler.enable(crashes)
+    stack.callback(faulthandler.disable)
+
+
+@contextmanager
+def stop_signals(stop: Callable[[str], None], afterwards: signal.Handlers | None = None) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop`, as often as they come: wrappers (timeout, terminals, containers)
+    like to deliver one request twice. Then they have the handler `afterwards`, or the one from before."""
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        stop(f"the daemon got {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if afterwards is None else afterwards)
+
+
+@contextmanager
+def hangups(stop: Callable[[str], None], reload: Callable[[], None]) -> Iterator[None]:
+    """SIGHUP calls `reload`; the one that says that the terminal this process was started on is gone, `stop`."""
+    terminal = os.isatty(2)
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        if terminal and not os.isatty(2):
+            stop("the terminal it was started on is gone")
+        else:
+            reload()
+
+    before = signal.signal(signal.SIGHUP, heard)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Settings of the whole process that the loop's latency depends on."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # the loop collects when it is idle
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        sys.setswitchinterval(interval)

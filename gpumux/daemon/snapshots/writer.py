@@ -1,0 +1,327 @@
+"""The daemon's end of the process that writes snapshots (writer.py): ask, and hear later. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+import gpumux
+from gpumux.daemon.snapshots.store import GENERATOR, NOTES, Array, Owner, Snapshot, Store, buffer_name, places
+from gpumux.errors import ConfigError, EndpointBusy, GpumuxError, SnapshotFailed, UnknownJob, from_code
+from gpumux.program.ir import aligned
+from gpumux.types import GENERATOR_BYTES
+
+PACKET = 192 << 10  # bytes of a request or an answer, at most
+CLOSE_S = 10.0  # for what is being written when the daemon leaves
+LOCK_S = 10.0  # for another daemon's processes to end that was killed a moment ago
+_RETRY_S = 0.05
+
+Then = Callable[[Any], None]  # called with the answer, or with a GpumuxError
+
+
+class DirectoryLock:
+    """One daemon a directory: flock on ROOT/lock, which the writer inherits, so that it is free only when both ended.
+    Raises EndpointBusy after `wait_s`, ConfigError if there can be no lock."""
+
+    def __init__(self, root: Path, wait_s: float = LOCK_S) -> None:
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"can't use {root} for snapshots: {error.strerror}", "choose another state_dir"
+            ) from error
+        give_up = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= give_up:
+                    os.close(self.fd)
+                    raise EndpointBusy(
+                        f"another daemon keeps its snapshots in {root}", "give each daemon a state_dir of its own"
+                    ) from None
+            except OSError as error:
+                os.close(self.fd)
+                raise ConfigError(f"can't lock {root}: {error.strerror}", "use a local file system") from error
+            time.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Link:
+    """`ask` a verb of the writer's; call `hear` as `follow` says. One request is out at a time, the others
+    wait here. A writer that ends answers nothing any more: its requests fail, and the next one starts another."""
+
+    def __init__(self, root: Path, lock: DirectoryLock) -> None:
+        self._root = root
+        self._lock = lock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._waiting: deque[tuple[bytes, list[int], Then]] = deque()
+        self._then: Then | None = None
+        self._watch: Callable[[Sequence[int]], None] = _unwatched
+        self._start()
+
+    def follow(self, watch: Callable[[Sequence[int]], None]) -> None:
+        """Have `watch` called with the descriptors whose being readable means `hear`, now and when they change."""
+        self._watch = watch
+        watch((self._sock.fileno(),) if self._sock is not None else ())
+
+    @property
+    def busy(self) -> bool:
+        return self._then is not None
+
+    def ask(self, verb: str, arguments: dict[str, Any], fds: Sequence[int], then: Then) -> None:
+        """`fds` stay the caller's. `then` is called by `hear`."""
+        packet = bytes(msgpack.packb([verb, arguments]))
+        self._waiting.append((packet, [os.dup(fd) for fd in fds], then))
+        self._next()
+
+    def hear(self) -> None:
+        """Act on an answer, or on the end of the process."""
+        sock, then = self._sock, self._then
+        if sock is None:
+            return
+        try:
+            answer = sock.recv(PACKET)
+        except BlockingIOError:
+            return
+        except OSError:
+            answer = b""
+        if not answer:
+            self._stop(0.0)
+        if then is not None:
+            self._then = None
+            then(_meaning(answer))
+        self._next()
+
+    def close(self) -> None:
+        """Let the process finish what it is at, CLOSE_S at most; nobody hears of it any more."""
+        for _, fds, _ in self._waiting:
+            _close(fds)
+        self._waiting.clear()
+        self._then, self._watch = None, _unwatched
+        self._stop(CLOSE_S)
+
+    def _next(self) -> None:
+        while self._then is None and self._waiting:
+            packet, fds, then = self._waiting.popleft()
+            try:
+                if self._sock is None:
+                    self._start()
+                assert self._sock is not None
+                socket.send_fds(self._sock, [packet], fds)
+                self._then = then
+            except OSError as error:
+                then(SnapshotFailed(f"the snapshots' process can't be asked: {error}", "look at the daemon's log"))
+            finally:
+                _close(fds)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * PACKET)
+        ours.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-P", "-m", "gpumux.daemon.snapshots.writer", str(theirs.fileno()), str(os.getpid()),
+                    str(self._root),
+                ],
+                pass_fds=[theirs.fileno(), self._lock.fd], stdin=subprocess.DEVNULL, stdout=2, process_group=0,
+                env={**os.environ, "PYTHONPATH": _path()},
+            )  # fmt: skip
+        self._sock = ours
+        self._watch((ours.fileno(),))
+
+    def _stop(self, wait_s: float) -> None:
+        sock, self._sock = self._sock, None
+        process, self._process = self._process, None
+        if sock is not None:
+            self._watch(())
+            sock.close()
+        if process is not None:
+            try:
+                process.wait(wait_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _unwatched(fds: Sequence[int]) -> None:
+    """Nobody waits yet."""
+
+
+def _meaning(answer: bytes) -> Any:
+    if not answer:
+        return SnapshotFailed("the process that writes snapshots ended", "look at the daemon's log and its memory")
+    code, body = msgpack.unpackb(answer)
+    return from_code(code, *body) if code else body
+
+
+def _path() -> str:
+    """Where the writer finds gpumux: where we found it."""
+    home = str(Path(gpumux.__file__).resolve().parent.parent)
+    known = os.environ.get("PYTHONPATH", "")
+    return f"{home}{os.pathsep}{known}" if known else home
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+# ---- The process that has to do with the snapshots' disk: a slow one, or a full one, keeps no step waiting.
+#
+# It does one thing after the other, as the daemon asks (link.py), at the lowest priority, and ends with the daemon.
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Writer:
+    """Carries out one request after the other."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read: Snapshot | None = None  # what `read` found, until `fill` has put it where it is wanted
+        self._verbs: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {
+            "save": self._save,
+            "read": self._find_whole,
+            "fill": self._fill,
+            "find": self._find,
+            "forget": lambda a, _: store.forget(Owner(a["uid"], a["job"])),
+            "expire": self._expire,
+            "kept": self._kept,
+        }
+
+    def answer(self, packet: bytes, fds: list[int]) -> bytes:
+        """What to say to a request. Its descriptors are closed."""
+        try:
+            verb, arguments = msgpack.unpackb(packet)
+            return bytes(msgpack.packb(["", self._verbs[verb](arguments, fds)]))
+        except GpumuxError as error:
+            return bytes(msgpack.packb([error.code, [error.message, error.remedy]]))
+        except (OSError, ValueError, MemoryError) as error:
+            said = f"the snapshot's process failed: {type(error).__name__}: {error}"
+            return bytes(msgpack.packb([SnapshotFailed.code, [said[:1000], "see that the machine has memory left"]]))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _save(self, a: dict[str, Any], fds: list[int]) -> int:
+        owner = Owner(a["uid"], a["job"])
+        with _mapped(fds[0]) as data, _mapped(fds[1]) as beside:
+            sizes = np.frombuffer(beside, np.uint64, a["buffers"]).tolist()
+            whole = np.frombuffer(data, np.uint8)
+            tensors = {buffer_name(i): whole[at : at + n] for i, (at, n) in enumerate(places(sizes))}
+            region = whole[sum(map(aligned, sizes)) :][:GENERATOR_BYTES]
+            tensors[GENERATOR] = region[8 : 8 + int(region[:8].view(np.uint64)[0])]
+            tensors[NOTES] = np.frombuffer(beside, np.uint8, a["notes"], 8 * a["buffers"])
+            nbytes = sum(t.nbytes for t in tensors.values())
+            facts = {k: str(a[k]) for k in ("name", "uid", "job", "number", "steps")} | {"saved": f"{time.time():.3f}"}
+            try:
+                self._store.make_room(owner, nbytes, a["limit"], _owners(a["living"]))
+                return self._store.save(owner, a["number"], tensors, facts)
+            finally:
+                tensors.clear()
+                del whole, region  # the mapping can't be closed under them
+
+    def _find_whole(self, a: dict[str, Any], _: list[int]) -> dict[str, Any]:
+        found, bad = self._store.read(Owner(a["uid"], a["job"]), a["numbers"])
+        self._read = found
+        if found is None:
+            there = f"; damaged: {', '.join(map(str, bad))}" if bad else ""
+            raise UnknownJob(f"there is no whole snapshot of this job{there}", "start the job anew")
+        nbytes = sum(aligned(b.nbytes) for b in found.buffers) + GENERATOR_BYTES + found.notes.nbytes
+        return {"number": found.number, "nbytes": nbytes, "notes": found.notes.nbytes, "bad": bad}
+
+    def _fill(self, _: dict[str, Any], fds: list[int]) -> None:
+        found, self._read = self._read, None
+        if found is None:
+            raise SnapshotFailed("the snapshot that was read is gone", "try again")
+        with _mapped(fds[0], write=True) as memory:
+            whole: Array = np.frombuffer(memory, np.uint8)
+            sizes = [b.nbytes for b in found.buffers]
+            for (at, n), buffer in zip(places(sizes), found.buffers, strict=True):
+                whole[at : at + n] = buffer
+            at = sum(map(aligned, sizes))
+            whole[at : at + 8] = np.frombuffer(found.generator.nbytes.to_bytes(8, "little"), np.uint8)
+            whole[at + 8 : at + 8 + found.generator.nbytes] = found.generator
+            at += GENERATOR_BYTES
+            whole[at : at + found.notes.nbytes] = found.notes
+            del whole
+
+    def _find(self, a: dict[str, Any], _: list[int]) -> dict[str, Any]:
+        kept = self._store.find(a["uid"], a["name"])
+        return {"job": kept.owner.job, "numbers": list(kept.numbers)}
+
+    def _expire(self, a: dict[str, Any], _: list[int]) -> int:
+        return len(self._store.expire(a["before"], _owners(a["living"])))
+
+    def _kept(self, a: dict[str, Any], _: list[int]) -> dict[str, int]:
+        kept = list(self._store.kept())
+        return {"jobs": len(kept), "nbytes": sum(k.nbytes for k in kept)}
+
+
+def _owners(pairs: list[list[Any]]) -> frozenset[Owner]:
+    return frozenset(Owner(uid, job) for uid, job in pairs)
+
+
+@contextmanager
+def _mapped(fd: int, write: bool = False) -> Iterator[mmap.mmap]:
+    prot = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
+    mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, prot)
+    try:
+        yield mapping
+    finally:
+        try:
+            mapping.close()
+        except BufferError:
+            pass  # an error on its way out keeps the arrays of where it arose, and with them the mapping: they go together
+
+
+def main() -> None:
+    """`python -m gpumux.daemon.snapshots.writer SOCKET PARENT ROOT`, started by link.py."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    # A daemon that is killed takes its writer along: the next one finds nobody else in the directory.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[2]):
+        return
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the daemon says when it is time
+        signal.signal(ignored, signal.SIG_IGN)
+    os.nice(19)
+    store = Store(Path(sys.argv[3]))
+    store.tidy()
+    writer = Writer(store)
+    while True:
+        packet, fds, _, _ = socket.recv_fds(sock, PACKET, 2)
+        if not packet:
+            return
+        answer = writer.answer(packet, list(fds))
+        try:
+            sock.send(answer)
+        except OSError:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""A program ready to run in an executor: its cuts, and the measuring that leads from one to the next.
+
+    cut 0   guessed: pieces of equal numbers of operators, run one by one through Python. The first step
+            verifies every output and warms caches. Both are timed, on a core of their own (stopwatch.py), and
+            the lesser time of each operator counts.
+    cut 1   by measured time, as graphs. After SETTLE_STEPS steps the pieces' own times are compared with
+            the prediction; if they are far from the target the program is cut once more:
+    cut 2   by those times.
+
+Whoever launches them may want pieces of another length (`aim`): cut 2 and later ones follow after a step of the newest.
+
+Steps keep the cut they began with, so the one before the newest stays.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import inf
+from statistics import median
+from time import gmtime, strftime
+from typing import Any
+
+import torch
+
+from gpumux import __version__
+from gpumux.device import inductor
+from gpumux.device.run.graph import Piece, PieceBuilder, sources
+from gpumux.device.run.interpreter import Context, Frame, Interpreter, Stopwatch, failed, names
+from gpumux.device.run.operands import Operands, window
+from gpumux.device.run.randomness import Replays, Streams, begin_from, repeated_slots
+from gpumux.errors import ProgramError
+from gpumux.hostmemory import cpu_name
+from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, piece_seconds, units
+from gpumux.program.ir import Program, View, labels
+from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
+
+# ---- A program that is to be compiled, in an executor: units instead of operators (program/cut.py, device/inductor.py).
+
+
+_CPU = torch.device("cpu")
+
+
+class CompiledProgram:
+    """All units of a program, compiled. Raises ProgramError when one can't be."""
+
+    def __init__(self, context: Context, interpreter: Interpreter) -> None:
+        self._context, self._interpreter = context, interpreter
+        program, live = context.program, context.liveness
+        inductor.find_compiler("cpu")
+        self._compiled: dict[int, inductor.Compiled] = {}  # by their first operator
+        found: list[Unit] = []
+        for unit in units(program, inductor.uncompilable(program, live)):
+            made = inductor.compile_unit(program, live, unit, _CPU, lambda _: True) if unit.compiled else None
+            found.append(unit._replace(compiled=made is not None))
+            if made is not None:
+                self._compiled[unit.start] = made
+        self.units = tuple(found)
+        count = len(program.scalars)
+        self._numbers = tuple(torch.zeros(count, dtype=d) for d in (torch.float64, torch.int64, torch.float32))
+        self._step = -1  # whose numbers those are
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Operators that run as they are."""
+        ops = self._context.program.ops
+        return {op.target: "not compiled" for u in self.units if not u.compiled for op in ops[u.start : u.stop]}
+
+    def run(self, frame: Frame, start: int, stop: int, *, watch: Stopwatch | None = None) -> list[float]:
+        """Run the units between two of their boundaries. Seconds of each operator, if there is a watch: a unit's are put
+        down to its first.
+        Raises JobFailed."""
+        seconds: list[float] = []
+        for unit in self.units:
+            if not start <= unit.start < stop:
+                continue
+            if not unit.compiled:
+                seconds += self._interpreter.run(frame, unit.start, unit.stop, watch=watch)
+                continue
+            if watch is None:
+                self._run(frame, unit)
+                continue
+            watch.start()
+            self._run(frame, unit)
+            seconds += [watch.stop(), *[0.0] * (unit.stop - unit.start - 1)]
+        return seconds
+
+    def _run(self, frame: Frame, unit: Unit) -> None:
+        context, compiled = self._context, self._compiled[unit.start]
+        program, live = context.program, context.liveness
+        arguments = frame.slot.pieces.get(~unit.start)  # graphs' keys are not negative
+        if arguments is None:
+            found = tuple(self._tensor(frame, view) for view in compiled.bases)
+            arguments = frame.slot.pieces[~unit.start] = (*found, *(self._numbers if compiled.numbers else ()))
+        if compiled.numbers and frame.step != self._step:
+            self._fill(frame)
+        temps: list[Any] = [frame.temps[storage] for storage in compiled.live_in]
+        try:
+            made = inductor.run(compiled, program, live, [*arguments, *temps], lambda call, given: call(*given))  # type: ignore[list-item]
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
+            where = f"one of operators {unit.start} to {unit.stop - 1} ({names(program, unit.start, unit.stop)})"
+            raise failed(error, where) from error
+        for storage, tensor in zip(compiled.live_out, made, strict=True):
+            frame.temps[storage] = tensor
+        for storage in compiled.live_in:
+            if live.last[storage] < unit.stop:
+                frame.temps[storage] = None
+
+    def _tensor(self, frame: Frame, view: View) -> torch.Tensor:
+        for index, known in enumerate(self._context.program.views):
+            made = frame.slot.views[index]
+            if known.storage == view.storage and made is not None:
+                return made if known == view else window(made, view)
+        raise AssertionError("a unit's argument lies on no storage of the program's")
+
+    def _fill(self, frame: Frame) -> None:
+        self._step = frame.step
+        for place, value in enumerate(frame.scalars):
+            self._numbers[0][place] = self._numbers[2][place] = float(value)
+            self._numbers[1][place] = value if isinstance(value, int) else 0
+
+
+# ----
+
+
+SETTLE_STEPS = 8
+FAR = 1.5  # pieces this many times longer or shorter than aimed at are worth cutting again
+
+
+class LoadedProgram:
+    """One program bound to its job's buffers. `python_s` is what running an operator through Python
+    costs more than in a graph, seconds; it is taken off the measured times."""
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: Sequence[torch.Tensor],
+        data: mmap.mmap,
+        slots: int,
+        target_s: float,
+        python_s: float,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.program = program
+        self._own_s = self._target_s = self._wanted_s = target_s
+        self._python_s = python_s
+        self._progress = progress
+        self.operands = Operands(program, buffers, data, slots)
+        self._replays = Replays(repeated_slots(program))
+        self._streams = Streams()
+        self._context = Context(program, self.operands, self._replays, self._streams)
+        self._interpreter = Interpreter(self._context, progress)
+        self._builder: PieceBuilder | None = None
+        self._frame: Frame | None = None
+        self._steps = 0  # whole steps done under the newest cut
+        self._watch = Stopwatch()
+        self._op_s = [inf] * len(program.ops)
+        self._piece_s: list[list[float]] = []
+        self.newest = 0
+        self._gates = sorted({gate.op for gate in program.gates})
+        compiled = program.kind == "compiled"
+        self._compiled = CompiledProgram(self._context, self._interpreter) if compiled else None
+        self._bounds = {0: self._boundaries([GUESSED_OP_SECONDS] * len(program.ops))}
+        self._pieces: dict[int, list[Piece]] = {}
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the newest cut's pieces start, and the number of operators at the end."""
+        return self._bounds[self.newest]
+
+    def guesses(self) -> tuple[float, ...]:
+        """Seconds of the pieces of cut 0, unmeasured."""
+        return piece_seconds([GUESSED_OP_SECONDS] * len(self.program.ops), self._bounds[0])
+
+    def run(self, step: int, cut: int, piece: int, slot: int, scalars: Sequence[float | int] | None) -> bool:
+        """Run one piece; whether it ended its step. `scalars` come with piece 0 and stay for the step.
+        Raises JobFailed, ProgramError."""
+        bounds = self._bounds.get(cut)
+        if bounds is None or not 0 <= piece < len(bounds) - 1:
+            raise ProgramError(f"no piece {piece} of cut {cut}", "this is a bug in the daemon: report it")
+        frame = self._begin(step, cut, slot, scalars) if piece == 0 else self._frame
+        if frame is None or (frame.step, frame.cut, frame.next_piece) != (step, cut, piece):
+            raise ProgramError(
+                f"piece {piece} of step {step} is out of order", "this is a bug in the daemon: report it"
+            )
+        if cut == 0:
+            start, stop = bounds[piece], bounds[piece + 1]
+            watch = self._watch if self.newest == 0 else None
+            if self._compiled is not None:
+                seconds = self._compiled.run(frame, start, stop, watch=watch)
+            else:
+                verify = watch is not None and self._steps == 0
+                seconds = self._interpreter.run(frame, start, stop, verify=verify, watch=watch)
+            if watch is not None:
+                self._op_s[start:stop] = map(min, self._op_s[start:stop], seconds)
+        elif self._settling(cut):
+            self._watch.start()
+            self._run_piece(frame, cut, piece)
+            self._piece_s[piece].append(self._watch.stop())
+        else:
+            self._run_piece(frame, cut, piece)
+        frame.next_piece += 1
+        if frame.next_piece < len(bounds) - 1:
+            return False
+        self._finish(frame)
+        return True
+
+    def aim(self, target_s: float | None) -> None:
+        """Pieces are to be so long, None: as long as they were meant to be at first. `recut` sees to it."""
+        self._wanted_s = self._own_s if target_s is None else target_s
+
+    def _run_piece(self, frame: Frame, cut: int, piece: int) -> None:
+        if self._compiled is not None:
+            self._compiled.run(frame, *self._bounds[cut][piece : piece + 2])
+        else:
+            self._pieces[cut][piece].run(frame)
+
+    def _boundaries(self, op_s: list[float]) -> tuple[int, ...]:
+        if self._compiled is not None:
+            return cut_units(self._compiled.units, op_s, self._target_s, None, self._gates)
+        return cut(op_s, self._target_s, gates=self._gates)
+
+    def recut(self) -> tuple[float, ...] | None:
+        """After a whole step: predicted seconds of each piece of a new cut (`newest`), if there is
+        reason for one."""
+        if self.newest == 0:
+            self._target_s = self._wanted_s
+            return self._cut([max(0.2e-6, s - self._python_s) for s in self._op_s]) if self._steps == 2 else None
+        if self._wanted_s != self._target_s and self._steps:
+            self._target_s, op_s = self._wanted_s, self._scaled()
+            return self._cut(op_s) if self._boundaries(op_s) != self.bounds else None
+        if self.newest == 1 and self._steps == SETTLE_STEPS:
+            return self._cut_again()
+        return None
+
+    def profile(self) -> StepProfile:
+        """What each operator was measured to take. Raises ProgramError before the first measured cut."""
+        if self.newest == 0:
+            raise ProgramError("the program's operators are not measured yet", "run two steps of it first")
+        program = self.program
+        return StepProfile(
+            name="",
+            device=cpu_name(),
+            ops=tuple(
+                [
+                    of_layer(
+                        OpProfile(
+                            op.target, op_shapes(program, op), seconds, op_nbytes(program, op), source="measured"
+                        ),
+                        label,
+                    )
+                    for op, seconds, label in zip(program.ops, self._op_s, labels(program), strict=True)
+                ]
+            ),
+            versions={"torch": str(torch.__version__), "gpumux": __version__},
+            recorded_at=strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()),
+            batch=batch_size(program),
+            note=f"run operator by operator with {torch.get_num_threads()} threads, Python's own time taken off"
+            if self._compiled is None
+            else "compiled: the time of operators that were fused is put down to the first of them",
+        )
+
+    @property
+    def through_python(self) -> dict[str, str]:
+        """Operators no graph can say, each with the reason; empty before the first measured cut."""
+        if self._compiled is not None:
+            return self._compiled.left
+        return self._builder.through_python if self._builder else {}
+
+    def _settling(self, cut: int) -> bool:
+        return cut == 1 and self.newest == 1 and self._steps < SETTLE_STEPS
+
+    def _begin(self, step: int, cut: int, slot: int, scalars: Sequence[float | int] | None) -> Frame:
+        if scalars is None or len(scalars) != len(self.program.scalars):
+            given = "none" if scalars is None else len(scalars)
+            raise ProgramError(f"{given} scalars where the program takes {len(self.program.scalars)}", "send one each")
+        operands = self.operands.slot(slot)
+        self._frame = Frame(operands, slot, scalars, [None] * len(self.program.storages), step, cut)
+        self._replays.begin()
+        self._streams.begin()
+        self._progress(-1)
+        self.operands.begin(operands)
+        if self.program.generator is not None:
+            begin_from(self._context.tensor(self._frame, self.program.generator))
+        return self._frame
+
+    def _finish(self, frame: Frame) -> None:
+        if self.program.generator is not None:
+            self._context.tensor(frame, self.program.generator).copy_(torch.default_generator.get_state())
+        self.operands.finish(frame.slot, sources(self._context, frame))
+        self._streams.finish()
+        self._frame = None
+        if frame.cut == self.newest:
+            self._steps += 1
+
+    def _cut(self, op_s: list[float]) -> tuple[float, ...]:
+        bounds = self._boundaries(op_s)
+        pieces: list[Piece] = []
+        if self._compiled is None:
+            self._builder = self._builder or PieceBuilder(self._context, self._interpreter)
+            pieces = [self._builder.build(start, stop) for start, stop in pairwise(bounds)]
+        self._bounds.pop(self.newest - 1, None)
+        self._pieces.pop(self.newest - 1, None)
+        self.newest += 1
+        self._bounds[self.newest], self._pieces[self.newest] = bounds, pieces
+        self._op_s, self._steps = op_s, 0
+        self._piece_s = [[] for _ in bounds[1:]]
+        return piece_seconds(op_s, bounds)
+
+    def _cut_again(self) -> tuple[float, ...] | None:
+        op_s = self._scaled()
+        real = piece_seconds(op_s, self._bounds[1])
+        long = max(real, default=0.0) > FAR * self._target_s
+        short = len(real) > 1 and sum(real) / len(real) < self._target_s / FAR
+        again = self._boundaries(op_s)
+        return self._cut(op_s) if (long or short) and again != self._bounds[1] else None
+
+    def _scaled(self) -> list[float]:
+        """Each operator's time, multiplied by how wrong its piece's prediction was, where pieces were timed."""
+        op_s = list(self._op_s)
+        for (start, stop), samples in zip(pairwise(self.bounds), self._piece_s, strict=True):
+            predicted = sum(op_s[start:stop])
+            if samples and predicted > 0:
+                factor = median(samples) / predicted
+                op_s[start:stop] = [s * factor for s in op_s[start:stop]]
+        return op_s

@@ -1,0 +1,335 @@
+"""A stretch of operators as one TorchScript graph, built node by node: no source, no tracing.
+
+Running a graph costs about 0.5 us an operator where a call from Python costs 2.4. The graph executor's
+optimisation is off in the executor process, so it neither fuses nor folds nor drops anything: the
+same kernels run in the same order on the same bits. Each node's schema is compared with the operator
+the Program names, since a graph picks overloads by argument types. What can't be said as a node
+raises Inexpressible and runs through Python (pieces.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import _C
+
+from gpumux.device.run.interpreter import Context, Frame, Interpreter, failed, names
+from gpumux.device.run.schema import constant, named_arguments, overload, takes_generator
+from gpumux.program.ir import Arg, Complex, Op, Program, ScalarRef, Tag, TensorRef, View
+
+_INT = _C.IntType.get()
+TENSOR = _C.TensorType.get()
+NUMBER = _C.NumberType.get()
+GENERATOR = overload("aten.bernoulli_.float")._schema.arguments[-1].type.getElementType()
+_ELEMENTS: dict[str, Any] = {
+    "int": _INT, "float": _C.FloatType.get(), "bool": _C.BoolType.get(), "number": NUMBER,
+    "Tensor": TENSOR, "Optional[Tensor]": _C.OptionalType(TENSOR),
+}  # fmt: skip
+# A graph holds memory formats as the numbers of c10::MemoryFormat.
+_MEMORY_FORMAT = {"contiguous_format": 0, "preserve_format": 1, "channels_last": 2, "channels_last_3d": 3}
+
+
+class Inexpressible(Exception):
+    """This operator call has no faithful graph node; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFunction:
+    """`call(*views, *scalars, *temps, *generators)` returns the tensors born here that later work needs, as a
+    tuple in the order of `live_out` (nothing when it is empty). `streams`: the views whose generators those are."""
+
+    call: Callable[..., Any]
+    views: tuple[int, ...]
+    scalars: tuple[int, ...]
+    live_in: tuple[int, ...]
+    live_out: tuple[int, ...]
+    streams: tuple[int, ...] = ()
+
+
+class GraphBuilder:
+    """Builds one graph. Values of state, inputs and constants are arguments, made once at load."""
+
+    def __init__(self, program: Program, births: dict[int, View]) -> None:
+        self.program = program
+        self.births = births
+        self.graph: Any = _C.Graph()
+        self._persistent: dict[int, Any] = {}  # values by view index
+        self._scalars: dict[int, Any] = {}
+        self._live_in: dict[int, Any] = {}  # values by storage
+        self._streams: dict[int, Any] = {}  # values by view index
+        self._bases: dict[int, Any] = {}
+        self._windows: dict[View, Any] = {}
+
+    def add(self, op: Op) -> None:
+        """Append one operator. Raises Inexpressible; the builder is of no use after that."""
+        schema = overload(op.target)._schema
+        inputs = [
+            self._generator(op.stream)
+            if op.stream is not None and a.name == "generator"
+            else self._argument(a.type, v, a.N)
+            for a, v, _ in named_arguments(op)
+        ]
+        node = self._node(schema.name, inputs, len(schema.returns))
+        for output, returned in zip(node.outputs(), schema.returns, strict=True):
+            output.setType(returned.type)
+        if node.schema() != str(schema):
+            raise Inexpressible(f"a graph takes {op.target} for {node.schema()}")
+        for out, value in zip(op.outs, node.outputs(), strict=False):
+            if isinstance(out, tuple):
+                unpacked = self._node("prim::ListUnpack", [value], len(out))
+                for view, item in zip(out, unpacked.outputs(), strict=True):
+                    item.setType(TENSOR)
+                    self._born(view, item)
+            elif out is not None:
+                self._born(out, value)
+
+    def finish(self, live_out: Sequence[int]) -> GraphFunction:
+        """The function. `live_out`: storages born before its end that later work uses."""
+        born = tuple(s for s in live_out if s in self._bases and s not in self._live_in)
+        if born:
+            made = self._node("prim::TupleConstruct", [self._bases[s] for s in born], 1).output()
+            made.setType(_C.TupleType([TENSOR] * len(born)))
+        else:
+            made = self.graph.insertConstant(None)
+        self.graph.registerOutput(made)
+        views, scalars, live_in = tuple(self._persistent), tuple(self._scalars), tuple(self._live_in)
+        streams = tuple(self._streams)
+        order = [
+            *self._persistent.values(), *self._scalars.values(), *self._live_in.values(), *self._streams.values(),
+        ]  # fmt: skip
+        place = {value.debugName(): index for index, value in enumerate(self.graph.inputs())}
+        self.graph.permuteInputs([place[value.debugName()] for value in order])
+        made = _C._create_function_from_graph("piece", self.graph)
+        return GraphFunction(made, views, scalars, live_in, born, streams)
+
+    def _node(self, kind: str, inputs: Sequence[Any], outputs: int) -> Any:
+        node = self.graph.create(kind, list(inputs), outputs)
+        self.graph.appendNode(node)
+        return node
+
+    def _input(self, kind: Any) -> Any:
+        value = self.graph.addInput()
+        value.setType(kind)
+        return value
+
+    def _born(self, view_index: int, value: Any) -> None:
+        """An output that is an argument returned again needs no name of its own."""
+        view = self.program.views[view_index]
+        if view.storage in self.births and view.storage not in self._bases and view == self.births[view.storage]:
+            self._bases[view.storage] = value
+
+    def _argument(self, kind: Any, value: Any, count: int | None = None) -> Any:
+        text = str(kind)
+        if value is None:
+            return self.graph.insertConstant(None)
+        if text.startswith("Optional[") and text != "Optional[Tensor]":
+            return self._argument(kind.getElementType(), value, count)
+        if text.startswith("List["):
+            return self._list(kind.getElementType(), value, count)
+        if isinstance(value, TensorRef):
+            return self._tensor(value.view)
+        if isinstance(value, ScalarRef):
+            return self._scalar(text, value.index)
+        return self._constant(text, value)
+
+    def _list(self, element: Any, value: Any, count: int | None) -> Any:
+        if not isinstance(value, tuple | list):
+            value = (value,) * (count or 1)  # a schema may let one number stand for a list
+        text = str(element)
+        plain = all(isinstance(item, int | float) for item in value)
+        if value and plain and text in ("int", "float", "bool"):
+            return self.graph.insertConstant([{"int": int, "float": float, "bool": bool}[text](v) for v in value])
+        if text not in _ELEMENTS:
+            raise Inexpressible(f"a list of {text}")
+        made = self._node("prim::ListConstruct", [self._argument(element, item) for item in value], 1).output()
+        made.setType(_C.ListType(_ELEMENTS[text]))
+        return made
+
+    def _scalar(self, kind: str, index: int) -> Any:
+        given = self.program.scalars[index]
+        value = self._scalars.get(index)
+        if value is None:
+            value = self._scalars[index] = self._input(_ELEMENTS[given])
+        if kind in ("number", given):
+            return value
+        if kind == "float":
+            made = self._node("aten::Float", [value], 1).output()
+            made.setType(_ELEMENTS["float"])
+            return made
+        raise Inexpressible(f"a {given} scalar for an argument of type {kind}")
+
+    def _generator(self, stream: int) -> Any:
+        if stream not in self._streams:
+            self._streams[stream] = self._input(GENERATOR)
+        return self._streams[stream]
+
+    def _constant(self, kind: str, value: Arg) -> Any:
+        if isinstance(value, Tag):
+            plain = _MEMORY_FORMAT[value.name] if value.kind == "memory_format" else constant(value)
+            return self.graph.insertConstant(plain)
+        if isinstance(value, Complex):
+            return self.graph.insertConstant(complex(value.re, value.im))
+        if kind == "float" and isinstance(value, int):
+            return self.graph.insertConstant(float(value))
+        if kind == "number" and isinstance(value, bool):
+            # A constant of type Scalar would become the integer; the cast keeps it a bool.
+            made = self._node("prim::unchecked_cast", [self.graph.insertConstant(value)], 1).output()
+            made.setType(NUMBER)
+            return made
+        if isinstance(value, bool | int | float | str):
+            return self.graph.insertConstant(value)
+        raise Inexpressible(f"an argument of type {kind}")
+
+    def _tensor(self, index: int) -> Any:
+        view = self.program.views[index]
+        if view.storage not in self.births:
+            if index not in self._persistent:
+                self._persistent[index] = self._input(TENSOR)
+            return self._persistent[index]
+        base = self._bases.get(view.storage)
+        if base is None:
+            base = self._bases[view.storage] = self._live_in[view.storage] = self._input(TENSOR)
+        if view == self.births[view.storage]:
+            return base
+        if view not in self._windows:
+            self._windows[view] = self._window(base, view)
+        return self._windows[view]
+
+    def _window(self, base: Any, view: View) -> Any:
+        birth = self.births[view.storage]
+        if birth.dtype != view.dtype:
+            raise Inexpressible(f"{birth.dtype} read as {view.dtype}: graphs have no such view")
+        size, stride = self._list(_INT, view.size, None), self._list(_INT, view.stride, None)
+        inputs = [base, size, stride, self.graph.insertConstant(view.offset)]
+        made = self._node("aten::as_strided", inputs, 1).output()
+        made.setType(TENSOR)
+        return made
+
+
+def expressible(program: Program, births: dict[int, View], op: Op) -> str:
+    """Why this operator can't be a graph node; "" when it can."""
+    try:
+        GraphBuilder(program, births).add(op)
+    except (Inexpressible, RuntimeError, TypeError, OverflowError) as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ""
+
+
+def turn_off_optimisation() -> None:
+    """Process-wide: the graph executor runs graphs as they are written."""
+    _C._set_graph_executor_optimize(False)
+
+
+# ---- Pieces ready to run: stretches of graph, and of Python where a graph can't say an operator.
+
+
+_keys = itertools.count()
+
+
+class Stretch(Protocol):
+    def run(self, frame: Frame) -> None: ...
+
+
+class GraphStretch:
+    """Operators start..stop-1 as one call."""
+
+    def __init__(self, context: Context, function: GraphFunction, start: int, stop: int) -> None:
+        self._function = function
+        self._call = function.call
+        self._scalars = function.scalars
+        self._live_in = function.live_in
+        self._live_out = function.live_out
+        self._context = context
+        last = context.liveness.last
+        self._dead = tuple(s for s in function.live_in if last[s] < stop)
+        self._key = next(_keys)
+        self._names = names(context.program, start, stop)
+        self._range = f"operators {start} to {stop - 1}"
+
+    def run(self, frame: Frame) -> None:
+        slot, temps, scalars = frame.slot, frame.temps, frame.scalars
+        views = slot.pieces.get(self._key)
+        if views is None:
+            views = slot.pieces[self._key] = tuple(slot.views[v] for v in self._function.views)
+        context, streams = self._context, self._function.streams
+        try:
+            generators = [context.streams.of(context.tensor(frame, v)) for v in streams]
+            made = self._call(
+                *views, *[scalars[i] for i in self._scalars], *[temps[s] for s in self._live_in], *generators
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
+            raise failed(error, f"one of {self._range} ({self._names})") from error
+        if self._live_out:
+            for storage, tensor in zip(self._live_out, made, strict=True):
+                temps[storage] = tensor
+        for storage in self._dead:
+            temps[storage] = None
+
+
+class PythonStretch:
+    """Operators start..stop-1 one by one."""
+
+    def __init__(self, interpreter: Interpreter, start: int, stop: int) -> None:
+        self._interpreter, self._start, self._stop = interpreter, start, stop
+
+    def run(self, frame: Frame) -> None:
+        self._interpreter.run(frame, self._start, self._stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    start: int
+    stop: int
+    stretches: tuple[Stretch, ...]
+
+    def run(self, frame: Frame) -> None:
+        for stretch in self.stretches:
+            stretch.run(frame)
+
+
+class PieceBuilder:
+    """Builds pieces of one program. `through_python` says, by operator, why it can't be in a graph."""
+
+    def __init__(self, context: Context, interpreter: Interpreter) -> None:
+        self._context = context
+        self._interpreter = interpreter
+        self.through_python: dict[str, str] = {}
+        self._python = [self._needs_python(index) for index in range(len(context.program.ops))]
+
+    def build(self, start: int, stop: int) -> Piece:
+        return Piece(start, stop, tuple(self._stretches(start, stop)))
+
+    def _needs_python(self, index: int) -> bool:
+        context, op = self._context, self._context.program.ops[index]
+        if op.random is not None and op.random in context.replays.slots:
+            return True  # the generator is moved around such an operator
+        if op.stream is not None and not takes_generator(op.target):
+            return True  # likewise
+        reason = expressible(context.program, context.liveness.birth, op)
+        if reason:
+            self.through_python[op.target] = reason
+        return bool(reason)
+
+    def _stretches(self, start: int, stop: int) -> Iterator[Stretch]:
+        for python, group in itertools.groupby(range(start, stop), key=self._python.__getitem__):
+            indices = list(group)
+            first, end = indices[0], indices[-1] + 1
+            yield PythonStretch(self._interpreter, first, end) if python else self._graph(first, end)
+
+    def _graph(self, start: int, stop: int) -> GraphStretch:
+        context = self._context
+        builder = GraphBuilder(context.program, context.liveness.birth)
+        for op in context.program.ops[start:stop]:
+            builder.add(op)
+        live = context.liveness
+        live_out = [s for s, born in live.born.items() if start <= born < stop and live.last[s] >= stop]
+        return GraphStretch(context, builder.finish(live_out), start, stop)
+
+
+def sources(context: Context, frame: Frame) -> Sequence[torch.Tensor]:
+    """The tensors a step's results are copied from, once its last operator has run."""
+    return [context.tensor(frame, view) for view in context.program.results]

@@ -1,0 +1,325 @@
+"""Operators one at a time through Python: the first steps of a program, and what graphs can't say.
+
+It is the slow way (about 2.5 us an operator more than a graph), and the careful one: it can compare
+what an operator really returned with what the Program declares, time it, and say which operator is
+running when the process dies.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from gpumux.device.run.operands import Operands, SlotOperands, window
+from gpumux.device.run.randomness import Replays, Streams, standing_in
+from gpumux.device.run.schema import DTYPES, evaluate, overload, takes_generator, views_made, views_read
+from gpumux.errors import JobFailed, ProgramError
+from gpumux.program.ir import Op, Out, Program, View
+
+# ---- One step in progress on a loaded program: what its pieces pass to each other.
+
+
+@dataclass(slots=True)
+class Frame:
+    """`temps` holds, by storage, the tensor born there, until its last use."""
+
+    slot: SlotOperands
+    slot_index: int
+    scalars: Sequence[float | int]
+    temps: list[torch.Tensor | None]
+    step: int
+    cut: int
+    next_piece: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Of each temporary storage: the view it is born with, the operator that makes it, and the last
+    operator that uses it (the number of operators for those that hold a result)."""
+
+    birth: dict[int, View]
+    born: dict[int, int]
+    last: dict[int, int]
+
+    @staticmethod
+    def of(program: Program) -> Liveness:
+        birth: dict[int, View] = {}
+        born: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for index, op in enumerate(program.ops):
+            for v in (*views_read(op), *views_made(op)):
+                view = program.views[v]
+                if program.storages[view.storage].kind != "temp":
+                    continue
+                if view.storage not in birth:
+                    birth[view.storage], born[view.storage] = view, index
+                last[view.storage] = index
+        for v in program.results:
+            if program.views[v].storage in birth:
+                last[program.views[v].storage] = len(program.ops)
+        return Liveness(birth, born, last)
+
+
+class Context:
+    """What every way of running a program's operators needs to know about it."""
+
+    def __init__(self, program: Program, operands: Operands, replays: Replays, streams: Streams) -> None:
+        self.program = program
+        self.operands = operands
+        self.replays = replays
+        self.streams = streams
+        self.liveness = Liveness.of(program)
+
+    def tensor(self, frame: Frame, index: int) -> torch.Tensor:
+        """The tensor of a view, on whatever storage it lies."""
+        made = frame.slot.views[index]
+        if made is not None:
+            return made
+        view = self.program.views[index]
+        base = frame.temps[view.storage]
+        assert base is not None, "used before it is made: the Program was checked for this"
+        return base if view == self.liveness.birth[view.storage] else window(base, view)
+
+
+# ---- How long work of this thread takes on a core of its own: the time by the clock, less what the thread stood in a
+# queue for a core.
+#
+# A low job's processes give way to others' (low_nice), so by the clock an operator of theirs may seem to take a hundred
+# times as long as it does, beside a high job or anything else on the machine. Linux counts what a thread waits, in
+# /proc/thread-self/schedstat (proc_pid_schedstat(5)). Where it doesn't, the time by the clock is all there is. What torch's
+# own threads wait for a core is not taken off.
+
+
+_STATISTICS = "/proc/thread-self/schedstat"
+
+
+class Stopwatch:
+    """For the thread that starts it."""
+
+    __slots__ = ("_began", "_waited")
+
+    def __init__(self) -> None:
+        self._waited = self._began = 0.0
+
+    def start(self) -> None:
+        self._waited = waited()
+        self._began = perf_counter()
+
+    def stop(self) -> float:
+        """Seconds since `start`."""
+        seconds = perf_counter() - self._began
+        return max(0.0, seconds - (waited() - self._waited))
+
+
+def waited() -> float:
+    """Seconds this thread has stood in a queue for a core since it began; 0.0 where nobody counts them."""
+    if not _counted():
+        return 0.0
+    file = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _queued(file)
+    finally:
+        os.close(file)
+
+
+class Waits:
+    """`waited` for a thread that asks before and after each piece: a fifth of the cost, as the file stays open. For the
+    thread that makes it."""
+
+    def __init__(self) -> None:
+        self._file = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC) if _counted() else -1
+
+    def seconds(self) -> float:
+        return _queued(self._file) if self._file >= 0 else 0.0
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
+def _queued(file: int) -> float:
+    return 1e-9 * int(os.pread(file, 128, 0).split()[1])
+
+
+@cache
+def _counted() -> bool:
+    """Whether the kernel keeps such statistics."""
+    try:
+        with open(_STATISTICS, "rb") as file:
+            return len(file.read().split()) == 3
+    except OSError:
+        return False
+
+
+# ----
+
+
+def first_lines(error: BaseException, limit: int = 400) -> str:
+    """torch's message without its C++ stack, at most `limit` characters."""
+    text = str(error).split("\nException raised from", 1)[0].strip()
+    text = re.sub(
+        r"(?s)^The following operation failed in the TorchScript interpreter\.\n.*?\nRuntimeError: ", "", text
+    )
+    return text[:limit] or type(error).__name__
+
+
+def failed(error: BaseException, where: str) -> JobFailed:
+    return JobFailed(f"{where} failed: {first_lines(error)}", "check what the step computes on this batch")
+
+
+class Interpreter:
+    """Runs ranges of a program's operators. `progress(i)` is told the operator about to run."""
+
+    def __init__(self, context: Context, progress: Callable[[int], None]) -> None:
+        self.context = context
+        self._progress = progress
+        program = context.program
+        self._calls: list[Any] = [overload(op.target) for op in program.ops]
+        self._owners: dict[int, int] = {}  # while verifying: storage by address of its memory
+        self._dies: list[list[int]] = [[] for _ in program.ops]
+        for storage, last in context.liveness.last.items():
+            if last < len(program.ops):
+                self._dies[last].append(storage)
+
+    def run(
+        self, frame: Frame, start: int, stop: int, *, verify: bool = False, watch: Stopwatch | None = None
+    ) -> list[float]:
+        """Run operators start..stop-1; their seconds, if there is a watch. With `verify`, compare every output with
+        its declaration. Raises JobFailed when an operator does, ProgramError when one is not as declared."""
+        ops, context = self.context.program.ops, self.context
+        seconds: list[float] = []
+        if verify and start == 0:
+            self._owners = self._persistent(frame)
+        for index in range(start, stop):
+            op = ops[index]
+
+            def tensor(view: int, frame: Frame = frame) -> torch.Tensor:
+                return context.tensor(frame, view)
+
+            try:
+                args = [evaluate(arg, tensor, frame.scalars) for arg in op.args]
+                kwargs = {name: evaluate(arg, tensor, frame.scalars) for name, arg in op.kwargs}
+                self._progress(index)
+                if watch is None:
+                    returned = self._call(frame, index, op, args, kwargs)
+                else:
+                    watch.start()
+                    returned = self._call(frame, index, op, args, kwargs)
+                    seconds.append(watch.stop())
+            except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
+                raise failed(error, f"operator {index} ({op.target})") from error
+            self._keep(frame, op, index, returned, verify)
+            # Before the next operator makes its own: what dies here must be free by then.
+            del args, kwargs, returned
+            for storage in self._dies[index]:
+                self._drop(frame, storage, verify)
+        return seconds
+
+    def _persistent(self, frame: Frame) -> dict[int, int]:
+        views = zip(self.context.program.views, frame.slot.views, strict=True)
+        return {t.untyped_storage().data_ptr(): v.storage for v, t in views if t is not None and t.numel()}
+
+    def _drop(self, frame: Frame, storage: int, verify: bool) -> None:
+        temp = frame.temps[storage]
+        if verify and temp is not None:
+            self._owners.pop(temp.untyped_storage().data_ptr(), None)
+        frame.temps[storage] = None
+
+    def _call(self, frame: Frame, index: int, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if op.random is None:
+            return self._calls[index](*args, **kwargs)
+        call, generator = self._calls[index], torch.default_generator
+        with ExitStack() as stack:
+            if op.stream is not None:
+                generator = self.context.streams.of(self.context.tensor(frame, op.stream))
+            if op.random in self.context.replays.slots:
+                stack.enter_context(self.context.replays.drawing(op.random, generator))
+            if op.stream is not None and not takes_generator(op.target):
+                stack.enter_context(standing_in(generator))
+            elif op.stream is not None:
+                kwargs["generator"] = generator
+            return call(*args, **kwargs)
+
+    def _keep(self, frame: Frame, op: Op, index: int, returned: Any, verify: bool) -> None:
+        born = self.context.liveness.born
+        for view_index, tensor in outputs(op, returned):
+            view = self.context.program.views[view_index]
+            if verify:
+                _verify(self.context, self._owners, index, view, tensor)
+                self._owners[tensor.untyped_storage().data_ptr()] = view.storage
+            if born.get(view.storage) == index and frame.temps[view.storage] is None:
+                frame.temps[view.storage] = tensor
+
+
+def outputs(op: Op, returned: Any) -> list[tuple[int, torch.Tensor]]:
+    """What the operator returned, by the view that each tensor is declared to be.
+
+    Not by a nested function that calls itself: its closure would be a cycle, and hold the tensors until the cyclic
+    collector runs, which it does not do between steps."""
+    values: Sequence[Any] = returned if isinstance(returned, tuple) else (returned,)
+    pairs: list[tuple[int, torch.Tensor]] = []
+    for out, value in zip(op.outs, values, strict=False):
+        _collect(out, value, pairs)
+    return pairs
+
+
+def _collect(out: Out, value: Any, pairs: list[tuple[int, torch.Tensor]]) -> None:
+    if isinstance(out, tuple):
+        for inner, item in zip(out, value, strict=True):
+            _collect(inner, item, pairs)
+    elif out is not None:
+        pairs.append((out, value))
+
+
+def _canonical_stride(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides that are never used (of dimensions of one element, of empty tensors) say nothing."""
+    return () if 0 in size else tuple(s for n, s in zip(size, stride, strict=True) if n > 1)
+
+
+def _verify(context: Context, owners: dict[int, int], index: int, view: View, tensor: torch.Tensor) -> None:
+    """Views on temporaries are made by offset and stride, so an operator that lays its output out
+    otherwise than declared would be read wrongly without a word. Raises ProgramError."""
+    target = context.program.ops[index].target
+
+    def wrong(what: str, declared: object, real: object) -> ProgramError:
+        return ProgramError(
+            f"operator {index} ({target}) returned {what} {real} where the program declares {declared}",
+            "capture the step with the torch version and thread count of the daemon",
+        )
+
+    if not isinstance(tensor, torch.Tensor):
+        raise wrong("a", "tensor", type(tensor).__name__)
+    if tensor.dtype != DTYPES[view.dtype]:
+        raise wrong("dtype", view.dtype, tensor.dtype)
+    if tuple(tensor.size()) != view.size:
+        raise wrong("size", view.size, tuple(tensor.size()))
+    real = _canonical_stride(view.size, tensor.stride())
+    if real != _canonical_stride(view.size, view.stride):
+        raise wrong("stride", view.stride, tensor.stride())
+    if tensor.numel() and tensor.storage_offset() != view.offset:
+        raise wrong("storage offset", view.offset, tensor.storage_offset())
+    nbytes = context.program.storages[view.storage].nbytes
+    if tensor.untyped_storage().nbytes() < nbytes:
+        raise wrong("storage bytes", nbytes, tensor.untyped_storage().nbytes())
+    if not tensor.numel():
+        return
+    shares = owners.get(tensor.untyped_storage().data_ptr())
+    if shares is not None and shares != view.storage:
+        raise wrong("the memory of storage", view.storage, shares)
+    if shares is None and context.liveness.born.get(view.storage) != index:
+        raise wrong("memory", f"of storage {view.storage}", "of its own")
+
+
+def names(program: Program, start: int, stop: int) -> str:
+    """The distinct operators of a range, for messages."""
+    distinct = list(dict.fromkeys(op.target for op in program.ops[start:stop]))
+    more = f" and {len(distinct) - 6} more" if len(distinct) > 6 else ""
+    return ", ".join(distinct[:6]) + more

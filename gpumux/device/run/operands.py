@@ -1,0 +1,140 @@
+"""Where a Program's tensors lie: state, constants, a step's slot of shared memory, temporaries.
+
+Views on everything that outlives a step are made once, when a program is loaded (on inputs and
+results: once a slot), so that running a piece makes none. An input is used where the client put it,
+without a copy, unless the program writes it or takes indices from it: what the client could change
+under a running kernel must not be able to point it elsewhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpumux.device.run.schema import DTYPES, IndexCheck, index_checks, views_written
+from gpumux.errors import ProgramError
+from gpumux.program.ir import Program, View, slot_layout
+
+
+def allocate(nbytes: int) -> torch.Tensor:
+    """Zeroed bytes on a 64-byte boundary. Raises RuntimeError when there is no memory."""
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def over(memory: mmap.mmap, offset: int, nbytes: int) -> torch.Tensor:
+    """Bytes of shared memory as a tensor, without a copy."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def bound(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The buffer that a state slot of `nbytes` is bound to. Raises ProgramError where it is smaller."""
+    if buffer.numel() < nbytes:
+        raise ProgramError(
+            f"a state buffer has {buffer.numel()} bytes where the program needs {nbytes}",
+            "bind each state slot to a buffer of its size",
+        )
+    return buffer
+
+
+def window(base: torch.Tensor, view: View) -> torch.Tensor:
+    """`view` onto the storage of `base`, whatever its own dtype."""
+    made = torch.empty(0, dtype=DTYPES[view.dtype])
+    return made.set_(base.untyped_storage(), view.offset, view.size, view.stride)
+
+
+@dataclass(slots=True)
+class SlotOperands:
+    """What a step in one slot works on. `views` holds a tensor for every view that is not on a
+    temporary, None for the others."""
+
+    views: list[torch.Tensor | None]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]  # (private copy, where it lies in the slot)
+    results: list[torch.Tensor]
+    pieces: dict[int, tuple[object, ...]] = field(default_factory=dict)  # arguments, by graph: see pieces.py
+
+
+class Operands:
+    """All operands of one loaded program. `buffers` are the job's, by the program's state slot."""
+
+    def __init__(self, program: Program, buffers: Sequence[torch.Tensor], data: mmap.mmap, slots: int) -> None:
+        self.program = program
+        self.slots = slots
+        self._data = data
+        self._layout = slot_layout(program)
+        self._bases: dict[int, torch.Tensor] = {}  # by storage: state, constants, private inputs
+        self._made: dict[int, SlotOperands] = {}
+        written = {program.views[v].storage for op in program.ops for v in views_written(op)}
+        self._checks = index_checks(program, written)
+        self.private_inputs = {
+            storage
+            for storage, entry in enumerate(program.storages)
+            if entry.kind == "input" and (storage in written or storage in self._checks.storages)
+        }
+        for storage, entry in enumerate(program.storages):
+            if entry.kind == "state":
+                self._bases[storage] = bound(buffers[entry.slot], entry.nbytes)
+            elif entry.kind == "const":
+                self._bases[storage] = self._const(program.consts[entry.slot], entry.nbytes)
+            elif entry.kind == "input" and storage in self.private_inputs:
+                self._bases[storage] = allocate(entry.nbytes)
+
+    @property
+    def checks(self) -> tuple[IndexCheck, ...]:
+        return self._checks.checks
+
+    def slot(self, slot: int) -> SlotOperands:
+        """Operands of a step in `slot`. Raises ProgramError for a slot the segment does not have."""
+        found = self._made.get(slot)
+        if found is None:
+            found = self._made[slot] = self._make(slot)
+        return found
+
+    def begin(self, operands: SlotOperands) -> None:
+        """Before a step's first operator: copy what must be copied, and check indices."""
+        for private, shared in operands.copies:
+            private.copy_(shared)
+        for check in self._checks.checks:
+            tensor = operands.views[check.view]
+            assert tensor is not None
+            check.run(tensor)
+
+    def finish(self, operands: SlotOperands, sources: Sequence[torch.Tensor]) -> None:
+        """After its last operator: results, contiguous, into the slot."""
+        for target, source in zip(operands.results, sources, strict=True):
+            target.copy_(source)
+
+    def _const(self, data: bytes, nbytes: int) -> torch.Tensor:
+        base = allocate(nbytes)
+        if nbytes:
+            base.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return base
+
+    def _make(self, slot: int) -> SlotOperands:
+        if not 0 <= slot < self.slots:
+            raise ProgramError(f"step in slot {slot} of {self.slots}", "send steps in slots the daemon gave")
+        program, start = self.program, slot * self._layout.nbytes
+        bases = dict(self._bases)
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for position, index in enumerate(program.inputs):
+            storage = program.views[index].storage
+            shared = over(self._data, start + self._layout.inputs[position], program.storages[storage].nbytes)
+            if storage in self.private_inputs:
+                copies.append((bases[storage], shared))
+            else:
+                bases[storage] = shared
+        views = [window(bases[v.storage], v) if v.storage in bases else None for v in program.views]
+        results = []
+        for position, index in enumerate(program.results):
+            view = program.views[index]
+            dtype = DTYPES[view.dtype]
+            flat = torch.empty(view.size, dtype=dtype)
+            if flat.numel():
+                raw = over(self._data, start + self._layout.results[position], flat.numel() * dtype.itemsize)
+                flat = raw.view(dtype).view(view.size)
+            results.append(flat)
+        return SlotOperands(views, copies, results)

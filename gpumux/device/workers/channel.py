@@ -1,0 +1,158 @@
+"""Messages between the daemon and its CPU processes: SOCK_SEQPACKET, one message a packet.
+
+A packet is a tag byte and a body: msgpack, or a fixed struct for the two messages of the hot path
+(LAUNCH and DONE). Descriptors go from the daemon to its processes only, announced by a packet of
+their own, so that the hot path is a plain recv. Bodies longer than a packet go as several.
+
+    daemon -> zygote     FORK [token, kind, settings] +fds · KILL [token]
+    zygote -> daemon     READY {facts} · WARMED [] · EXITED [token, wait status]
+    daemon -> executor   LAUNCH struct (+ scalars with a step's first piece; +fd for many) · LOAD [] +fds ·
+                         TRANSFER [..] +fd · PROFILE [program] · NICE [niceness] · LANE [answer form] +fd ·
+                         LEND [head, last step, terms, first] +fd · RECALL · CUT [program, seconds or None]
+    executor -> daemon   DONE struct · FAILED · LOADED · REFUSED · RECUT · TRANSFERRED · PROFILED · RAN ·
+                         RETURNED + the packet of the lane that was not acted on
+    checker -> daemon    CHECKED · REFUSED
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+PACKET = 32 * 1024  # well below the least socket buffer Linux grants, so a packet is never refused for its size
+MAX_FDS = 4
+
+(
+    MORE,
+    DESCRIPTORS,
+    FORK,
+    KILL,
+    READY,
+    WARMED,
+    EXITED,
+    LAUNCH,
+    LOAD,
+    TRANSFER,
+    PROFILE,
+    LANE,
+    LEND,
+    RECALL,
+    NICE,
+    CUT,
+) = range(16)
+(DONE, FAILED, LOADED, REFUSED, RECUT, TRANSFERRED, CHECKED, PROFILED, RAN, RETURNED) = range(16, 26)
+
+LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
+DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended
+
+
+# On an executor's page, after the operator it runs (4 bytes): the launch whose step it answered last,
+# written after its times, so that who finds the launch there finds them, too.
+PAGE_TIMES, PAGE_TIMES_AT = struct.Struct("<ddd"), 8  # started, ended, suspended
+PAGE_LAUNCH, PAGE_LAUNCH_AT = struct.Struct("<q"), 32
+
+# Then, for the steps it takes from the lane itself (lending.py): how many it ever took, ran to their end, and how many
+# of these the daemon has read (which the daemon writes); and a ring of the newest.
+COUNT, TAKEN_AT, RAN_AT, READ_AT = struct.Struct("<Q"), 40, 48, 56
+RING_AT, RING_STEPS, RING_STRIDE = 256, 64, 48
+RING_ENTRY = struct.Struct("<qqIddd?")  # contract.StepRan
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def pack(body: object) -> bytes:
+    packed: bytes = msgpack.packb(body)
+    return packed
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """Bodies come from our own processes: the limits of msgpack's default unpacker are enough."""
+    return msgpack.unpackb(data, strict_map_key=False)
+
+
+def packets(tag: int, body: object, fds: Sequence[int] = ()) -> list[tuple[bytes, Sequence[int]]]:
+    """A message as packets, each with the descriptors that go with it."""
+    packed, room = pack(body), PACKET - 1
+    made: list[tuple[bytes, Sequence[int]]] = [(bytes((DESCRIPTORS,)), ())] if fds else []
+    while len(packed) > room:
+        made.append((bytes((MORE,)) + packed[:room], ()))
+        packed = packed[room:]
+    made.append((bytes((tag,)) + packed, fds))
+    return made
+
+
+class Channel:
+    """One end of a socket pair. The daemon's ends are non-blocking, its processes' ends block."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._buffer = bytearray(PACKET)
+        self._view = memoryview(self._buffer)
+        self._parts: list[bytes] = []
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def send(self, tag: int, body: object, fds: Sequence[int] = ()) -> None:
+        """Send one message. Raises OSError when the peer is gone (or, non-blocking, does not read)."""
+        for packet, descriptors in packets(tag, body, fds):
+            self.send_packet(packet, descriptors)
+
+    def send_packet(self, packet: bytes, fds: Sequence[int] = ()) -> None:
+        if fds:
+            socket.send_fds(self.sock, [packet], list(fds))
+        else:
+            self.sock.send(packet)
+
+    def receive(self) -> tuple[int, memoryview, list[int]]:
+        """The next message: tag, body (valid until the next call), descriptors (the caller's to
+        close). Raises EOFError when the peer is gone, BlockingIOError when there is nothing."""
+        while True:
+            try:
+                count = self.sock.recv_into(self._buffer)
+            except (ConnectionResetError, BrokenPipeError) as error:
+                raise EOFError from error
+            if count == 0:
+                raise EOFError
+            tag = self._buffer[0]
+            if tag == MORE:
+                self._parts.append(bytes(self._view[1:count]))
+                continue
+            if tag == DESCRIPTORS:
+                return self._receive_described()
+            if not self._parts:
+                return tag, self._view[1:count], []
+            whole = b"".join([*self._parts, self._view[1:count]])
+            self._parts.clear()
+            return tag, memoryview(whole), []
+
+    def _receive_described(self) -> tuple[int, memoryview, list[int]]:
+        data, fds, _flags, _address = socket.recv_fds(self.sock, PACKET, MAX_FDS)
+        if not data:
+            raise EOFError
+        return data[0], memoryview(data)[1:], list(fds)
+
+
+# ---- Descriptors that travel with a command to an executor.
+
+
+class Descriptors:
+    """Descriptors of a command under way, ours to close exactly once: sent, or never to be sent."""
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.fds = tuple(fds)
+
+    def close(self) -> None:
+        fds, self.fds = self.fds, ()
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,385 @@
+"""An array of models as one job of a daemon."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+import msgpack
+import torch
+
+from gpumux.capture.lower import Lowered
+from gpumux.capture.state import Buffer, StateTable
+from gpumux.capture.step import Choice, Made, State
+from gpumux.client import snapshots as keepsake
+from gpumux.client.arguments import job_spec, whole
+from gpumux.client.future import StepFuture
+from gpumux.client.job import Job
+from gpumux.client.recovery import KeptJob, find_kept, open_job, open_message
+from gpumux.client.session import Session, devices_of
+from gpumux.client.snapshots import Keepsake
+from gpumux.errors import ConfigError, GpumuxError, JobClosed, NotFusible
+from gpumux.fuse import arguments as given
+from gpumux.fuse.array import Factory, Models
+from gpumux.fuse.member import STREAM, keys_of
+from gpumux.fuse.template import Fused
+from gpumux.fuse.variants import Options, Variant, Variants
+from gpumux.program.ir import ITEM_BYTES, Program, Storage, aligned
+from gpumux.types import JobSpec
+from gpumux.wire.codec import MAX_INT
+from gpumux.wire.messages import MAX_NOTES, Replay
+
+# ---- A daemon's array whose program is gone goes on in another: what a snapshot's notes say of its models, and back.
+#
+# A snapshot of an array's job holds the lines of all models' state (`memory.py`). Its notes are those of a job, and for each
+# model those that a job of that model alone would have had, with the line that each buffer is a part of: taken apart
+# again, each model has a snapshot of its own.
+
+
+fuse_log = logging.getLogger("gpumux.fuse")
+
+
+def notes_of(ref: weakref.ref[ArrayJob]) -> tuple[bytes, int]:
+    """What goes with a snapshot taken now, and how many steps are behind it."""
+    array = ref()
+    assert array is not None, "an array that is gone takes no snapshots"
+    job = array.job
+    resident = job._remote.resident()
+    plain = keepsake.write(job._table, job._state, resident, job._counts)
+    place = {buffer: index for index, buffer in enumerate(resident)}
+    lines = {key: place[slot] for key, slot in array._slots.items() if slot in place}
+    models = []
+    for member in array._members:
+        keys = keys_of(member.table)
+        own = [buffer for buffer, key in enumerate(keys) if key in lines]
+        notes = keepsake.write(member.table, member.state, own, job._counts)
+        models.append({"notes": notes, "lines": [lines[keys[buffer]] for buffer in own]})
+    body = {**msgpack.unpackb(plain, strict_map_key=False), "models": models, "stream": lines.get(STREAM)}
+    packed = bytes(msgpack.packb(body))
+    if len(packed) > MAX_NOTES:
+        fuse_log.warning(
+            "array %r: its models are too many to be resumed by another program; save() writes a checkpoint", array.name
+        )
+        packed = plain
+    return packed, job._counts.all
+
+
+def put_back(array: ArrayJob, kept: Keepsake) -> None:
+    """Overwrite the models, as the factory made them, with a snapshot's. Raises ConfigError when they are others."""
+    body = kept._body
+    models = body.get("models")
+    if models is None:
+        raise ConfigError("what was kept of that name is no array", "go on with client.submit(..., resume=...)")
+    if len(models) != len(array):
+        raise ConfigError(
+            f"the array that was kept has {len(models)} models, and here are {len(array)}",
+            "give configs for as many, in the order that they had",
+        )
+    try:
+        for model, (member, said) in enumerate(zip(array._members, models, strict=True)):
+            member.resume(_of_one(kept, said, model, len(models)))
+        if body["stream"] is not None:
+            for model in range(len(models)):
+                array._memory.part(STREAM, model).copy_(_part(kept, body["stream"], model, len(models)))
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the kept array can't be read: {error}", "start it anew") from error
+
+
+def _part(kept: Keepsake, line: int, model: int, models: int) -> torch.Tensor:
+    data = kept._buffers[line]
+    nbytes = data.numel() // models
+    return data[model * nbytes : (model + 1) * nbytes]
+
+
+def _of_one(kept: Keepsake, said: Any, model: int, models: int) -> Keepsake:
+    """A snapshot as a job of one model alone would have left it."""
+    parts = []
+    for line in said["lines"]:
+        part = _part(kept, line, model, models)
+        parts += [part, torch.zeros(aligned(part.numel()) - part.numel(), dtype=torch.uint8)]
+    notes = said["notes"]
+    parts.append(torch.frombuffer(bytearray(notes), dtype=torch.uint8))
+    return Keepsake(torch.cat(parts), len(notes))
+
+
+# ---- A fused Program whose every state slot is the line of a whole array, of which it may use one model's part.
+#
+# In a daemon a job's buffers are the array's lines (memory.py). Where models are only partly alike, a Program has state of
+# one model alone: it lies in the line of all, where that model's is, so that every Program of the job finds it there.
+
+
+Part: TypeAlias = "tuple[int, int, int]"  # number of the line, its bytes, the byte at which the slot's begin
+
+
+def on_lines(program: Program, parts: Sequence[Part]) -> Program:
+    """`program` with `parts[i]` for state slot i. Slots of one line become one storage; lines are numbered from 0, each used
+    at least once. Raises NotFusible where a tensor can't begin where its part does."""
+    storages: list[Storage] = []
+    moved: list[tuple[int, int]] = []  # of each storage: ours, and its first byte there
+    found: dict[int, int] = {}
+    for storage in program.storages:
+        line, nbytes, start = parts[storage.slot] if storage.kind == "state" else (-1, storage.nbytes, 0)
+        at = found.get(line) if line >= 0 else None
+        if at is None:
+            at = len(storages)
+            storages.append(Storage(storage.kind, nbytes, line if line >= 0 else storage.slot))
+            if line >= 0:
+                found[line] = at
+        moved.append((at, start))
+    views = []
+    for view in program.views:
+        at, start = moved[view.storage]
+        elements, rest = divmod(start, ITEM_BYTES[view.dtype])
+        if rest:
+            raise NotFusible(
+                f"a model's part of a tensor of {view.dtype} would begin amid an element, at byte {start}",
+                "use fuse.Array, which runs in this process",
+            )
+        views.append(replace(view, storage=at, offset=view.offset + elements))
+    return replace(program, storages=tuple(storages), views=tuple(views))
+
+
+# ----
+
+
+log = logging.getLogger("gpumux.client")
+
+
+def submit_array(
+    factory: Factory, configs: Sequence[Any], example: Any, *, seeds: Sequence[int] | None = None,
+    choose: Literal["measured", "fused", "per-model"] | None = None, per_model_operators: Sequence[str] = (),
+    partial: bool = False, times_file: str | Path | None = "", max_variants: int = 4, name: str | None = None,
+    priority: str = "low", endpoint: str | None = None, weight: float = 1.0, max_slowdown: float = 1.10,
+    memory_limit: int | None = None, max_inflight: int = 2, resume: str | None = None,
+    replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
+) -> ArrayJob:  # fmt: skip
+    """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside other
+    jobs, with their priorities. Arguments are those of Array and of client.submit.
+
+    resume: name of an array of yours whose client is gone, or closed it with keep=True. It has as many models, in the same order, as
+        when it was kept (after the last add() or remove()); what the factory makes is overwritten, random streams included, and
+        `array.resumed_steps` says how many steps are behind it.
+    choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a GPU.
+
+    Raises what Array and submit raise. Nothing local is changed by a failed submit."""
+    given.check_factory(factory)
+    name = (resume or "array") if name is None else name
+    spec = job_spec(factory, priority, name, weight, max_slowdown, memory_limit, max_inflight, 0)
+    replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")
+    session = Session.connect(endpoint)
+    array: ArrayJob | None = None
+    try:
+        devices = devices_of(session)
+        how = choose or ("measured" if devices[1] == "cpu" else "fused")
+        options = Options(how, per_model_operators, times_file, partial)
+        terms = _Terms(session.endpoint, spec, max_variants, replay_bytes, reconnect_s)
+        array = ArrayJob(factory, configs, example, seeds, name, devices, options, terms)
+        array.open(session, find_kept(session, resume) if resume is not None else None)
+    except BaseException:
+        if array is not None:
+            array.close(drain=False)
+        session.close()
+        raise
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What every job of an array is opened with."""
+
+    endpoint: str
+    spec: JobSpec
+    max_variants: int
+    replay_bytes: int
+    reconnect_s: float
+
+    def open(self, session: Session, table: StateTable, models: int, kept: KeptJob | None) -> Job:
+        spec = replace(self.spec, models=models)
+        job_id, last = (uuid.uuid4().hex, 0) if kept is None else (kept.job, kept.newest)
+        open_job(session, open_message(job_id, spec), kept is not None)
+        keepsake = None if kept is None else kept.keepsake
+        return Job(session, job_id, spec, table, self.max_variants, self.replay_bytes, self.reconnect_s, keepsake, last)
+
+
+class ArrayJob(Models):
+    """Made by `submit_array`. `job` is the job, for pause(), resume(), stats() and the like: another one after each add()
+    and remove()."""
+
+    job: Job
+
+    def __init__(
+        self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, name: str,
+        devices: tuple[str, str], options: Options, terms: _Terms,
+    ) -> None:  # fmt: skip
+        super().__init__(factory, configs, example, seeds, terms.max_variants, name, devices)
+        self._terms = terms
+        self._begun = False  # whether a job was opened
+        self.resumed_steps = 0
+        self._kind_known = False  # whether the models have been found to be of one kind
+        self._variants = Variants(options, self._attach, self._names)
+        self._function = _Function(self)
+
+    def open(self, session: Session, kept: KeptJob | None = None) -> None:
+        """Open a job for the models there are, with the state they have, or with that of a kept one."""
+        if kept is not None:
+            put_back(self, kept.keepsake)
+            self._kind_known = True  # they may be at different steps of their optimizers
+        self.table = StateTable([], [], *self._devices)  # the job's: each buffer is a line of all models' state
+        self._slots: dict[Any, int] = {}
+        self._dirty = False  # whether the daemon's state is newer than `_memory`
+        self._last = []
+        before = self.job._counts if self._begun else None
+        self.job = job = self._terms.open(session, self.table, len(self), kept)
+        self.resumed_steps = max(self.resumed_steps, job.resumed_steps)
+        job._counts = before or job._counts
+        if job._recovery.snapshots is not None:
+            job._recovery.snapshots.describe_by(partial(notes_of, weakref.ref(self)))
+        first, self._begun = not self._begun, True
+        self._capture()
+        if first:
+            self._variants.check_operators()
+        self._kind_known = True
+        function: Any = self._function
+        job._functions.append((function, *self._example))
+        if kept is not None:
+            session.call(Replay(0, job.id, 0, 1), [kept.keepsake.generator])
+        job._recovery.ready(job)
+
+    def _changed(self) -> None:
+        """Another job of the same name takes the place of the one that trained them; all state is here."""
+        super()._changed()
+        paused = self.job._paused
+        self.job._unsynced = 0
+        self.job.close()
+        session = Session.connect(self._terms.endpoint)
+        try:
+            self.open(session)
+            if paused:
+                self.job.pause()
+        except BaseException:
+            session.close()
+            raise
+
+    def _attach(self, fused: Fused, choices: Sequence[Choice], first: int) -> Made:
+        keys = self._keys(fused, choices, first)
+        lines = list(dict.fromkeys(key for key, _, _ in keys))
+        sizes = [self._memory.lines[key].numel() for key in lines]
+        parts = [(at := lines.index(key), sizes[at], sizes[at] // len(self) * model) for key, model, _ in keys]
+        plain: Lowered = choices[0].made.lowered
+        lowered = replace(
+            plain, program=on_lines(fused.program, parts), binding=tuple(map(self._slot, lines)),
+            counts=(len(fused.scalars), 0, 0), groups=(), flags=(), reads_dropped=frozenset(),
+            exit=self.job._state.structure,
+        )  # fmt: skip
+        made = Made(lowered)
+        made.number = self.job._remote.upload(lowered)
+        return made
+
+    def _variant(self, choices: Sequence[Choice], per_model: bool) -> Variant:
+        """Models that are of one kind but have come to different steps run together what these have in common."""
+        known = self._kind_known and not self._variants.partial
+        partly = known and len({self._variants.kind(c) for c in choices}) > 1
+        return self._variants.get(choices, 0, per_model, partly)
+
+    def _slot(self, key: Any) -> int:
+        found = self._slots.get(key)
+        if found is None:
+            line = self._memory.lines[key]
+            found = self._slots[key] = len(self.table.buffers)
+            home = [(line.untyped_storage(), 0)] if line.numel() else []
+            self.table.buffers.append(Buffer(key[0], line.numel(), True, home))
+        return found
+
+    def choice(self, batch: tuple[Any, ...], named: dict[str, Any], per_model: bool) -> Choice:
+        """What a step on this batch is for the job."""
+        choices = self._choices(self._batches(batch, named, per_model))
+        variant = self._variant(choices, per_model)
+        self._last = [variant]
+        values = [*variant.scalars(choices), *self._together(choices)]
+        made: Made = variant.runner
+        return _ArrayChoice(made, values, variant.tensors(choices), self, choices)  # type: ignore[arg-type]
+
+    def step(self, *batch: Any, per_model: bool = False, **named: Any) -> StepFuture:
+        """One step of every model, as Array.step, in the job's queue: returns a StepFuture. Raises NotFusible for models that
+        take different paths and can't share one, and what Job.step raises."""
+        self._check_open()
+        function: Any = self._function
+        return self.job._run(function, (batch, per_model), named)
+
+    def stats(self) -> dict[str, Any]:
+        """What the daemon knows of the job. Results are "equivalent": a batched product may be rounded in another order
+        than each model's own, to a relative difference of about 1e-6 a step in float32 and 1e-15 in float64."""
+        return {**self.job.stats(), "exactness": "equivalent"}
+
+    def _fetch(self) -> None:
+        if self._begun and self._dirty:
+            if self._closed:
+                raise JobClosed(
+                    f"{self.name} is closed, and what it trained is gone from the daemon",
+                    "call sync(), state_dict() or save() before close()",
+                )
+            self.job.sync()  # into the lines of `_memory`, which are the table's homes
+            self._dirty = False
+
+    def _send(self) -> None:
+        if self._begun:
+            self.job._persist(lambda: self.job._remote.push(self.job._remote.resident()))
+
+    def close(self, drain: bool = True, *, sync: bool = True, keep: bool = False) -> None:
+        """End the job; its state in the daemon is gone afterwards, and what was trained is in the local models, or thrown away
+        without `sync` or `drain`. `keep`: save it, for `submit_array(..., resume=name)`, as Job.close does. Idempotent."""
+        if sync and drain and self._begun and self._dirty and not self._closed:
+            try:
+                self.sync()
+            except GpumuxError as error:
+                log.warning("%s ends, and what it trained could not be brought back: %s", self.name, error.message)
+        if keep and not self._closed:
+            self.job.close(keep=True)
+        self._release()
+        if self._begun:
+            self.job.close(drain=drain, sync=False)
+
+    def __enter__(self) -> ArrayJob:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class _ArrayChoice(Choice):
+    array: ArrayJob
+    choices: list[Choice]
+
+    def after(self, keep: frozenset[int]) -> State:
+        state = self.array.job._state
+        return State(state.structure, state.host, keep)
+
+    def settle(self, table: StateTable) -> None:
+        self.array._dirty = True
+        for member, choice in zip(self.array._members, self.choices, strict=True):
+            member.advance(choice)
+
+
+class _Function:
+    """Stands where a job has a captured function."""
+
+    microbatches, compiled = 1, False
+
+    def __init__(self, array: ArrayJob) -> None:
+        self._array = array
+        self.name = array.name
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice:
+        batch, per_model = args
+        return self._array.choice(batch, kwargs, per_model)
+
+
+__all__ = ["ArrayJob", "submit_array"]

@@ -1,1 +1,0 @@
-"""Hyper-parameter tuning over arrays of models: HFHT (HFTA, appendix E) without rewritten models."""

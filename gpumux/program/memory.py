@@ -1,0 +1,139 @@
+"""Where temporaries lie in one arena: first-fit offsets, and the bytes each piece needs of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpumux.program.ir import Program, aligned, slot_layout
+from gpumux.program.validate import op_args, out_views, state_slots, tensor_refs
+from gpumux.types import Footprint
+
+# ---- When each storage is alive. Aliases need no special care: views of one storage are one storage.
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Operators `birth` to `last`, both inclusive, during which a temporary holds memory. `last` is
+    the number of operators for what the results read, after the last of them has run."""
+
+    birth: int
+    last: int
+
+
+def intervals(program: Program) -> tuple[Interval | None, ...]:
+    """One entry a storage: its interval, or None for state, inputs and constants, which live through
+    the whole step. The Program must have passed `validate`."""
+    birth: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, op in enumerate(program.ops):
+        used = [program.views[ref.view].storage for ref in tensor_refs(op_args(op))]
+        used += [program.views[view].storage for view in out_views(op.outs)]
+        for storage in used:
+            birth.setdefault(storage, index)
+            last[storage] = index
+    for view in program.results:
+        last[program.views[view].storage] = len(program.ops)
+    return tuple(
+        [
+            Interval(birth[index], last[index]) if storage.kind == "temp" else None
+            for index, storage in enumerate(program.storages)
+        ]
+    )
+
+
+# ----
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`offsets`: bytes from the arena's start, one a storage, -1 for what is no temporary; multiples of
+    64. `peak_bytes`: how large the arena must be. `live`: as `liveness.intervals` says."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes kept for each storage, rounded up to 64; 0 where the offset is -1
+    peak_bytes: int
+    live: tuple[Interval | None, ...]
+
+
+def plan(program: Program) -> Plan:
+    """Offsets such that no two temporaries alive at once overlap. An operator's outputs are placed
+    while its arguments still hold their memory."""
+    live = intervals(program)
+    sizes = [0 if span is None else aligned(s.nbytes) for s, span in zip(program.storages, live, strict=True)]
+    births: dict[int, list[int]] = {}
+    deaths: dict[int, list[int]] = {}
+    for storage, span in enumerate(live):
+        if span is not None:
+            births.setdefault(span.birth, []).append(storage)
+            deaths.setdefault(span.last, []).append(storage)
+    offsets = [-1] * len(sizes)
+    arena = _Arena()
+    for index in range(len(program.ops)):
+        for storage in births.get(index, ()):
+            offsets[storage] = arena.take(sizes[storage])
+        for storage in deaths.get(index, ()):
+            arena.give(offsets[storage], sizes[storage])
+    return Plan(tuple(offsets), tuple(sizes), arena.peak, live)
+
+
+def footprint(program: Program, planned: Plan, unseen_bytes: int = 0) -> Footprint:
+    """What a Program adds to a device: its state slots and constants, each rounded up to 64 bytes; the plan's
+    peak and `unseen_bytes` that no view names; one slot of its data segment."""
+    state = sum(map(aligned, state_slots(program))) + sum(aligned(len(data)) for data in program.consts)
+    return Footprint(state, planned.peak_bytes + unseen_bytes, slot_layout(program).nbytes)
+
+
+def piece_bytes(planned: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of the arena, from its start, that each piece [boundaries[i], boundaries[i+1]) touches or
+    must leave alone: the end of the highest temporary alive in it."""
+    pieces = len(boundaries) - 1
+    highest = [0] * pieces
+    for offset, size, span in zip(planned.offsets, planned.sizes, planned.live, strict=True):
+        if span is None or size == 0:
+            continue
+        first = max(bisect_left(boundaries, span.birth + 1) - 1, 0)
+        for piece in range(first, pieces):
+            if boundaries[piece] > span.last:
+                break
+            highest[piece] = max(highest[piece], offset + size)
+    return tuple(highest)
+
+
+class _Arena:
+    """Free gaps below the high-water mark, by offset; the lowest that is large enough is taken."""
+
+    def __init__(self) -> None:
+        self._gaps: list[tuple[int, int]] = []  # (offset, bytes), apart from each other
+        self._top = 0
+        self.peak = 0
+
+    def take(self, size: int) -> int:
+        if size == 0:
+            return 0
+        for index, (offset, free) in enumerate(self._gaps):
+            if free >= size:
+                if free == size:
+                    del self._gaps[index]
+                else:
+                    self._gaps[index] = (offset + size, free - size)
+                return offset
+        offset = self._top
+        self._top += size
+        self.peak = max(self.peak, self._top)
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        if size == 0:
+            return
+        at = bisect_left(self._gaps, (offset, 0))
+        if at < len(self._gaps) and self._gaps[at][0] == offset + size:
+            size += self._gaps.pop(at)[1]
+        if at > 0 and sum(self._gaps[at - 1]) == offset:
+            before, free = self._gaps.pop(at - 1)
+            offset, size = before, size + free
+        if offset + size == self._top:
+            self._top = offset
+        else:
+            insort(self._gaps, (offset, size))

@@ -1,0 +1,270 @@
+"""Who and what is let in: owners, counts and memory.
+
+Memory is charged before it is taken. A job is charged the persistent state and the slots of all its
+programs, and the largest transient part among them: its programs never run at once. The three are
+summed apart, so that a device that leases one arena to jobs in turn can later count transient bytes
+once and not per job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from gpumux.access import Rule, refuse_submit
+from gpumux.errors import AdmissionRefused, DaemonGone, JobClosed, NotOwner, ProgramError, Refused, UnknownJob
+from gpumux.scheduler.config import CoreConfig
+from gpumux.scheduler.jobs import Job
+from gpumux.types import Fault, Footprint, JobId, JobSpec, Peer, Priority, ProgramId, SessionId, TransferId
+
+# ---- The core's refusals in words: a code from `gpumux.errors`, the numbers, and what to do.
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people, exact enough to act on: "1.50 GiB (1610612736 bytes)"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.2f} {unit} ({nbytes} bytes)"
+    return f"{nbytes} bytes"
+
+
+def admission(message: str, remedy: str) -> Fault:
+    return Fault(AdmissionRefused.code, message, remedy)
+
+
+def refused(message: str, remedy: str) -> Fault:
+    return Fault(Refused.code, message, remedy)
+
+
+def unknown_session(session: SessionId) -> Fault:
+    return refused(f"session {session} is not open", "connect again")
+
+
+def unknown_job(job: JobId) -> Fault:
+    return Fault(UnknownJob.code, f"there is no job {job}", "submit it again; it may have been closed or refused")
+
+
+def taken(job: JobId) -> Fault:
+    return Fault(NotOwner.code, f"job {job} belongs to another session", "choose another job id")
+
+
+def changed(job: JobId) -> Fault:
+    return refused(f"job {job} is open with other settings", "close it first, or choose another job id")
+
+
+def closing(job: JobId) -> Fault:
+    return Fault(JobClosed.code, f"job {job} is closing and takes no more work", "submit a new job")
+
+
+def closed(job: JobId, reason: str) -> Fault:
+    return Fault(JobClosed.code, f"job {job} was closed: {reason}", "submit it again if that was not meant")
+
+
+def leaving(reason: str) -> Fault:
+    return Fault(DaemonGone.code, f"the daemon is leaving: {reason}", "submit again once it is back")
+
+
+def unknown_program(job: JobId, program: ProgramId) -> Fault:
+    return refused(f"job {job} has no program {program}", "load the program, and wait until it is accepted")
+
+
+def no_pieces(program: ProgramId) -> Fault:
+    return Fault(ProgramError.code, f"the device cut program {program} into no pieces", "report this as a device bug")
+
+
+def too_many_steps(job: JobId, limit: int) -> Fault:
+    return refused(
+        f"job {job} has {limit} steps unanswered, its max_inflight",
+        f"wait for a step's result first, or open the job with max_inflight above {limit}",
+    )
+
+
+def too_many_transfers(job: JobId, transfer: TransferId, limit: int) -> Fault:
+    return refused(
+        f"job {job} has {limit} transfers unanswered; transfer {transfer} is one too many",
+        "wait for an earlier transfer to end",
+    )
+
+
+# ----
+
+
+WEIGHTS = (1e-3, 1e3)  # beyond these, shares are no longer anything a device can keep
+MAX_NAME = 200  # characters
+MAX_MODELS = 1 << 16  # that a step trains
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Bytes one job is charged. `slots` are its data segments, whole (as Footprint offers them)."""
+
+    state: int = 0
+    slots: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.state + self.slots + self.transient
+
+
+def charge_for(footprints: Iterable[Footprint]) -> Charge:
+    state = slots = transient = 0
+    for footprint in footprints:
+        state += footprint.state_bytes
+        slots += footprint.slot_bytes
+        transient = max(transient, footprint.transient_bytes)
+    return Charge(state, slots, transient)
+
+
+@dataclass(slots=True, eq=False)
+class Ledger:
+    """What is charged to whom, in bytes and in jobs. `capacity` is known once the device is open."""
+
+    config: CoreConfig
+    capacity: int | None = None
+    used: int = 0
+    charges: dict[JobId, Charge] = field(default_factory=dict)
+    jobs_by_uid: dict[int, int] = field(default_factory=dict)
+    bytes_by_uid: dict[int, int] = field(default_factory=dict)  # of those with jobs
+
+    def open_device(self, memory_bytes: int) -> None:
+        cap = self.config.memory_bytes
+        self.capacity = memory_bytes if cap is None else min(cap, memory_bytes)
+
+    # ---- jobs
+
+    def refuse_job(self, peer: Peer, spec: JobSpec) -> Fault | None:
+        """Why this job can't be opened, or None."""
+        config, mine, total = self.config, self.jobs_by_uid.get(peer.uid, 0), len(self.charges)
+        if total >= config.max_jobs:
+            return admission(
+                f"{total} jobs are open, the most this daemon takes is {config.max_jobs}",
+                "wait for one to close, or raise max_jobs",
+            )
+        rule = config.access.rule_for(peer)
+        fault = refuse_spec(spec, config) or refuse_submit(rule, spec.priority, spec.weight)
+        if fault is not None:
+            return fault
+        most = rule.max_jobs or config.max_jobs_per_uid
+        if mine >= most:
+            who, setting = _limited(rule, rule.max_jobs, "max_jobs", "max_jobs_per_user")
+            return admission(
+                f"you have {mine} jobs open, the most {who} may have is {most}",
+                f"close one of them, or raise {setting}",
+            )
+        return None
+
+    def add_job(self, job: Job) -> None:
+        self.charges[job.id] = Charge()
+        self.jobs_by_uid[job.peer.uid] = self.jobs_by_uid.get(job.peer.uid, 0) + 1
+        self.bytes_by_uid.setdefault(job.peer.uid, 0)
+
+    def remove_job(self, job: Job) -> None:
+        uid, total = job.peer.uid, self.charges.pop(job.id).total
+        self.used -= total
+        self.bytes_by_uid[uid] -= total
+        self.jobs_by_uid[uid] -= 1
+        if not self.jobs_by_uid[uid]:
+            del self.jobs_by_uid[uid], self.bytes_by_uid[uid]
+
+    # ---- programs
+
+    def refuse_program(self, job: Job, footprint: Footprint) -> Fault | None:
+        """Why this program can't be loaded, or None. Charges nothing."""
+        if self.capacity is None:
+            return admission("the device is not open yet", "try again in a moment")
+        if len(job.programs) >= self.config.max_programs_per_job:
+            return admission(
+                f"job {job.id} has {len(job.programs)} programs, the most a job may have",
+                "pad batches to fewer shapes, or raise max_programs_per_job",
+            )
+        if min(footprint.state_bytes, footprint.transient_bytes, footprint.slot_bytes) < 0:
+            return admission(f"the program's sizes are negative: {footprint}", "report this as a device bug")
+        before = self.charges[job.id].total
+        after = charge_for([*(p.footprint for p in job.programs.values()), footprint])
+        if job.spec.memory_limit is not None and after.total > job.spec.memory_limit:
+            return admission(
+                f"job {job.id} would hold {describe(after)}, above its memory_limit of {size(job.spec.memory_limit)}",
+                f"raise memory_limit to at least {after.total}, or use a smaller batch or model",
+            )
+        rule = self.config.access.rule_for(job.peer)
+        most, mine = rule.max_bytes or self.config.max_bytes_per_uid, self.bytes_by_uid[job.peer.uid]
+        if most is not None and mine - before + after.total > most:
+            who, setting = _limited(rule, rule.max_bytes, "max_bytes", "max_bytes_per_user")
+            return admission(
+                f"job {job.id} would hold {describe(after)}; with your other jobs that is "
+                f"{size(mine - before + after.total)}, and the most {who} may have is {size(most)}",
+                f"close a job, use a smaller batch or model, or raise {setting}",
+            )
+        if self.used - before + after.total > self.capacity:
+            free, need = self.capacity - self.used, after.total - before
+            return admission(
+                f"the program needs {size(need)} more, job {job.id} would then hold {describe(after)}; "
+                f"{size(free)} of {size(self.capacity)} are free",
+                f"free {size(need - free)}: close a job, or use a smaller batch, model or max_inflight",
+            )
+        return None
+
+    def recharge(self, job: Job) -> None:
+        """Charge the job for the programs it has now."""
+        charge = charge_for(p.footprint for p in job.programs.values())
+        more = charge.total - self.charges[job.id].total
+        self.used += more
+        self.bytes_by_uid[job.peer.uid] += more
+        self.charges[job.id] = charge
+
+    def check(self, jobs: Mapping[JobId, Job]) -> None:
+        """Raise AssertionError unless the sums are the sums of the parts."""
+        assert self.charges.keys() == jobs.keys(), f"charged jobs {set(self.charges)} are not {set(jobs)}"
+        by_uid: dict[int, int] = {}
+        bytes_of: dict[int, int] = {}
+        for job in jobs.values():
+            expected = charge_for(p.footprint for p in job.programs.values())
+            assert self.charges[job.id] == expected, f"job {job.id} charged {self.charges[job.id]}, owes {expected}"
+            by_uid[job.peer.uid] = by_uid.get(job.peer.uid, 0) + 1
+            bytes_of[job.peer.uid] = bytes_of.get(job.peer.uid, 0) + expected.total
+        assert bytes_of == self.bytes_by_uid, f"bytes by uid {self.bytes_by_uid}, should be {bytes_of}"
+        assert by_uid == self.jobs_by_uid, f"jobs by uid {self.jobs_by_uid}, should be {by_uid}"
+        assert self.used == sum(c.total for c in self.charges.values()), f"used {self.used} is not the charges' sum"
+        assert self.capacity is None or self.used <= self.capacity, f"{self.used} bytes used of {self.capacity}"
+
+
+def _limited(rule: Rule, own: int, setting: str, general: str) -> tuple[str, str]:
+    """Whom a limit is for, and what sets it: the rule, if it has one of its `own`, or the [limits]."""
+    return (f"a user under rule {rule.name!r}", f"{setting} in {rule.where}") if own else ("one user", general)
+
+
+def refuse_spec(spec: JobSpec, config: CoreConfig) -> Fault | None:
+    """Why these settings make no sense, or None. Written so that a NaN is refused too."""
+    if not isinstance(spec.priority, Priority):
+        return refused(f"priority is {spec.priority!r}", "choose low (0) or high (1)")
+    fault = refuse_weight(spec.weight)
+    if fault is not None:
+        return fault
+    if not 1 <= spec.max_inflight <= config.max_inflight:
+        return refused(f"max_inflight is {spec.max_inflight}", f"choose it between 1 and {config.max_inflight}")
+    if not 1 <= spec.models <= MAX_MODELS:
+        return refused(f"a step trains {spec.models} models", f"say 1 to {MAX_MODELS}")
+    if not 1.0 <= spec.max_slowdown < inf:
+        return refused(f"max_slowdown is {spec.max_slowdown}", "choose a ratio of 1 or more, such as 1.10")
+    if spec.memory_limit is not None and spec.memory_limit <= 0:
+        return refused(f"memory_limit is {spec.memory_limit}", "give it in bytes, or leave it out")
+    if len(spec.name) > MAX_NAME:
+        return refused(f"the job's name has {len(spec.name)} characters", f"use at most {MAX_NAME}")
+    return None
+
+
+def refuse_weight(weight: float) -> Fault | None:
+    """Why no job may have this weight, or None."""
+    low, high = WEIGHTS
+    if low <= weight <= high:
+        return None
+    return refused(f"weight is {weight}", f"choose a weight between {low} and {high}")
+
+
+def describe(charge: Charge) -> str:
+    return (
+        f"{size(charge.total)} (state {size(charge.state)}, slots {size(charge.slots)}, "
+        f"transient {size(charge.transient)})"
+    )

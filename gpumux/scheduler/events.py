@@ -1,0 +1,353 @@
+"""What can happen to the core. Frozen data (named tuples where one is made for every piece: they cost a
+third); `handle(event, now)` is told the clock separately.
+
+The core never sees bytes, descriptors or programs: the daemon's loop keeps those under the ids
+used here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpumux.scheduler.config import CoreConfig
+from gpumux.types import (
+    DeviceInfo,
+    Fault,
+    Footprint,
+    JobId,
+    JobSpec,
+    LaunchId,
+    Peer,
+    Priority,
+    ProgramId,
+    SessionId,
+    StepId,
+    StepTimes,
+    TransferId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    session: SessionId
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The client left, died or lost its lease. Its jobs go with it."""
+
+    session: SessionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequested:
+    """Idempotent: the same job from the same session again gets the same answer."""
+
+    session: SessionId
+    job: JobId
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOffered:
+    """The device checked this program; the core decides whether it fits."""
+
+    job: JobId
+    program: ProgramId
+    footprint: Footprint
+    content_hash: str = ""  # equal programs of any job have equal ones
+    operators: tuple[str, ...] = ()  # their names, in captured order, where the device says them
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReady:
+    """First cut (0), or a later one. `pieces` are predicted seconds, at least one piece; piece i is
+    operators [bounds[i], bounds[i + 1]), or one operator a piece where `bounds` is empty."""
+
+    job: JobId
+    program: ProgramId
+    cut: int
+    pieces: tuple[float, ...]
+    bounds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramDropped:
+    """Loading failed after admission: give back what was charged."""
+
+    job: JobId
+    program: ProgramId
+    fault: Fault
+
+
+class StepSubmitted(NamedTuple):
+    """`waited`: seconds for which it was there, as far as is known, before whoever hears of steps looked."""
+
+    job: JobId
+    step: StepId
+    program: ProgramId
+    waited: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientWaits:
+    """A thread of the client waits for this step, and steps the jobs `before` as well: they get no step before it is
+    answered. `over`: it waits no longer, though it was not answered."""
+
+    job: JobId
+    step: StepId
+    before: tuple[JobId, ...]
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRequested:
+    """Move state in or out, in order with the job's steps: after all submitted before it."""
+
+    job: JobId
+    transfer: TransferId
+    into_device: bool
+
+
+class PieceDone(NamedTuple):
+    """`answered`: the step ended with it, and the device has told the client. `suspended`: seconds between start and end in
+    which it stood still."""
+
+    launch: LaunchId
+    started: float
+    ended: float
+    answered: bool = False
+    suspended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFailed:
+    launch: LaunchId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    job: JobId
+    transfer: TransferId
+    fault: Fault | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobDied:
+    """The device lost the job (executor crash, allocation failure at load)."""
+
+    job: JobId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class JobReleased:
+    """The device has let go of the job's memory."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """By the owner or an operator. A paused job starts no further piece; what is out finishes."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequested:
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRequested:
+    """By the owner or an operator, within what either may: another priority, another weight; None leaves it."""
+
+    job: JobId
+    priority: Priority | None
+    weight: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRequested:
+    """`drain` answers every submitted step first; otherwise they are answered with a fault."""
+
+    job: JobId
+    drain: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """The daemon is leaving: fail what is queued, close every job."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """Limits and access rules are others from now on; what was let in stays. The rest of `config` is as it was."""
+
+    config: CoreConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOpened:
+    info: DeviceInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; policies with timers look at the clock."""
+
+
+Event = (
+    SessionOpened | SessionClosed | JobRequested | ProgramOffered | ProgramReady | ProgramDropped | StepSubmitted
+    | ClientWaits | TransferRequested | PieceDone | PieceFailed | TransferEnded | JobDied | JobReleased | PauseRequested
+    | ResumeRequested | ChangeRequested | CloseRequested | DrainRequested | Reconfigured | DeviceOpened | Tick
+)  # fmt: skip
+
+
+# ---- What the core asks the daemon's loop to do, in order. Frozen data (events.py).
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptJob:
+    """Tell the session, and the device to make room (unless it already did: idempotent)."""
+
+    session: SessionId
+    job: JobId
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseJob:
+    session: SessionId
+    job: JobId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptProgram:
+    """It fits and is charged: load it."""
+
+    job: JobId
+    program: ProgramId
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseProgram:
+    """It does not fit, or loading failed. The job lives on."""
+
+    job: JobId
+    program: ProgramId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceProgram:
+    """The program is loaded for the first time; tell the client."""
+
+    job: JobId
+    program: ProgramId
+
+
+@dataclass(frozen=True, slots=True)
+class CutProgram:
+    """Have the device cut a loaded program into pieces of about `target_s`, None: as long as it makes them itself. If that
+    is another cut than the newest, ProgramReady says so, after a step of the newest."""
+
+    job: JobId
+    program: ProgramId
+    target_s: float | None
+
+
+class LaunchPiece(NamedTuple):
+    launch: LaunchId
+    job: JobId
+    step: StepId
+    program: ProgramId
+    cut: int
+    piece: int
+    stream: int  # priority, larger first
+    share: float = 1.0  # part of the multiprocessors it may use
+    submitted: float | None = None  # with the step's last piece: when the step was, so that the device can answer it
+
+
+@dataclass(frozen=True, slots=True)
+class StartTransfer:
+    job: JobId
+    transfer: TransferId
+    into_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FinishTransfer:
+    job: JobId
+    transfer: TransferId
+    fault: Fault | None
+
+
+class FinishStep(NamedTuple):
+    """The step is answered, successfully. Exactly one FinishStep or FailStep per submitted step.
+    `answered`: the device has told the client already."""
+
+    job: JobId
+    step: StepId
+    times: StepTimes
+    answered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FailStep:
+    job: JobId
+    step: StepId
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadJob:
+    """Make the device let go of the job; it answers with JobReleased."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class CloseJob:
+    """Tell the client the job is over. `fault` None: closed as it asked."""
+
+    job: JobId
+    session: SessionId
+    fault: Fault | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobChanged:
+    """Every change that was asked for is in force; these are the job's from now on."""
+
+    job: JobId
+    priority: Priority
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetJob:
+    """Nothing of the job is left anywhere: drop its metrics, segments and owner."""
+
+    job: JobId
+
+
+class WakeAt(NamedTuple):
+    """Send a Tick at this time, at the latest. One that comes is for all that were asked for: the core asks anew."""
+
+    when: float
+
+
+Command = (
+    AcceptJob | RefuseJob | AcceptProgram | RefuseProgram | AnnounceProgram | CutProgram | LaunchPiece | StartTransfer
+    | FinishTransfer | FinishStep | FailStep | UnloadJob | CloseJob | JobChanged | ForgetJob | WakeAt
+)  # fmt: skip

@@ -1,0 +1,207 @@
+"""A sweep kept in an Optuna study: dashboards see it, and a killed one goes on. Optuna is an extra, imported here alone.
+
+A configuration is one Optuna trial, a rung one intermediate value, a trial that a rung left behind PRUNED, one that diverged
+FAIL. Where `sampler` is "random" Optuna is handed what the space draws, so that a sweep is the same with and without storage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from gpumux.errors import ConfigError
+from gpumux.tune.space import Choices, Config, Parameter, Range, Space, Value
+from gpumux.tune.sweep import Entry, Kept, State
+
+if TYPE_CHECKING:
+    import optuna
+
+
+SAMPLERS = ("random", "tpe")
+_SETTINGS, _WALL = "gpumux", "gpumux_wall_s"
+
+
+class StudyLedger:
+    """A study of Optuna. Close it: the database stays open until then.
+
+    Raises ConfigError where Optuna is not installed, the storage can't be opened, or the study of that name is of
+    another sweep (another space, algorithm, seed or task: what differs is named). `startup`: trials that TPE draws at
+    random before it has a model.
+    """
+
+    def __init__(
+        self, storage: str, name: str, space: Space, settings: Mapping[str, Any], *,
+        maximize: bool, sampler: str, seed: int, startup: int = 10,
+    ) -> None:  # fmt: skip
+        self._optuna = optuna = _import()
+        self._space, self._seed, self._sampler, self._startup = space, seed, sampler, startup
+        level = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # progress is told by the sweep itself
+        direction = "maximize" if maximize else "minimize"
+        try:
+            self._study = optuna.create_study(
+                storage=storage, study_name=name, direction=direction, load_if_exists=True
+            )
+        except ImportError as error:  # the database's driver
+            raise ConfigError(f"storage {storage} needs a package: {error}", "install it with pip") from None
+        except Exception as error:  # SQLAlchemy's own, of many kinds
+            raise ConfigError(
+                f"can't open storage {storage}: {str(error).splitlines()[0]}", "give one like sqlite:///sweep.db"
+            ) from error
+        finally:
+            optuna.logging.set_verbosity(level)
+        self.resumed = len(self._study.get_trials(deepcopy=False))
+        try:
+            self._agree(
+                {**settings, "direction": direction, "space": space.describe(), "sampler": sampler, "seed": seed}
+            )
+            self._kept = dict(self._read())
+            self._ids: dict[int, int] = {}
+        except BaseException:
+            self.close()
+            raise
+
+    def _agree(self, settings: dict[str, Any]) -> None:
+        """The study is of this very sweep, or becomes it."""
+        settings = json.loads(json.dumps(settings))  # as the database gives it back
+        found = self._study.user_attrs.get(_SETTINGS)
+        if found is None:
+            if self.resumed or self._study.user_attrs:
+                raise ConfigError(
+                    f"study {self._study.study_name} was not made by gpumux tune", "choose another name with --study"
+                )
+            self._study.set_user_attr(_SETTINGS, settings)
+            return
+        for key in sorted(settings.keys() | found.keys()):
+            if settings.get(key) != found.get(key):
+                raise ConfigError(
+                    f"study {self._study.study_name} is of another sweep: its {key} is {_short(found.get(key))}, "
+                    f"not {_short(settings.get(key))}",
+                    "use the settings it was begun with, or choose another name with --study",
+                )
+
+    def config(self, number: int) -> Config:
+        if number in self._kept:
+            return self._kept[number].config
+        trials = self._study.get_trials(deepcopy=False)
+        if number > len(trials):
+            raise AssertionError(f"trial {number} is asked for before trial {len(trials)}")
+        states = self._optuna.trial.TrialState
+        if number < len(trials) and trials[number].state != states.WAITING:
+            config = self._complete(self._optuna.trial.Trial(self._study, trials[number]._trial_id))
+        else:
+            config = self._ask(number, waits=number < len(trials))
+        self._kept[number] = Kept(config)
+        return config
+
+    def _ask(self, number: int, *, waits: bool) -> dict[str, Value]:
+        if self._sampler == "random":
+            if not waits:
+                self._study.enqueue_trial(self._space.sample(self._seed, number))
+        else:  # seeded by the trial, so that a resumed sweep goes on as it would have
+            self._study.sampler = self._optuna.samplers.TPESampler(
+                seed=self._seed + number, n_startup_trials=self._startup
+            )
+        always = {p.name: self._distribution(p) for p in self._space.parameters if not p.when}
+        return self._complete(self._study.ask(always))
+
+    def _complete(self, trial: optuna.trial.Trial) -> dict[str, Value]:
+        """Its configuration, with what exists under conditions; a sweep killed in between has left less."""
+        for p in self._space.parameters:
+            if not p.exists(trial.params) or p.name in trial.params:
+                continue
+            if isinstance(p.domain, Choices):
+                trial.suggest_categorical(p.name, list(p.domain.values))
+            elif p.domain.whole:
+                trial.suggest_int(p.name, *_ends(p.domain), step=int(p.domain.step or 1), log=p.domain.log)  # type: ignore[arg-type]
+            else:
+                trial.suggest_float(p.name, *_ends(p.domain), step=p.domain.step, log=p.domain.log)
+        return dict(trial.params)
+
+    def _distribution(self, p: Parameter) -> Any:
+        made = self._optuna.distributions
+        if isinstance(p.domain, Choices):
+            return made.CategoricalDistribution(p.domain.values)
+        low, high = _ends(p.domain)
+        if p.domain.whole:
+            return made.IntDistribution(int(low), int(high), log=p.domain.log, step=int(p.domain.step or 1))
+        return made.FloatDistribution(low, high, log=p.domain.log, step=p.domain.step)
+
+    def score(self, number: int, steps: int) -> float | None:
+        return self._kept[number].scores.get(steps)
+
+    def steps(self, number: int) -> list[int]:
+        return list(self._kept[number].scores)
+
+    def report(self, number: int, steps: int, score: float, device_s: float) -> None:
+        kept = self._kept[number]
+        trial = self._optuna.trial.Trial(self._study, self._id(number))
+        trial.set_user_attr("device_s", kept.device_s + device_s)
+        if steps not in kept.scores:
+            trial.report(score, steps)  # last: with it the rung is behind the trial
+        kept.device_s += device_s
+        kept.scores.setdefault(steps, score)
+
+    def finish(self, number: int, state: State) -> None:
+        kept = self._kept[number]
+        if kept.state != "running":
+            return
+        states = self._optuna.trial.TrialState
+        if state == "complete":
+            self._study.tell(number, kept.scores[max(kept.scores)])
+        else:
+            self._study.tell(number, state=states.PRUNED if state == "pruned" else states.FAIL)
+        kept.state = state
+
+    def entries(self) -> list[Entry]:
+        return [kept.entry(number) for number, kept in sorted(self._kept.items())]
+
+    def _read(self) -> Iterator[tuple[int, Kept]]:
+        """What an earlier run left, but for trials that it had only begun to ask for. From here on this process alone
+        writes the study, and keeps what is in it."""
+        states = self._optuna.trial.TrialState
+        named: dict[Any, State] = {states.COMPLETE: "complete", states.PRUNED: "pruned", states.FAIL: "failed"}
+        for t in self._study.get_trials(deepcopy=False):
+            if t.state in named or t.intermediate_values:
+                scores, seconds = dict(t.intermediate_values), float(t.user_attrs.get("device_s", 0.0))
+                yield t.number, Kept(dict(t.params), named.get(t.state, "running"), scores, seconds)
+
+    def _id(self, number: int) -> int:
+        if number not in self._ids:
+            self._ids |= {t.number: t._trial_id for t in self._study.get_trials(deepcopy=False)}
+        return self._ids[number]
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that all runs of this sweep took, as far as they said so."""
+        return float(self._study.user_attrs.get(_WALL, 0.0))
+
+    def add_wall(self, seconds: float) -> None:
+        self._study.set_user_attr(_WALL, self.wall_s + seconds)
+
+    def close(self) -> None:
+        self._study._storage.remove_session()
+        engine = getattr(getattr(self._study._storage, "_backend", None), "engine", None)
+        if engine is not None:
+            engine.dispose()
+
+
+def _import() -> ModuleType:
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("a stored sweep needs optuna", "pip install optuna") from None
+    return optuna
+
+
+def _ends(domain: Range) -> tuple[float, float]:
+    """With a step the last value that there is, which is all that Optuna takes."""
+    high = domain.high if domain.step is None else domain.low + domain.step * (domain.count() - 1)
+    return (int(domain.low), int(high)) if domain.whole else (float(domain.low), float(high))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 80 else f"{text[:77]}..."

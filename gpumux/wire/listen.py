@@ -1,0 +1,523 @@
+"""How many connections a user may have, whatever is said on them, and how many descriptors are left.
+
+libzmq accepts whoever connects, and ends the whole process when it runs out of descriptors (an assertion in its
+listener). So it accepts through a turnstile (turnstile.py): one connection, of which its monitor tells us; the kernel says whose it is;
+one too many is shut down at once, which makes libzmq let go of it; then the next. While descriptors are short, or more
+connections are being shut down than fit, nobody is accepted: who comes waits in the kernel's line. A session needs one
+connection, so an honest user stays far below the bound.
+
+Everything else the daemon opens for a client is asked for beforehand: `check_descriptors` keeps a part of the process's
+limit free, for what is under way; the turnstile needs the smaller half of that part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import platform
+import re
+import resource
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import zmq
+
+from gpumux.errors import AccessDenied, AdmissionRefused, ConfigError, EndpointBusy
+from gpumux.types import Peer, SessionId
+from gpumux.wire.endpoint import (
+    Endpoint,
+    EndpointLock,
+    check_distinct,
+    ensure_runtime_dir,
+    parse,
+    remove_stale,
+    side_channel,
+)
+from gpumux.wire.limits import Limits
+from gpumux.wire.peers import DOMAIN, Gatekeeper, ServerCurve, secure_server
+from gpumux.wire.sessions import Lanes
+from gpumux.wire.shared_memory import SideChannel
+
+# ---- A listening socket of libzmq's that hands out one connection at a time, and the next when we say so.
+#
+# libzmq's I/O thread accepts as fast as clients connect, and ends the whole process at the first `accept` for which there is no
+# descriptor (an assertion in the listener of ipc sockets). Whatever is told of connections afterwards may come too late. But the
+# thread is told of a waiting connection by its epoll set, and there a socket can be registered to be reported once (EPOLLONESHOT, epoll(7)):
+# then it sleeps until it is registered again. So between two connections libzmq waits for us, and knows nothing of it; who comes
+# meanwhile stands in the kernel's line.
+#
+# Which set that is, and what libzmq wants to be handed with the report, the kernel says in /proc/self/fdinfo (proc(5)).
+
+
+_TARGET = re.compile(r"^tfd:\s*(\d+)\s+events:\s*([0-9a-f]+)\s+data:\s*([0-9a-f]+)", re.MULTILINE)
+_MODIFY = 3  # EPOLL_CTL_MOD: Python's own `modify` would replace libzmq's data by the descriptor's number
+_ONCE = int(select.EPOLLIN | select.EPOLLONESHOT)
+_LOOK_S = 0.0002  # between two looks for a registration that the I/O thread is about to make
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Event(ctypes.Structure):
+    """struct epoll_event, which has no padding on x86-64."""
+
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+    if platform.machine() == "x86_64":
+        _pack_ = 1
+        _layout_ = "ms"
+
+
+class Turnstile:
+    """Of the listening socket `fd`, registered in the epoll set `epoll` with `data`."""
+
+    def __init__(self, fd: int, epoll: int, data: int) -> None:
+        self._fd = fd
+        self._epoll = epoll
+        self._event = _Event(_ONCE, data)
+
+    @classmethod
+    def of(cls, fd: int, timeout: float) -> Turnstile | None:
+        """Closed from now on, but for one connection. None if nobody waits for `fd` with epoll within `timeout` seconds: another
+        libzmq, or no /proc."""
+        end = time.monotonic() + timeout
+        while (found := _registration(fd)) is None:
+            if time.monotonic() >= end:
+                return None
+            time.sleep(_LOOK_S)
+        turnstile = cls(fd, *found)
+        turnstile.next()
+        return turnstile
+
+    def next(self) -> None:
+        """Let one more connection be accepted, now or when it comes."""
+        if _libc.epoll_ctl(self._epoll, _MODIFY, self._fd, ctypes.byref(self._event)) == -1:
+            error = ctypes.get_errno()
+            if error not in (errno.ENOENT, errno.EBADF):  # the socket is being closed
+                raise OSError(error, os.strerror(error))
+
+
+def _registration(fd: int) -> tuple[int, int] | None:
+    """The epoll set that waits for `fd` to be readable, and the data it reports with it."""
+    try:
+        sets = [int(name) for name in os.listdir("/proc/self/fd") if _is_epoll(name)]
+    except OSError:
+        return None
+    for epoll in sets:
+        try:
+            with open(f"/proc/self/fdinfo/{epoll}") as info:
+                targets = _TARGET.findall(info.read())
+        except OSError:
+            continue  # closed meanwhile
+        for target, events, data in targets:
+            if int(target) == fd and int(events, 16) & select.EPOLLIN:
+                return epoll, int(data, 16)
+    return None
+
+
+def _is_epoll(name: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]"
+    except OSError:
+        return False
+
+
+# ----
+
+
+log = logging.getLogger("gpumux.daemon")
+SLACK = 32  # connections of a user beyond its sessions: commands that come and go, clients that reconnect
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_WATCHED = int(
+    zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_MONITOR_STOPPED
+)
+_TCP = -1  # stands for everybody who comes by tcp: who that is nobody knows yet
+_EVENT = struct.Struct("=HI")  # what happened, and to which descriptor
+_FOUND_S = 10.0  # how long libzmq's I/O thread may take to listen; it takes less than a millisecond
+_FULL_MS = 100  # between two looks whether there is room again
+_numbers = count()
+
+
+class Connections:
+    """Watches a ROUTER socket that is yet to be bound, from a thread of its own: libzmq accepts no faster than it looks, and
+    the dispatch loop has other things to do. `refused` counts those that were shut down."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listening: zmq.Socket[bytes], limits: Limits) -> None:
+        address = f"inproc://gpumux-connections-{next(_numbers)}"
+        self.limits = limits
+        self.refused = 0
+        self._listening = listening
+        self._turnstile: Turnstile | None = None
+        self._ready = threading.Event()  # it stands, or there can be none
+        self._open = False  # whether it lets one more through that we have not heard of
+        self._owners: dict[int, tuple[int, int]] = {}  # uid and the socket's inode, by descriptor
+        self._by_uid: Counter[int] = Counter()
+        listening.monitor(address, _WATCHED)
+        self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.setsockopt(zmq.RCVHWM, 0)  # or libzmq's own thread would wait for us
+        self._events.connect(address)
+        self._thread = threading.Thread(target=self._watch, name="gpumux-connections", daemon=True)
+        self._thread.start()
+
+    def watch(self) -> None:
+        """Wait until nobody is accepted unseen: after the socket was bound."""
+        self._ready.wait(2 * _FOUND_S)
+
+    def close(self) -> None:
+        """Before the socket that is watched closes. Idempotent."""
+        if self._thread.is_alive():
+            self._listening.disable_monitor()
+            self._thread.join()
+        self._events.close()
+
+    def _watch(self) -> None:
+        while True:
+            full = not self._has_room()
+            if self._turnstile is not None and not self._open and not full:
+                self._turnstile.next()
+                self._open = True
+            if not self._events.poll(_FULL_MS if full else None):
+                self._sweep()
+                continue
+            what, fd = _EVENT.unpack(self._events.recv())
+            self._events.recv()  # the endpoint
+            if what == zmq.EVENT_MONITOR_STOPPED:
+                return
+            if what == zmq.EVENT_LISTENING:
+                self._turnstile = Turnstile.of(fd, _FOUND_S)
+                self._open = True
+                if self._turnstile is None:
+                    log.warning("libzmq can't be held back here: a flood of connections could end this daemon")
+                self._ready.set()
+                continue
+            if what != zmq.EVENT_DISCONNECTED:
+                self._open = False
+            if what == zmq.EVENT_ACCEPT_FAILED:
+                continue  # its number is an error's
+            self._forget(fd)  # a number that comes again is another connection
+            if what == zmq.EVENT_ACCEPTED:
+                self._accepted(fd)
+
+    def _has_room(self) -> bool:
+        """Whether one more may be accepted, be it to be shut down."""
+        return len(self._owners) < most(self.limits)[0] + SLACK and _lowest_free() < file_limit() - _reserve() // 2
+
+    def _accepted(self, fd: int) -> None:
+        connection = _copy(fd)
+        if connection is None:
+            return  # it is gone already
+        with connection:
+            try:
+                uid = _owner(connection)
+                inode = os.fstat(connection.fileno()).st_ino
+            except OSError:
+                return
+            self._owners[fd] = uid, inode
+            self._by_uid[uid] += 1
+            in_all, own = most(self.limits)
+            if len(self._owners) > in_all or (uid != _TCP and self._by_uid[uid] > own):
+                self.refused += 1
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # it hung up by itself
+
+    def _forget(self, fd: int) -> None:
+        owner = self._owners.pop(fd, None)
+        if owner is not None:
+            uid, _ = owner
+            self._by_uid[uid] -= 1
+            if not self._by_uid[uid]:
+                del self._by_uid[uid]
+
+    def _sweep(self) -> None:
+        """Forget what libzmq let go of without a word: nobody shall be kept waiting for it."""
+        for fd, (_, inode) in list(self._owners.items()):
+            try:
+                gone = os.fstat(fd).st_ino != inode
+            except OSError:
+                gone = True
+            if gone:
+                self._forget(fd)
+
+
+def _copy(fd: int) -> socket.socket | None:
+    """A socket of our own for a descriptor of libzmq's; None if it is no socket any more: its number may be anything's."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
+
+
+def most(limits: Limits) -> tuple[int, int]:
+    """Connections in all, and of one user: what the sessions may need, within half of what the process may open."""
+    half = file_limit() // 2
+    return min(limits.max_sessions + 2 * SLACK, half), min(limits.max_sessions_per_user + SLACK, half)
+
+
+def _owner(connection: socket.socket) -> int:
+    if connection.family != socket.AF_UNIX:
+        return _TCP
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
+
+
+RESERVE = 256  # descriptors kept free, or a quarter of the limit where that is less
+
+
+def file_limit() -> int:
+    """Descriptors this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _reserve() -> int:
+    return min(RESERVE, file_limit() // 4)
+
+
+def _lowest_free() -> int:
+    """The number the next descriptor will have. The kernel gives out the lowest that is free, so all below are in use."""
+    try:
+        lowest = os.dup(2)
+    except OSError:
+        return file_limit()
+    os.close(lowest)
+    return lowest
+
+
+def check_descriptors() -> None:
+    """Raises AdmissionRefused when the daemon should open nothing more for anybody: the lowest free number lies within the
+    reserve. As nothing begins then, the numbers above stay free."""
+    limit = file_limit()
+    if _lowest_free() >= limit - _reserve():
+        raise AdmissionRefused(
+            f"the daemon has nearly all of the {limit} descriptors open that it may have",
+            "close jobs or clients, or raise the daemon's limit (LimitNOFILE, `ulimit -Hn`)",
+        )
+
+
+# ---- Binding the daemon's sockets: one ROUTER an endpoint, its lock, its options.
+
+
+_HANDSHAKE_MS = 5_000  # a connection that has not finished ZeroMQ's handshake by then is closed
+_NOBLOCK_MORE = zmq.NOBLOCK | zmq.SNDMORE
+FULL = "the client does not read its messages"
+_LINGER_MS = 500  # how long a closing daemon tries to say goodbye
+
+
+class Listening:
+    """A bound ROUTER socket. The mode of an ipc socket follows the process's umask."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: Endpoint,
+        limits: Limits,
+        curve: ServerCurve | None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.lock: EndpointLock | None = None
+        self.connections: Connections | None = None
+        if endpoint.path is None and curve is None:
+            raise ConfigError(
+                f"{endpoint.text} needs CURVE keys: anyone who reaches it could run work here",
+                "give the daemon a secret key and a directory of client keys, or use an ipc:// endpoint",
+            )
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        try:
+            self._set_options(limits)
+            if endpoint.path is not None:
+                ensure_runtime_dir(endpoint.path.parent)
+                self.lock = EndpointLock(endpoint.path)
+                remove_stale(endpoint.path)
+            elif curve is not None:
+                self.socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
+                self.socket.setsockopt(zmq.IPV6, "[" in endpoint.text)
+                secure_server(self.socket, curve)
+            self.connections = Connections(context, self.socket, limits)
+            self._bind()
+            self.connections.watch()
+        except BaseException:
+            self.close()
+            self.release()
+            raise
+
+    @property
+    def address(self) -> str:
+        """The endpoint as bound: a tcp port given as `*` is filled in."""
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _set_options(self, limits: Limits) -> None:
+        options = {
+            zmq.LINGER: _LINGER_MS,
+            zmq.ROUTER_MANDATORY: 1,  # a peer that is gone or full is an error we see, not a silent drop
+            zmq.MAXMSGSIZE: limits.max_message_bytes,
+            zmq.SNDHWM: limits.send_queue,
+            zmq.RCVHWM: limits.receive_queue,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+        }
+        for option, value in options.items():
+            self.socket.setsockopt(option, value)
+
+    def _bind(self) -> None:
+        try:
+            self.socket.bind(self.endpoint.text)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise EndpointBusy(f"{self.endpoint.text} is in use", "choose another --endpoint") from error
+            raise ConfigError(f"can't listen on {self.endpoint.text}: {error}", "choose another --endpoint") from error
+
+    def send(self, identity: bytes, parts: Sequence[bytes | memoryview]) -> str:
+        """Hand a message to ZeroMQ without waiting. What failed, "" when nothing did."""
+        try:
+            self.socket.send(identity, _NOBLOCK_MORE)  # whether the message can go is decided here
+            for part in parts[:-1]:
+                self.socket.send(part, _NOBLOCK_MORE)
+            self.socket.send(parts[-1], zmq.NOBLOCK)
+        except zmq.Again:
+            return FULL
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return "the client's connection is gone"
+        return ""
+
+    def close(self) -> None:
+        """Close the socket; `release` follows when the context has ended."""
+        if self.connections is not None:
+            self.connections.close()
+        self.socket.close()
+
+    def release(self) -> None:
+        """Remove the socket file, then let the next daemon have the endpoint."""
+        lock, path = self.lock, self.endpoint.path
+        if lock is not None and path is not None:
+            remove_stale(path)
+            lock.close()
+            self.lock = None
+
+
+# ---- All that a daemon's router listens on, opened together and closed in the right order.
+
+
+Route = tuple[int, bytes]  # which listening socket, routing id
+_POLLIN = int(zmq.POLLIN)
+
+
+class Sockets:
+    """ZeroMQ's sockets, the side channel, the step lanes. Raises what Router says."""
+
+    side: SideChannel
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        runtime_dir: Path,
+        limits: Limits,
+        curve: ServerCurve | None,
+        introduced: Callable[[SessionId], bool],
+    ) -> None:
+        self.listening: list[Listening] = []
+        self.gatekeeper: Gatekeeper | None = None
+        self.touched = True  # a ZeroMQ socket was used since `unread` said no
+        self._side_lock: EndpointLock | None = None
+        parsed = [parse(text) for text in endpoints]
+        path = side_channel(parsed, runtime_dir)
+        check_distinct(parsed, path)
+        self.lanes = Lanes(limits.max_control_bytes)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            if curve is not None:
+                self.gatekeeper = Gatekeeper(self._context, curve.clients)
+            for endpoint in parsed:
+                self.listening.append(Listening(self._context, endpoint, limits, curve))
+            ensure_runtime_dir(path.parent)
+            self._side_lock = EndpointLock(path)
+            remove_stale(path)
+            self.side = SideChannel(path, introduced)
+        except BaseException:
+            self._close_rest()
+            raise
+        self._zmq = [listening.socket for listening in self.listening]
+        if self.gatekeeper is not None:
+            self._zmq.append(self.gatekeeper.socket)
+
+    def fds(self) -> list[zmq.Socket[bytes] | int]:
+        """See Router.fds."""
+        return [*self._zmq, self.side.fileno(), self.lanes.fileno()]
+
+    def descriptors(self) -> list[int]:
+        """The same as bare descriptors, but for the lanes: their epoll may serve as the loop's own, and
+        what it reports of descriptors that nobody else registered is for `receive_lanes`."""
+        return [*(int(sock.getsockopt(zmq.FD)) for sock in self._zmq), self.side.fileno()]
+
+    @property
+    def lane_epoll(self) -> select.epoll:
+        return self.lanes.epoll
+
+    def named(self, peer: Peer, key: str) -> Peer:
+        """The tcp peer that holds `key`, with the name of its key's file. Raises AccessDenied if that was removed since it
+        connected."""
+        found = self.gatekeeper.names.get(key) if self.gatekeeper is not None else None
+        if found is None:
+            raise AccessDenied("your key is no longer among those this daemon lets in", "ask its operator")
+        return replace(peer, key=found)
+
+    def unread(self) -> bool:
+        """Whether a ZeroMQ socket has something. Who sleeps on ZeroMQ's bare descriptors, which signal
+        changes and not levels, asks before each sleep; it costs nothing while no socket was used."""
+        if not self.touched:
+            return False
+        self.touched = any(int(sock.getsockopt(zmq.EVENTS)) & _POLLIN for sock in self._zmq)
+        return self.touched
+
+    @property
+    def refused_connections(self) -> int:
+        """How many were shut down because somebody had too many."""
+        return sum(at.connections.refused for at in self.listening if at.connections is not None)
+
+    def limit(self, limits: Limits) -> None:
+        """What counts for connections from now on."""
+        for listening in self.listening:
+            if listening.connections is not None:
+                listening.connections.limits = limits
+
+    def send(self, route: Route, parts: Sequence[bytes | memoryview]) -> str:
+        """Hand a message to ZeroMQ; what failed, "" when nothing did."""
+        self.touched = True
+        return self.listening[route[0]].send(route[1], parts)
+
+    def close(self) -> None:
+        """Waits half a second at most for what is still to be sent. Idempotent."""
+        if self._zmq:
+            self._zmq = []
+            self.side.close()
+            self._close_rest()
+
+    def _close_rest(self) -> None:
+        self.lanes.close()
+        if self.gatekeeper is not None:
+            self.gatekeeper.close()
+        for listening in self.listening:
+            listening.close()
+        self._context.term()  # the sockets are closed when this returns, so their files may go
+        for listening in self.listening:
+            listening.release()
+        if self._side_lock is not None:
+            self._side_lock.close()

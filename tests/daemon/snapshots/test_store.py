@@ -1,0 +1,237 @@
+"""The store: what is written is there whole or not at all, and what was changed is never read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumux.daemon.snapshots.store import GENERATIONS, GENERATOR, NOTES, Owner, Store, buffer_name
+from gpumux.errors import SnapshotFailed, UnknownJob
+
+JOB, OTHER = "ab" * 16, "cd" * 16
+MINE = Owner(1000, JOB)
+NOBODY: frozenset[Owner] = frozenset()
+
+
+def tensors(seed: int, *sizes: int) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    made = {buffer_name(i): draw.integers(0, 256, n, dtype=np.uint8) for i, n in enumerate(sizes)}
+    return {**made, GENERATOR: draw.integers(0, 256, 16, dtype=np.uint8), NOTES: np.frombuffer(b"notes", np.uint8)}
+
+
+def save(
+    store: Store, number: int, owner: Owner = MINE, name: str = "sweep", sizes: tuple[int, ...] = (300, 0, 7)
+) -> int:
+    return store.save(owner, number, tensors(number, *sizes), {"name": name})
+
+
+def files(store: Store, owner: Owner = MINE) -> list[Path]:
+    return sorted((store.root / str(owner.uid) / owner.job).iterdir())
+
+
+def number_read(store: Store, *numbers: int, owner: Owner = MINE) -> tuple[int | None, list[int]]:
+    found, bad = store.read(owner, numbers)
+    return (None if found is None else found.number), bad
+
+
+def test_what_is_saved_is_read(tmp_path: Path):
+    store = Store(tmp_path)
+    save(store, 1)
+    found, bad = store.read(MINE, [1])
+    assert bad == []
+    wanted = tensors(1, 300, 0, 7)
+    assert [b.tobytes() for b in found.buffers] == [wanted[buffer_name(i)].tobytes() for i in range(3)]
+    assert found.generator.tobytes() == wanted[GENERATOR].tobytes()
+    assert found.notes.tobytes() == b"notes"
+
+
+def test_two_generations_are_kept(tmp_path: Path):
+    store = Store(tmp_path)
+    for number in range(1, 6):
+        save(store, number)
+    (kept,) = store.kept()
+    assert kept.numbers == (5, 4)
+    assert len(files(store)) == GENERATIONS
+    assert number_read(store, 3, 4) == (4, [])  # 3 is not there, which is no damage
+
+
+def test_only_the_owner_may_read(tmp_path: Path):
+    store = Store(tmp_path / "snapshots")
+    save(store, 1)
+    for path in (store.root, store.root / "1000", store.root / "1000" / JOB):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    (file,) = files(store)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path, bytes]:
+    """A store with snapshots 1 and 2, the file of the second, and what is in it."""
+    store = Store(tmp_path_factory.mktemp("store"))
+    save(store, 1)
+    save(store, 2)
+    path = files(store)[-1]
+    return store, path, path.read_bytes()
+
+
+@given(place=st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_any_flipped_bit_is_noticed(two: tuple[Store, Path, bytes], place: int):
+    store, path, whole = two
+    data = bytearray(whole)
+    bit = place % (8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    assert number_read(store, 2, 1) == (1, [2])
+    path.write_bytes(whole)
+    assert number_read(store, 2, 1) == (2, [])
+
+
+@given(keep=st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_any_torn_file_is_noticed(two: tuple[Store, Path, bytes], keep: int):
+    store, path, whole = two
+    path.write_bytes(whole[: keep % len(whole)])
+    assert number_read(store, 2, 1) == (1, [2])
+
+
+def test_a_file_under_another_name_is_not_read(tmp_path: Path):
+    store = Store(tmp_path)
+    save(store, 1)
+    (file,) = files(store)
+    file.rename(file.with_name(file.name.replace("00000001", "00000009")))
+    assert number_read(store, 1) == (None, [])
+    file.with_name("00000009-" + file.name.split("-")[1]).rename(
+        file.with_name("00000001-" + "0" * 64 + ".safetensors")
+    )
+    assert number_read(store, 1) == (None, [1])
+
+
+class Broken(Store):
+    """A disk on which one step of writing fails."""
+
+    def __init__(self, root: Path, at: str, number: int = errno.ENOSPC) -> None:
+        super().__init__(root)
+        self.at, self.number = at, number
+
+    def _fail(self, at: str) -> None:
+        if at == self.at:
+            raise OSError(self.number, os.strerror(self.number))
+
+    def _sync(self, fd: int) -> None:
+        self._fail("sync")
+        super()._sync(fd)
+
+    def _rename(self, source: Path, target: Path) -> None:
+        self._fail("rename")
+        super()._rename(source, target)
+
+
+@pytest.mark.parametrize("at", ["sync", "rename"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_snapshot_that_fails_leaves_the_former_ones_and_nothing_else(tmp_path: Path, at: str, number: int):
+    store = Broken(tmp_path, "")
+    save(store, 1)
+    save(store, 2)
+    before = files(store)
+    store.at, store.number = at, number
+    with pytest.raises(SnapshotFailed, match=os.strerror(number)) as failed:
+        save(store, 3)
+    assert "make room" in failed.value.remedy
+    assert files(store) == before
+    assert number_read(store, 3, 2) == (2, [])
+
+
+def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path):
+    """The library writes, so the fault is the kernel's: a limit on the size of files, as a full disk would be."""
+    store = Store(tmp_path)
+    save(store, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(SnapshotFailed, match="could not be written"):
+            save(store, 2, sizes=(3 << 20,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name[:8] for path in files(store)] == ["00000001"]
+
+
+def test_a_killed_writers_leavings_go(tmp_path: Path):
+    store = Store(tmp_path)
+    save(store, 1)
+    for name in ("00000002.part", ".tmpAbC123"):
+        (store.root / "1000" / JOB / name).write_bytes(b"half")
+    (store.root / "2000" / OTHER).mkdir(parents=True)
+    store.tidy()
+    assert len(files(store)) == 1
+    assert not (store.root / "2000").exists()
+
+
+def test_another_history_under_the_same_numbers_goes(tmp_path: Path):
+    """A job came back from snapshot 2: what it saved as 3 and 4 before is of a past that is not its own."""
+    store = Store(tmp_path)
+    for number in (2, 3):
+        save(store, number)
+    store.save(MINE, 3, tensors(99, 300, 0, 7), {"name": "sweep"})
+    found, _ = store.read(MINE, [3])
+    assert found.buffers[0].tobytes() == tensors(99, 300, 0, 7)[buffer_name(0)].tobytes()
+    assert len(files(store)) == 2
+
+
+def test_finding_by_name(tmp_path: Path):
+    store = Store(tmp_path)
+    save(store, 1, name="../../etc/passwd")
+    save(store, 4, Owner(1000, OTHER), name="sweep")
+    save(store, 9, Owner(2000, JOB), name="theirs")
+    assert store.find(1000, "../../etc/passwd").owner == MINE
+    assert store.find(1000, "sweep").numbers == (4,)
+    with pytest.raises(UnknownJob, match="theirs") as unknown:
+        store.find(1000, "theirs")
+    assert "'sweep'" in unknown.value.remedy  # one's own are listed, others' are not
+    assert [k.owner for k in store.kept(2000)] == [Owner(2000, JOB)]
+
+
+def test_only_ids_become_names(tmp_path: Path):
+    store = Store(tmp_path)
+    for job in ("../" + "a" * 29, "A" * 32, "ab", ""):
+        with pytest.raises(ValueError, match="no job id"):
+            save(store, 1, Owner(1000, job))
+        with pytest.raises(ValueError, match="no job id"):
+            store.read(Owner(1000, job), [1])
+
+
+def test_old_jobs_expire_and_open_ones_stay(tmp_path: Path):
+    store = Store(tmp_path)
+    save(store, 1)
+    save(store, 1, Owner(1000, OTHER))
+    for kept in store.kept():
+        for path in files(store, kept.owner):
+            os.utime(path, (1000.0, 1000.0))
+    assert store.expire(1000.0, NOBODY) == []
+    assert store.expire(1001.0, frozenset({MINE})) == [Owner(1000, OTHER)]
+    assert [kept.owner for kept in store.kept()] == [MINE]
+    store.forget(MINE)
+    assert list(store.kept()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_users_limit(tmp_path: Path):
+    store = Store(tmp_path)
+    one = save(store, 1)
+    save(store, 1, Owner(1000, OTHER))
+    theirs = Owner(2000, JOB)
+    save(store, 1, theirs)
+    store.make_room(MINE, one, 3 * one, NOBODY)
+    assert len(list(store.kept(1000))) == 2
+    with pytest.raises(SnapshotFailed, match="are allowed"):
+        store.make_room(MINE, one, 2 * one, frozenset({Owner(1000, OTHER)}))  # both are open
+    store.make_room(MINE, one, 2 * one, NOBODY)  # the other one is only kept, and gives way
+    assert [kept.owner for kept in store.kept()] == [MINE, theirs]

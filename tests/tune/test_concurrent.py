@@ -1,0 +1,119 @@
+"""Trials as jobs of a daemon: as many at a time as allowed, equal to serial training bit for bit, none left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpumux.errors import AdmissionRefused, DaemonGone, TrialFailed
+from gpumux.tune import concurrent
+from gpumux.tune import tune as verb
+from gpumux.tune.sweep import Listener
+from gpumux.tune.task import find, make
+from microbench.daemon import RunningDaemon, running_daemon
+from tests.clients.leaving import jobs_left
+from tests.tune import toy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TASK = "tests.tune.toy:factory"
+SPACE = {
+    "lr": {"low": 1e-3, "high": 0.3, "log": True, "fusible": True},
+    "batch_size": {"choices": [8, 16]},
+    "optimizer": {"choices": ["sgd", "adam"]},
+    "momentum": {"low": 0.1, "high": 0.9, "fusible": True, "when": {"optimizer": "sgd"}},
+}
+ONE = {"lr": SPACE["lr"], "batch_size": {"choices": [8]}, "optimizer": {"choices": ["adam"]}}
+HYPERBAND = {"algorithm": "hyperband", "steps": 6, "min_steps": 3, "eta": 2}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon(threads=1) as running:
+        yield running
+
+
+def test_equal_to_serial(daemon: RunningDaemon):
+    """Scores, dropout's masks, schedules, and the state that trials go on from."""
+    many = verb.tune(TASK, SPACE, scheduler="concurrent", concurrent=3, endpoint=daemon.endpoint, **HYPERBAND)
+    alone = verb.tune(TASK, SPACE, scheduler="serial", **HYPERBAND)
+    assert [(e.config, e.state, e.scores) for e in many.entries] == [
+        (e.config, e.state, e.scores) for e in alone.entries
+    ]
+    assert many.best is not None
+    assert alone.best is not None
+    assert many.best.number == alone.best.number
+    for name, value in many.state()["model"].items():
+        assert torch.equal(value, alone.state()["model"][name]), name
+    assert many.notes == {"jobs_at_once": 2}
+    assert many.device_s > 0
+    assert jobs_left(daemon) == []
+
+
+def test_arrays_as_jobs_equal_serial(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Two arrays, whose survivor trains on alone as a job of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    many = verb.tune(TASK, ONE, scheduler="fused", endpoint=daemon.endpoint, **HYPERBAND)
+    alone = verb.tune(TASK, ONE, scheduler="serial", **HYPERBAND)
+    assert many.notes["array_sizes"] == [2, 1, 2]
+    assert [e.config for e in many.entries] == [e.config for e in alone.entries]
+    for ours, theirs in zip(many.entries, alone.entries, strict=True):
+        assert ours.scores == pytest.approx(theirs.scores, rel=1e-9)
+    assert many.device_s > 0
+    assert jobs_left(daemon) == []
+
+
+def test_what_goes_wrong_leaves_no_job(daemon: RunningDaemon, caplog: pytest.LogCaptureFixture):
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    listener = Listener(lambda *_: None, stops, lambda *_: None, lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        verb.tune(TASK, SPACE, trials=4, steps=5, scheduler="concurrent", endpoint=daemon.endpoint, listener=listener)
+    assert jobs_left(daemon) == []
+    assert "not synced" not in caplog.text
+
+
+def test_a_full_daemon_is_waited_for(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch):
+    """It takes two jobs: the third waits until one is done; where it takes none that is said."""
+    submitted = []
+    submit = concurrent.submit
+
+    def refuses(*args, **named):
+        status = len([t for t in submitted if not t._closed])
+        if status >= 2:
+            raise AdmissionRefused("there is no room", "wait")
+        submitted.append(submit(*args, **named))
+        return submitted[-1]
+
+    monkeypatch.setattr(concurrent, "submit", refuses)
+    found = verb.tune(TASK, SPACE, trials=4, steps=3, scheduler="concurrent", endpoint=daemon.endpoint)
+    assert found.notes == {"jobs_at_once": 2}
+    assert {e.state for e in found.entries} == {"complete"}
+
+    def never(*args, **named):
+        raise AdmissionRefused("there is no room", "wait")
+
+    monkeypatch.setattr(concurrent, "submit", never)
+    with pytest.raises(AdmissionRefused):
+        verb.tune(TASK, SPACE, trials=1, steps=3, scheduler="concurrent", endpoint=daemon.endpoint)
+
+
+def test_no_daemon(tmp_path):
+    with pytest.raises(DaemonGone):
+        verb.tune(TASK, SPACE, trials=1, steps=3, scheduler="concurrent", endpoint=f"ipc://{tmp_path}/none.sock")
+
+
+def test_a_score_that_raises_names_its_trial(daemon: RunningDaemon):
+    task = find(TASK)
+
+    def score(model, config):
+        raise ValueError("no validation data")
+
+    broken = make("t", task.factory, task.batches, score, "minimize")
+    with pytest.raises(TrialFailed, match=r"trial \d .*score raises ValueError: no validation data"):
+        verb.tune(broken, SPACE, trials=2, steps=2, scheduler="concurrent", endpoint=daemon.endpoint)
+    assert toy.direction == "minimize"
