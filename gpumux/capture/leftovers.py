@@ -3,7 +3,7 @@
 A buffer that the step replaces (`self.running = 0.9 * self.running + ...`) is state: the new value is
 copied to where the old one lies. Any other tensor it leaves in an attribute, a variable, a dictionary or a list
 stays until the step was traced a second time, where reading it is an error that names it; then what was there before
-is put back. Each step that runs leaves something there that says whose value is missing (unreturned.py).
+is put back. Each step that runs leaves something there that says whose value is missing (state.py).
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ class Settled(Exception):
 
 
 class Tracer:
-    """`by_device`: steps for a GPU are traced as torch would run them there (ongpu.py)."""
+    """`by_device`: steps for a GPU are traced as torch would run them there (capture/gpu/operators.py)."""
 
     def __init__(
         self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", by_device: bool = True

@@ -456,7 +456,7 @@ class Job(Capturing, Cached, Slotted):
 
     def __del__(self) -> None:
         """Dropped while open, with nothing left that could ask for what it trained. The session goes with it, and tells the
-        daemon (keeper.py); nothing waits here."""
+        daemon (session.py); nothing waits here."""
         if getattr(self, "_closed", True) or sys.is_finalizing() or self._session.forked:
             return
         self._closed = True

@@ -125,7 +125,7 @@ def _typed(
 
 
 class Witness(Protocol):
-    """Hears what the daemon is told, to tell it again (recovering.py)."""
+    """Hears what the daemon is told, to tell it again (recovery.py)."""
 
     def loaded(self, number: int) -> None: ...
     def pushed(self, buffers: Sequence[int], data: torch.Tensor) -> None: ...

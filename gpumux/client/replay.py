@@ -5,7 +5,7 @@ number. The log reaches back to the snapshot before the newest saved one, so tha
 its bounds allow. Beyond them that older part goes first; then whoever adds has to wait for a snapshot (`full`), and if
 there can be none, everything goes (`give_up`): the job then goes on, and can't come back until a snapshot succeeds.
 
-Plain data and no clock: what entries are is the caller's business (recovering.py).
+Plain data and no clock: what entries are is the caller's business (recovery.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A client's session with a daemon: requests, posts, waits, shared memory, heartbeats.
 
-Callers' own threads send and receive (pump.py). A background thread (keeper.py) sends heartbeats, drains
+Callers' own threads send and receive (transport.py). A background thread (`Keeper`) sends heartbeats, drains
 while nobody waits, notices a daemon that fell silent, and closes a session that was dropped unclosed.
 """
 

@@ -332,7 +332,7 @@ def _welcome(message: Message) -> Welcome:
 # a sender leaves it to whoever sleeps next, and does it itself only while a leader sleeps already.
 # Asking costs as much as a message, so nobody asks twice.
 #
-# Ctrl-C may come anywhere, but takes effect only outside sending and receiving (interrupts.py): every
+# Ctrl-C may come anywhere, but takes effect only outside sending and receiving (`Shield`): every
 # message is handed over whole and once, and no lock stays held.
 
 

@@ -3,7 +3,7 @@
 What is compiled is the checked Program: its operators, called on fake tensors in the layouts it declares, become one
 aten graph, and that goes to inductor. Nothing of a client's Python is involved. Each storage a unit touches is one
 argument, the view that its other views lie within; temporaries that later work needs come back as it was declared they
-lie. Numbers that change from step to step are arguments in memory (feeding.py).
+lie. Numbers that change from step to step are arguments in memory (device/cuda/operators.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every series the daemon counts where things happen (docs/metrics.md is the contract).
 
-What happens for every step is in tally.py. Counters are touched on the loop's thread only; gauges come from a snapshot at scrape time (collector.py). Labels are bounded sets: priorities,
+What happens for every step is in `Tally`. Counters are touched on the loop's thread only; gauges come from a snapshot at scrape time (gauges.py). Labels are bounded sets: priorities,
 error codes, message types. Anything a client can choose is mapped onto one of those.
 """
 

@@ -1,5 +1,5 @@
 """A model as a chain of layers and of blocks that branch at the layer before them and join at the layer behind them
-(DeepPool, section 4.2, "Multi-chain graph reduction"). Blocks may lie inside of branches. `reduction.py` makes it.
+(DeepPool, section 4.2, "Multi-chain graph reduction"). Blocks may lie inside of branches.
 """
 
 from __future__ import annotations

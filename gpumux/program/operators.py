@@ -1,7 +1,7 @@
 """Which operators a Program may call, and what is known of them without torch.
 
 `ALLOWED` is every name of `allowed_ops`. `INDEX_ARGS` says which arguments are indices: kernels believe
-them, so index inputs are copied and range-checked before a launch (`hazards.py`). `written_args` says
+them, so index inputs are copied and range-checked before a launch. `written_args` says
 which arguments a call changes, batch norm's unannounced writes included. Tests hold all of it against
 torch's schemas.
 """

@@ -6,7 +6,7 @@
     paced     stream priorities and short windows: what is already out can't be called back, so
               little is let out, and less of the low class while a high job is active
     guarded   paced, and low work only where it costs no high job more than that job allows
-              (`interference.py`)
+              (`scheduler/guard/guard.py`)
 
 `choose` returns the next job and how its piece is launched, or None when nothing may be launched
 now; the machine calls it until it says None. It must not pass over a class's first job because a

@@ -4,7 +4,7 @@ guard       None under a policy without one, else
     bans            list of {high, low: job ids, operators: [start, end), share, ratio, samples, why, since, until, failures}
     bans_total      ever imposed
     probes_total    launches let out to find something out
-    held_seconds    {reason: seconds in which low work was ready and had room, but was held} (holds.py lists reasons)
+    held_seconds    {reason: seconds in which low work was ready and had room, but was held} (scheduler/guard/answers.py lists reasons)
     harvested_seconds   device seconds of low work beside high jobs or in their gaps
     low_window      low launches that may be out beside a high job
 jobs, for each high job that has run, under "guard":

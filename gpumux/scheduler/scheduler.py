@@ -1,7 +1,7 @@
 """The core: `handle(event, now)` takes one thing that happened and returns what to do about it.
 
-Pure: no clock, no sockets, no threads. A handler does the bookkeeping of its event (`lifecycle.py`,
-`work.py`), then the policy launches whatever there is room for. A submitted step is answered
+Pure: no clock, no sockets, no threads. A handler does the bookkeeping of its event,
+then the policy launches whatever there is room for. A submitted step is answered
 exactly once, by FinishStep or FailStep. Events about jobs, launches or transfers that are over are
 late, not wrong: they are counted in the snapshot and change nothing.
 """

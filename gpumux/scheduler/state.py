@@ -1,6 +1,6 @@
 """Everything the core knows, and the few changes that several handlers share.
 
-Handlers (`lifecycle.py`, `work.py`) are functions over a CoreState; `machine.py` calls them. What
+Handlers (`scheduler.py`, `scheduler.py`) are functions over a CoreState; `scheduler.py` calls them. What
 they want done is appended to `out`, what happened to `log`, both under the event being handled.
 """
 

@@ -1,7 +1,7 @@
 """How many connections a user may have, whatever is said on them, and how many descriptors are left.
 
 libzmq accepts whoever connects, and ends the whole process when it runs out of descriptors (an assertion in its
-listener). So it accepts through a turnstile (turnstile.py): one connection, of which its monitor tells us; the kernel says whose it is;
+listener). So it accepts through a `Turnstile`: one connection, of which its monitor tells us; the kernel says whose it is;
 one too many is shut down at once, which makes libzmq let go of it; then the next. While descriptors are short, or more
 connections are being shut down than fit, nobody is accepted: who comes waits in the kernel's line. A session needs one
 connection, so an honest user stays far below the bound.

@@ -18,7 +18,7 @@ has any. Tags are stable for ever; a changed message gets a new tag.
     JobStats / GetStatus                Report | Refusal
     ProfileJob                          JobProfile (+1 frame: a profile) | Refusal
     RecordTrace                         TracePart (+1 frame: records) ... | Refusal
-    (snapshots and recovery: keeping.py)
+    (snapshots and recovery: below)
     Heartbeat                           Heartbeat
     Goodbye                             Leaving (daemon shuts down)
 

@@ -196,7 +196,7 @@ def rules() -> dict[str, Callable[[Call], Call]]:
 # ---- One autocast for a step that is traced for a GPU: the GPU's, by whatever name.
 #
 # A step says `torch.autocast("cuda")`, or names the device of a tensor. Traced, its tensors say that they lie on the CPU, so for
-# the length of a trace both names mean the same state, as both mean the job's device elsewhere (placement.py). Torch
+# the length of a trace both names mean the same state, as both mean the job's device elsewhere (devices.py). Torch
 # turns `autocast("cuda")` off where it sees no GPU; here it stays on. What is cast, casts.py says.
 
 

@@ -378,10 +378,10 @@ def _slots(cls: type) -> tuple[str, ...]:
 # ---- Finds all that a step's Python could read.
 #
 # What counts is what the code names: starting from the step, every user function reached by a name is
-# walked, with the names in it, and so is every function that ran while the step was traced (`executed.py`);
+# walked, with the names in it, and so is every function that ran while the step was traced (`capture/source.py`);
 # an attribute of a user's object is watched if some walked function names it. So `trainer.epoch += 1`
 # outside the step changes nothing, unless the step reads `epoch`. Of modules and objects of libraries,
-# whose code is not walked (`origin.py`), all attributes are watched.
+# whose code is not walked, all attributes are watched.
 
 
 _GLOBAL_HOOKS = [

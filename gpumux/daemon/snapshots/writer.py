@@ -191,7 +191,7 @@ def _close(fds: Sequence[int]) -> None:
 
 # ---- The process that has to do with the snapshots' disk: a slow one, or a full one, keeps no step waiting.
 #
-# It does one thing after the other, as the daemon asks (link.py), at the lowest priority, and ends with the daemon.
+# It does one thing after the other, as the daemon asks, at the lowest priority, and ends with the daemon.
 
 
 _PR_SET_PDEATHSIG = 1
@@ -300,7 +300,7 @@ def _mapped(fd: int, write: bool = False) -> Iterator[mmap.mmap]:
 
 
 def main() -> None:
-    """`python -m gpumux.daemon.snapshots.writer SOCKET PARENT ROOT`, started by link.py."""
+    """`python -m gpumux.daemon.snapshots.writer SOCKET PARENT ROOT`, started by the daemon."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     # A daemon that is killed takes its writer along: the next one finds nobody else in the directory.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

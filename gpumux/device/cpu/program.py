@@ -1,7 +1,7 @@
 """A program ready to run in an executor: its cuts, and the measuring that leads from one to the next.
 
     cut 0   guessed: pieces of equal numbers of operators, run one by one through Python. The first step
-            verifies every output and warms caches. Both are timed, on a core of their own (stopwatch.py), and
+            verifies every output and warms caches. Both are timed, on a core of their own (device/run/interpreter.py), and
             the lesser time of each operator counts.
     cut 1   by measured time, as graphs. After SETTLE_STEPS steps the pieces' own times are compared with
             the prediction; if they are far from the target the program is cut once more:

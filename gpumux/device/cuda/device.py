@@ -1,10 +1,10 @@
 """One NVIDIA GPU as a device: all jobs in one context, captured pieces on streams of two priorities.
 
-    the daemon's thread (here, dispatch.py)            the worker's thread (worker.py, engine.py)
+    the daemon's thread (here)                         the worker's thread (worker.py, engine.py)
     launches captured pieces, looks for their ends     loads, runs first steps, captures, copies state, lets go
 
 Nothing here waits for the GPU or for the worker. Programs are checked in processes of their own, as on the CPU: they
-were traced there, and retarget.py says what it takes to run them here. A failure of a job's work ends that job; one
+were traced there, and operators.py says what it takes to run them here. A failure of a job's work ends that job; one
 that ends the GPU's context ends them all, and `poll` raises DeviceLost.
 """
 
@@ -455,7 +455,7 @@ def real_compute(driver: Driver, ordinal: int) -> Compute:
 class CudaDevice(Dispatch):
     """See gpumux.device.base.Device. `ordinal`: which GPU, as the driver numbers those this process may use.
     `parallel`: pieces at once, None for as many as windows allow. `shares`: parts of the multiprocessors to which low
-    work can be confined (partitions.py). `driver` and `compute` are what tests replace."""
+    work can be confined (streams.py). `driver` and `compute` are what tests replace."""
 
     def __init__(
         self,

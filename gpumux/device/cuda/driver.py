@@ -3,7 +3,7 @@
 torch does the computing. What it has no interface for, or only a narrowed one, is called here through
 cuda-bindings (an optional dependency, imported when a device is opened): streams over the full range of
 priorities, events, pinned memory, counters that the GPU writes into it, green contexts. Every call goes
-through `_call`, which turns a result that is not success into a typed error (faults.py).
+through `_call`, which turns a result that is not success into a typed error.
 
 Handles are plain integers. Addresses are integers, too, sizes bytes, times seconds. All arguments are
 positional: cuda-bindings 12 and 13 name some of them differently.
@@ -146,7 +146,7 @@ class Pinned:
 
 
 class Driver(Protocol):
-    """All of it may raise DeviceLost, AdmissionRefused (no memory) or JobFailed (faults.py)."""
+    """All of it may raise DeviceLost, AdmissionRefused (no memory) or JobFailed."""
 
     def open(self, ordinal: int) -> Facts:
         """Take the primary context of GPU `ordinal`, the one torch uses. Raises ConfigError."""

@@ -179,7 +179,7 @@ class Engine:
         return self._captures(job, loaded, begin, lambda run: run.graphs)
 
     def instrumenting(self, job: CudaJob, loaded: LoadedProgram) -> Callable[[], Any]:
-        """Work for the thread, done piece by piece: a twin of the newest cut (measuring.py), and bytes it made torch hold."""
+        """Work for the thread, done piece by piece: a twin of the newest cut (cuts.py), and bytes it made torch hold."""
 
         def begin() -> CaptureRun:
             bounds = loaded.cuts.bounds(loaded.cuts.newest)

@@ -125,7 +125,7 @@ class Runner:
                 there.copy_(frame.drawn[slot])
 
     def transient_bytes(self) -> int:
-        """The most that temporaries hold at an operator that makes some the Program knows nothing of (feeding.py); 0
+        """The most that temporaries hold at an operator that makes some the Program knows nothing of (operators.py); 0
         without any."""
         made = {index: made_beside(self.program, op) for index, op in enumerate(self.program.ops)}
         changes = [0] * (len(self.program.ops) + 2)

@@ -1,7 +1,7 @@
 """Launches on their way: when each began and ended, without ever waiting for the GPU.
 
 A launch is a *flight*: an event before it, its work, an event behind it, and a number that the GPU stores in
-page-locked memory (ring.py). Streams are in order, so only the oldest flight of each is looked at, and one that was queued
+page-locked memory (`Ring`). Streams are in order, so only the oldest flight of each is looked at, and one that was queued
 behind another of its own stream needs no event of its own before it: it begins when that one ends. The GPU's
 clock is tied to the host's by an *anchor*: an event recorded on a stream of its own at a known host time, at
 most ANCHOR_S old, because the driver gives times between events as single-precision milliseconds.
@@ -99,7 +99,7 @@ class _Flight(Generic[T]):
     what: T
     start: int
     end: int
-    stores: int  # what the GPU stores when it is over (ring.py)
+    stores: int  # what the GPU stores when it is over (`Ring`)
     anchor: _Anchor
     launched: float
     expected: float

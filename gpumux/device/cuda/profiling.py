@@ -1,6 +1,6 @@
 """Requests for operator times, from being asked to being answered.
 
-    asked -> the twin is captured (measuring.py) -> STEPS steps run through it -> written and told
+    asked -> the twin is captured (cuts.py) -> STEPS steps run through it -> written and told
 
 One at a time for each job, in the order they were asked in. A job that runs no step for WAIT_S is told the times of its
 timed step instead (cuts.py), and the profile's note says so.

@@ -6,7 +6,7 @@ its last use: pieces run in the order they were captured in, one step after the 
 later captures of the same job may use that memory again.
 
 A piece that is captured for several shares of the multiprocessors has them all find what crosses its boundaries at the
-same addresses, so that each piece of a step may run on another share: see `recapture` (and capturing.py).
+same addresses, so that each piece of a step may run on another share: see `recapture`.
 """
 
 from __future__ import annotations

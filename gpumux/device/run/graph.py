@@ -4,7 +4,7 @@ Running a graph costs about 0.5 us an operator where a call from Python costs 2.
 optimisation is off in the executor process, so it neither fuses nor folds nor drops anything: the
 same kernels run in the same order on the same bits. Each node's schema is compared with the operator
 the Program names, since a graph picks overloads by argument types. What can't be said as a node
-raises Inexpressible and runs through Python (pieces.py).
+raises Inexpressible and runs through Python.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class SlotOperands:
     views: list[torch.Tensor | None]
     copies: list[tuple[torch.Tensor, torch.Tensor]]  # (private copy, where it lies in the slot)
     results: list[torch.Tensor]
-    pieces: dict[int, tuple[object, ...]] = field(default_factory=dict)  # arguments, by graph: see pieces.py
+    pieces: dict[int, tuple[object, ...]] = field(default_factory=dict)  # arguments, by graph: see graph.py
 
 
 class Operands:

@@ -1,13 +1,13 @@
 """A discrete-event GPU on a virtual clock.
 
-    launch -> path.py: host thread, one bounded in-order queue -> a stream a job (stream.py) -> blocks
+    launch -> host thread, one bounded in-order queue -> a stream a job -> blocks
 
 The multiprocessors are one pool of block slots. Blocks are never preempted. When room frees, the pending
 blocks of the highest-priority stream get it first; within one priority those of the kernel that became
 ready first. Streams are in order, so a job has one kernel on the device at a time.
 
 Nothing is random: the same calls give the same answers. What costs time is events, so there are few: waves
-that change nothing for others are none (stream.py), and a stream alone on the device has one a launch.
+that change nothing for others are none, and a stream alone on the device has one a launch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Shape:
         self.block_bytes = kernel.nbytes / kernel.blocks
         self.demand = self.block_bytes / kernel.block_s  # bytes a second of one block at full speed
         widest, _ = wave(kernel, spec)
-        self.bound = min(1.0, widest * self.demand / spec.bandwidth)  # see bandwidth.py
+        self.bound = min(1.0, widest * self.demand / spec.bandwidth)
         self.at_once, self.wave_s = wave(kernel, spec, share)  # blocks of a full wave alone, and its seconds
         self.solo_s = solo_seconds(kernel, spec, share)
 

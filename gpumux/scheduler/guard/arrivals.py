@@ -231,7 +231,7 @@ def _widest(known: list[float], start: int) -> tuple[int, float]:
 
 
 TOKENS: Final = 1.0  # steps that may lose too much on arrival, to begin with
-TOKEN_RATE: Final = 0.006  # and for each step: no more than of all (controller.py)
+TOKEN_RATE: Final = 0.006  # and for each step: no more than of all (budget.py)
 MOST_OWED: Final = 4.0  # so that a disturbance is forgotten after some hundred steps
 FEW: Final = 1.5  # tokens owed by single programs; beyond that no program is trusted
 MOSTLY: Final = 0.5  # of what a step lost: so much on arrival, and that was why

@@ -106,7 +106,7 @@ class Noise:
 
     def __init__(self) -> None:
         self.over = 0.0  # what part of the steps loses much
-        self.toll = 0.0  # tokens (controller.py) that each would cost on average
+        self.toll = 0.0  # tokens (budget.py) that each would cost on average
         self._count = self._over = self._toll = 0.0
         self._newest: float | None = None
 

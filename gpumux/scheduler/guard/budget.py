@@ -7,7 +7,7 @@ step loses at most twice the credit, scaled by a factor that falls when a step t
 exceeded it did, and recovers slowly: balanced at about one step in 180. Whatever the cause, steps over the limit are paid from
 *tokens*, of which there is one in 170 steps: with some, what is not known may be tried; owing some, steps may lose less.
 Steps that would lose as much without low work are not charged to it: of those beside low work as many tokens are given
-back as they would cost, had each lost besides what a step may lose on average (noise.py), and the mean is over such steps' mean.
+back as they would cost, had each lost besides what a step may lose on average (baseline.py), and the mean is over such steps' mean.
 
 The *price* says how many low seconds one high second is worth waiting for. A low piece costs least
 beside certain ranges; anywhere else it may run as long as what that costs more, at the price, is less

@@ -1,9 +1,9 @@
 """The guard: whether low work may run now beside the high jobs, on which share of the device, and why not.
 
 It sees every launch and its end, and decides by what it measured: solo baselines (`baseline.py`),
-what each low program costs each range of each high program (`estimates.py`, `blame.py`), when ranges
-and steps come (`lookahead.py`), what each high job may still lose and what that should buy
-(`controller.py`), and what was found to hurt (`bans.py`). `admit` changes nothing but a note of its
+what each low program costs each range of each high program (`costs.py`, `attribution.py`), when ranges
+and steps come (`arrivals.py`), what each high job may still lose and what that should buy
+(`budget.py`), and what was found to hurt (`costs.py`). `admit` changes nothing but a note of its
 answer, which `launched` and `settled` take up.
 """
 

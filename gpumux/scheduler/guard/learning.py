@@ -1,8 +1,8 @@
 """What the guard remembers: every launch and its end, what each cost, and what follows from that.
 
-Solo baselines and estimates (`estimates.py`) are learned here, ranges are banned and freed
-(`bans.py`), and each high job's account is kept (`track.py`). What may be done is asked elsewhere
-(`interference.py`).
+Solo baselines and estimates (`costs.py`) are learned here, ranges are banned and freed
+(`costs.py`), and each high job's account is kept (`high_job.py`). What may be done is asked elsewhere
+(`guard.py`).
 """
 
 from __future__ import annotations
