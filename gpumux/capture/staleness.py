@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from gpumux.capture import fetching as overrides
+from gpumux.capture import fetching
 from gpumux.capture.fetching import (
     Aliases,
     FetchingState,
@@ -404,7 +404,7 @@ class StaleGuard:
     """`table` says which tensors are the job's."""
 
     def __init__(self, words: Words, table: StateTable, source: Source) -> None:
-        overrides.install()
+        fetching.install()
         self.words = words
         self._table = table
         self._source = source

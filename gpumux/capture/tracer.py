@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumux.capture import source as blame
+from gpumux.capture import source
 from gpumux.capture.gpu.autocast import autocast_of_a_gpu, refuse_around
 from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.operators import as_on_a_gpu
@@ -65,7 +65,7 @@ def refuse_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         inspect.signature(fn).bind(*args, **kwargs)
     except TypeError:
         raise CaptureError(
-            f"the step ({blame.definition(fn)}) can't be called with this batch: {error}",
+            f"the step ({source.definition(fn)}) can't be called with this batch: {error}",
             "give one value for each of its arguments, in example= and at every call",
         ) from error
     except ValueError:
@@ -88,7 +88,7 @@ def refuse_draws(fn: Any, before: list[tuple[str, Any]], after: list[tuple[str, 
     for (name, old), (_, new) in zip(before, after, strict=True):
         if old != new:
             raise NotRepeatable(
-                f"the step ({blame.definition(fn)}) draws random numbers from Python's {name}",
+                f"the step ({source.definition(fn)}) draws random numbers from Python's {name}",
                 "draw with torch (torch.rand), or outside the step and pass the number in as a tensor",
             )
 
@@ -163,7 +163,7 @@ def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Ite
             ours = isinstance(value, FakeTensor) or table.lookup(value) is not None
             if ours and table.lookup(self) is not None and _window(rec.to_fake(self)) == _window(rec.to_fake(value)):
                 return  # its own, as `.data` or a move to where it is gave it
-            raise CaptureError(f"{blame.user_line()} sets .data of {_name(self, table, fn)} to other memory", _REMEDY)
+            raise CaptureError(f"{source.user_line()} sets .data of {_name(self, table, fn)} to other memory", _REMEDY)
         _DATA.__set__(self, value)
 
     plain_swap: Callable[[Any, Any], None] = torch.utils.swap_tensors
@@ -171,7 +171,9 @@ def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Ite
     def swap(one: Any, other: Any) -> None:
         for tensor in (one, other):
             if one is not other and of_the_script(tensor):
-                raise CaptureError(f"{blame.user_line()} swaps {_name(tensor, table, fn)} with another tensor", _REMEDY)
+                raise CaptureError(
+                    f"{source.user_line()} swaps {_name(tensor, table, fn)} with another tensor", _REMEDY
+                )
         plain_swap(one, other)
 
     def of_storage(name: str) -> Callable[..., Any]:
@@ -180,7 +182,7 @@ def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Ite
         def method(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == tracing and (owner := _owner(self, table)) is not None:
                 raise CaptureError(
-                    f"{blame.user_line()} changes the storage of {owner} past torch's operators", _REMEDY
+                    f"{source.user_line()} changes the storage of {owner} past torch's operators", _REMEDY
                 )
             return plain(self, *args, **kwargs)
 
@@ -212,7 +214,7 @@ def _name(tensor: torch.Tensor, table: StateTable, fn: Callable[..., Any]) -> st
         if known is tensor:
             return name
     place = table.lookup(tensor)
-    return blame.name_of(tensor, fn) if place is None else table.buffers[place[0]].name
+    return source.name_of(tensor, fn) if place is None else table.buffers[place[0]].name
 
 
 # ----
@@ -296,12 +298,12 @@ class Tracer:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], entry: Structure,
         host_values: Sequence[Number], prints: Fingerprint, settle: bool, by_device: bool,
     ) -> RawTrace:  # fmt: skip
-        scope = Scope(blame.user_line)
+        scope = Scope(source.user_line)
         tape = RngTape()
 
         def unknown(tensor: torch.Tensor) -> Exception:
             return UnknownTensor(
-                f"{blame.user_line()} uses {blame.name_of(tensor, fn)}, which is neither in the batch nor in the model",
+                f"{source.user_line()} uses {source.name_of(tensor, fn)}, which is neither in the batch nor in the model",
                 "pass it as an argument of the step, or make it a buffer of a module and give that module in model= too",
             )
 
@@ -354,7 +356,7 @@ class Tracer:
                     raise
                 refuse_call(fn, args, kwargs, error)
                 raise CaptureError(
-                    f"the step raised {type(error).__name__} while it was captured, at {blame.traceback_line(error)}: {error}",
+                    f"the step raised {type(error).__name__} while it was captured, at {source.traceback_line(error)}: {error}",
                     "run the step once without gpumux to see whether it works; a step may not read tensor values in Python",
                 ) from error
             finally:

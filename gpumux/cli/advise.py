@@ -10,8 +10,7 @@ from pathlib import Path
 from gpumux.cli.text import emit, emit_json, size, table
 from gpumux.device.sim.cost import preset
 from gpumux.errors import ConfigError
-from gpumux.plan import guidelines as lemmas
-from gpumux.plan import guidelines as overhead
+from gpumux.plan import guidelines
 from gpumux.plan.layers import ModelProfile, load
 from gpumux.plan.models import BUILT_IN
 
@@ -34,12 +33,12 @@ def model_profile(args: argparse.Namespace, batches: Sequence[int] | None = None
                 f"{flag} with a file, whose layers are what they are", "give it when you profile the model"
             )
         return found
-    from gpumux.plan import measure as roofline
+    from gpumux.plan import measure
     from gpumux.plan.models import find
     from gpumux.plan.trace import trace
 
     traced = trace(find(args.model, args.input), whole=args.whole)
-    return roofline.roofline_profile(traced, preset(args.gpu_model or DEFAULT_GPU), batches or roofline.BATCHES)
+    return measure.roofline_profile(traced, preset(args.gpu_model or DEFAULT_GPU), batches or measure.BATCHES)
 
 
 def is_file(model: str) -> bool:
@@ -57,7 +56,7 @@ def idle_option(args: argparse.Namespace, names: Sequence[str], beside: str, bel
 
 def _of_steps(args: argparse.Namespace) -> ModelProfile:
     """The model's layers with the times of steps that jobs ran."""
-    from gpumux.plan import measure as steps
+    from gpumux.plan import measure
     from gpumux.plan.models import find
     from gpumux.plan.trace import trace
     from gpumux.program.profile import load as load_step
@@ -70,7 +69,7 @@ def _of_steps(args: argparse.Namespace) -> ModelProfile:
     for name in args.profile:
         found.append(load_step(Path(name)))
         _same_device(args, name, found[-1].device)
-    return steps.steps_profile(trace(find(args.model, args.input), whole=args.whole), found)
+    return measure.steps_profile(trace(find(args.model, args.input), whole=args.whole), found)
 
 
 def _same_device(args: argparse.Namespace, name: str, device: str) -> None:
@@ -86,8 +85,7 @@ def _same_device(args: argparse.Namespace, name: str, device: str) -> None:
 
 def _batch(args: argparse.Namespace) -> int:
     """Mini-batch and algorithms."""
-    from gpumux.plan import guidelines as batch
-    from gpumux.plan import guidelines as cnn
+    from gpumux.plan import guidelines
     from gpumux.plan.models import find
     from gpumux.plan.trace import trace
 
@@ -96,16 +94,16 @@ def _batch(args: argparse.Namespace) -> int:
             f"{args.model} says nothing of convolutions' shapes", "name the model: module:factory, or a built-in"
         )
     algorithms = args.algorithms.split(",")
-    unknown = [each for each in algorithms if each not in cnn.ALGORITHMS]
+    unknown = [each for each in algorithms if each not in guidelines.ALGORITHMS]
     if unknown or "gemm" not in algorithms:
         raise ConfigError(
             f"no algorithm is called {unknown[0]!r}" if unknown else "algorithms without gemm, which every layer has",
-            f"choose from {', '.join(cnn.ALGORITHMS)}, gemm among them",
+            f"choose from {', '.join(guidelines.ALGORITHMS)}, gemm among them",
         )
     spec = preset(args.gpu_model or "a100")
     memory = args.memory or spec.memory_bytes
-    network = cnn.read(trace(find(args.model, args.input), whole=args.whole))
-    choices = batch.suggest(network, args.batches, memory, spec, algorithms)
+    network = guidelines.read(trace(find(args.model, args.input), whole=args.whole))
+    choices = guidelines.suggest(network, args.batches, memory, spec, algorithms)
     best = choices[0]
     if args.json:
         emit_json(
@@ -153,7 +151,7 @@ def _gpus(args: argparse.Namespace) -> int:
     """Lemma 3.1, whichever way round."""
     if args.overhead is not None and args.trace is not None:
         raise ConfigError("both --overhead and --trace", "give one of them")
-    measured = overhead.load(Path(args.trace)) if args.trace is not None else None
+    measured = guidelines.load(Path(args.trace)) if args.trace is not None else None
     given = measured.ratio if measured is not None else args.overhead
     told: dict[str, object] = {}
     lines = []
@@ -165,32 +163,35 @@ def _gpus(args: argparse.Namespace) -> int:
             f"data loading took {measured.loading:.3f} s"
         )
     if given is not None:
-        told |= {"overhead": given, "most_speedup": lemmas.most_speedup(given)}
+        told |= {"overhead": given, "most_speedup": guidelines.most_speedup(given)}
     if args.speedup is not None and given is not None:
-        gpus = lemmas.gpus_for(args.speedup, given)
+        gpus = guidelines.gpus_for(args.speedup, given)
         told |= {"speedup": args.speedup, "gpus": gpus}
         if gpus is None:
             lines.append(
-                f"no number of GPUs is {args.speedup:g} times as fast: at R_O {given:.1%} the most is {lemmas.most_speedup(given):.2f}"
+                f"no number of GPUs is {args.speedup:g} times as fast: at R_O {given:.1%} the most is {guidelines.most_speedup(given):.2f}"
             )
         else:
             lines.append(
-                f"{args.speedup:g} times as fast with R_O {given:.1%}: {gpus} GPUs (they give {lemmas.speedup(gpus, given):.2f}, "
-                f"efficiency {lemmas.efficiency(gpus, given):.0%})"
+                f"{args.speedup:g} times as fast with R_O {given:.1%}: {gpus} GPUs (they give {guidelines.speedup(gpus, given):.2f}, "
+                f"efficiency {guidelines.efficiency(gpus, given):.0%})"
             )
             if args.efficiency is not None:
-                kept = lemmas.efficiency(gpus, given) >= args.efficiency
+                kept = guidelines.efficiency(gpus, given) >= args.efficiency
                 told["efficiency_kept"] = kept
                 lines.append(f"that {'keeps' if kept else 'does not keep'} the efficiency of {args.efficiency:.0%}")
     if args.gpus is not None and given is not None:
-        told |= {"efficiency": lemmas.efficiency(args.gpus, given), "speedup_of_gpus": lemmas.speedup(args.gpus, given)}
+        told |= {
+            "efficiency": guidelines.efficiency(args.gpus, given),
+            "speedup_of_gpus": guidelines.speedup(args.gpus, given),
+        }
         lines.append(
-            f"{args.gpus} GPUs with R_O {given:.1%}: {lemmas.speedup(args.gpus, given):.2f} times as fast, efficiency "
-            f"{lemmas.efficiency(args.gpus, given):.0%}"
+            f"{args.gpus} GPUs with R_O {given:.1%}: {guidelines.speedup(args.gpus, given):.2f} times as fast, efficiency "
+            f"{guidelines.efficiency(args.gpus, given):.0%}"
         )
     if args.speedup is not None and args.efficiency is not None and given is None:
-        fewest = lemmas.gpus_at(args.speedup, args.efficiency)
-        most = lemmas.tolerable_overhead(fewest, args.efficiency)
+        fewest = guidelines.gpus_at(args.speedup, args.efficiency)
+        most = guidelines.tolerable_overhead(fewest, args.efficiency)
         told |= {
             "speedup": args.speedup,
             "gpus": fewest,
@@ -200,7 +201,7 @@ def _gpus(args: argparse.Namespace) -> int:
             f"{args.speedup:g} times as fast at efficiency {args.efficiency:.0%}: {fewest} GPUs; {_tolerable(most)}"
         )
     if args.gpus is not None and args.efficiency is not None:
-        most = lemmas.tolerable_overhead(args.gpus, args.efficiency)
+        most = guidelines.tolerable_overhead(args.gpus, args.efficiency)
         told["tolerable_overhead"] = None if isinf(most) else most
         lines.append(f"{args.gpus} GPUs at efficiency {args.efficiency:.0%}: {_tolerable(most)}")
     idle = _unanswered(args, given)
@@ -240,8 +241,8 @@ def _servers(args: argparse.Namespace) -> int:
     if nbytes is None:
         nbytes = float(_parameters(args.model))
     found = [
-        (bandwidth, lemmas.servers(nbytes, args.workers, bandwidth, args.compute),
-         lemmas.exchanges(nbytes, args.workers, bandwidth, args.compute))
+        (bandwidth, guidelines.servers(nbytes, args.workers, bandwidth, args.compute),
+         guidelines.exchanges(nbytes, args.workers, bandwidth, args.compute))
         for bandwidth in args.bandwidth
     ]  # fmt: skip
     if args.json:

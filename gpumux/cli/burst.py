@@ -12,8 +12,7 @@ from pathlib import Path
 from gpumux.cli.advise import idle_option, model_profile
 from gpumux.cli.text import emit, emit_json, milliseconds, table
 from gpumux.errors import ConfigError
-from gpumux.plan import baselines
-from gpumux.plan import costs as network
+from gpumux.plan import baselines, costs
 from gpumux.plan import plot as curves
 from gpumux.plan.costs import Network, powers_of_two
 from gpumux.plan.graph import members, reduce
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _network(args: argparse.Namespace) -> Network:
     if args.bandwidth is not None and args.latency is not None:
         idle_option(args, ["network"], "beside both --bandwidth and --latency", "what either does not say")
-    found = network.preset(args.network or NETWORK)
+    found = costs.preset(args.network or NETWORK)
     if args.bandwidth is not None:
         found = replace(found, name="given", bandwidth=args.bandwidth, source="given")
     if args.latency is not None:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpumux import __version__, config
-from gpumux.cli import arguments as planning
-from gpumux.cli import arguments as tuning
+from gpumux.cli import arguments
 from gpumux.cli.completion import SHELLS
 from gpumux.cli.text import emit, emit_json
 from gpumux.config import ENV_CONFIG
@@ -288,7 +287,7 @@ def _simulation(parser: argparse.ArgumentParser) -> None:
         default=default,
         help=f"who runs next (default {default})",
     )
-    add("--steps", metavar="N", type=planning.whole, help="steps of each high job, after the warm-up (default 500)")
+    add("--steps", metavar="N", type=arguments.whole, help="steps of each high job, after the warm-up (default 500)")
     add("--seconds", metavar="SECONDS", type=_seconds, help="virtual time at most")
     add("--warmup", metavar="N", type=_count, default=200, help="steps of each high job left out (default 200)")
     add("--seed", metavar="N", type=int, default=0, help="of clients that submit at random moments")
@@ -333,8 +332,8 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--config", metavar="FILE", help="TOML file to check (also GPUMUX_CONFIG)")
     simulate = _add(subparsers, "simulate", "try jobs together on a simulated GPU", _SIMULATE)
     _simulation(simulate)
-    planning.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
-    tuning.add_tuning(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
+    arguments.add(_add(subparsers, "plan", "plan training before asking for GPUs", " "))
+    arguments.add_tuning(_add(subparsers, "tune", "search hyper-parameters, many models as one job", " "))
     completion = _add(subparsers, "completion", "print completions for a shell", _COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="which shell")
     version = _add(subparsers, "version", "print the version of gpumux and of its protocol")

@@ -6,9 +6,9 @@ import argparse
 
 from gpumux import config
 from gpumux.cli.main import WrongUsage
-from gpumux.daemon import main as serve
+from gpumux.daemon import main
 from gpumux.errors import ConfigError
-from gpumux.wire import endpoint as endpoints
+from gpumux.wire import endpoint
 
 FLAGS = (
     "log_format", "gpu", "device", "gpu_shares", "gpu_model", "endpoint", "policy", "threads", "metrics_host", "metrics_port", "state_dir", "log_level",
@@ -19,11 +19,11 @@ def run(args: argparse.Namespace) -> int:
     flags = {name: getattr(args, name) for name in FLAGS}
     try:
         for text in config.from_flags(flags).get("endpoint", ()):
-            endpoints.parse(text)
+            endpoint.parse(text)
     except ConfigError as error:  # wrong on the command line is wrong usage; wrong in a file is not
         raise WrongUsage("gpumux serve", error.message, error.remedy) from error
 
     def load() -> config.Config:
         return config.load(flags, path=args.config)
 
-    return serve.run(load(), last=True, again=load)
+    return main.run(load(), last=True, again=load)

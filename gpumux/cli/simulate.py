@@ -15,7 +15,7 @@ from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.device.sim.cost import GpuSpec, guesses_blocks, preset
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
-from gpumux.simulate import workload as shipped
+from gpumux.simulate import workload
 from gpumux.simulate.result import Result
 from gpumux.simulate.run import Simulation
 from gpumux.simulate.workload import Workload, from_profile
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     asked = [_parse(text, Priority.HIGH) for text in args.high] + [_parse(text, Priority.LOW) for text in args.low]
     if not asked:
-        names = ", ".join(shipped.names())
+        names = ", ".join(workload.names())
         raise ConfigError(
             "no jobs to simulate", f"name some with --high and --low: a profile's file, or one of {names}"
         )
@@ -86,7 +86,7 @@ def _parse(text: str, priority: Priority) -> Asked:
         if key not in ("think", "rate", "weight", "start"):
             raise ConfigError(f"{text!r} has the unknown option {key!r}", "options are think, rate, weight and start")
         options[key] = _time(value) if key in ("think", "start") else _number(value)
-    return Asked(shipped.find(name), priority, options)
+    return Asked(workload.find(name), priority, options)
 
 
 def _time(text: str) -> float:
@@ -233,7 +233,7 @@ def _shown(value: object) -> str:
 
 
 def _show_profiles(*, as_json: bool) -> None:
-    found = [shipped.find(name) for name in shipped.names()]
+    found = [workload.find(name) for name in workload.names()]
     if as_json:
         emit_json([{"name": p.name, "seconds": p.seconds, "operators": len(p.ops), "note": p.note} for p in found])
         return

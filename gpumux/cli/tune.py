@@ -9,8 +9,7 @@ from pathlib import Path
 
 from gpumux.cli.text import emit, emit_json, printable, table
 from gpumux.errors import ConfigError
-from gpumux.tune import report
-from gpumux.tune import tune as verb
+from gpumux.tune import report, tune
 from gpumux.tune.report import Told
 
 EX_FAILED, EX_INTERRUPTED = 1, 130
@@ -23,8 +22,8 @@ def run(args: argparse.Namespace) -> int:
         from gpumux.tune import plot
 
         plot.check(Path(args.plot))
-    space = verb.read_space(Path(args.space))
-    budget = verb.Budget(args.algorithm, args.steps, args.trials, args.min_steps, args.eta, args.skip_last)
+    space = tune.read_space(Path(args.space))
+    budget = tune.Budget(args.algorithm, args.steps, args.trials, args.min_steps, args.eta, args.skip_last)
     budget.make()  # complains of what makes no sense before anything of the user's runs
     import torch
 
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     told = Told(sys.stderr, time.monotonic, budget.total(), maximize=task.maximize)
     try:
-        found = verb.tune(
+        found = tune.tune(
             task, space, steps=args.steps, trials=args.trials, algorithm=args.algorithm, scheduler=args.scheduler,
             min_steps=args.min_steps, eta=args.eta, skip_last=args.skip_last, sampler=args.sampler, seed=args.seed,
             storage=args.storage, study=args.study, checkpoints=args.checkpoints, concurrent=args.concurrent,
@@ -61,7 +60,7 @@ def _after(args: argparse.Namespace, scored: int) -> str:
     return f"{scored} scores of this run are kept in {args.storage}: run the same command again to go on from there"
 
 
-def _show(found: verb.Found, *, as_json: bool) -> None:
+def _show(found: tune.Found, *, as_json: bool) -> None:
     if as_json:
         emit_json(report.body(found))
         return

@@ -34,7 +34,7 @@ from gpumux.client.remote import Remote, RemoteProgram, Slotted
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, Keepsake
 from gpumux.errors import DaemonGone, ExecutorCrashed, GpumuxError, JobClosed, SnapshotFailed, UnknownJob
-from gpumux.program import operators as allowlist
+from gpumux.program import operators
 from gpumux.types import JobSpec, Priority
 from gpumux.wire import messages as m
 
@@ -193,7 +193,7 @@ class Job(Capturing, Cached, Slotted):
         self._remote = Remote(session, job_id, table, Waits(job_id, spec.priority is Priority.HIGH))
         self._pending = Pending(self._remote)
         self._next_step = 0
-        self._tracer = Tracer(table, allowlist.is_allowed)
+        self._tracer = Tracer(table, operators.is_allowed)
         self._steady = Steady() if table.runs_on == "cuda" else None
         structure, host = from_local(table)
         self._state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))

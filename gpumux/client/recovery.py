@@ -18,7 +18,7 @@ import torch
 
 from gpumux.capture.fetching import plainly
 from gpumux.capture.generator import client_generator
-from gpumux.client import snapshots as keepsake
+from gpumux.client import snapshots
 from gpumux.client.remote import RemoteProgram, lay
 from gpumux.client.replay import BEGINNING, Entry, ReplayLog
 from gpumux.client.session import CONNECT_S, Session
@@ -369,7 +369,7 @@ def notes_of(ref: weakref.ref[Job]) -> tuple[bytes, int]:
     assert job is not None, "a job that is gone takes no snapshots"
     generator = client_generator.state() if job._clients_generator else None
     with plainly():
-        notes = keepsake.write(job._table, job._state, job._remote.resident(), job._counts, generator)
+        notes = snapshots.write(job._table, job._state, job._remote.resident(), job._counts, generator)
     return notes, job._counts.all
 
 

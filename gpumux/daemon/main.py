@@ -40,7 +40,7 @@ from gpumux.metrics.series import Metrics
 from gpumux.metrics.server import MetricsServer
 from gpumux.program.profile import load as load_profile
 from gpumux.scheduler import RUNS
-from gpumux.wire import endpoint as endpoints
+from gpumux.wire import endpoint
 from gpumux.wire.messages import FROM_CLIENT
 from gpumux.wire.peers import ServerCurve
 from gpumux.wire.router import Router
@@ -216,8 +216,8 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
     raise_file_limit()
     say_core()
     keep_crashes(config, stack)
-    texts = config.endpoint or (endpoints.default_endpoint(config.gpu),)
-    router = Router(texts, endpoints.runtime_dir(config.gpu), wire_limits(config), curve_keys(config))
+    texts = config.endpoint or (endpoint.default_endpoint(config.gpu),)
+    router = Router(texts, endpoint.runtime_dir(config.gpu), wire_limits(config), curve_keys(config))
 
     def leave() -> None:
         router.close(stop.reason or "the daemon failed; see its log")

@@ -19,9 +19,8 @@ from gpumux.scheduler.events import Command
 from gpumux.scheduler.report import Banned, Held, Out
 from gpumux.scheduler.scheduler import Core
 from gpumux.types import JobId, LaunchId, ProgramId, SessionId, StepId
+from gpumux.wire import messages
 from gpumux.wire import messages as msg
-from gpumux.wire import messages as rec
-from gpumux.wire import messages as records
 
 UNKNOWN_STREAM = -1  # of a piece that was launched before anybody looked
 
@@ -31,7 +30,7 @@ class Recording:
 
     def __init__(self, core: Core, books: Books, begin: float, own: Callable[[JobRecord], bool]) -> None:
         self.begin = begin
-        self.records: list[rec.Record] = []  # the caller takes them away
+        self.records: list[messages.Record] = []  # the caller takes them away
         self._core = core
         self._books = books
         self._own = own
@@ -97,7 +96,7 @@ class Recording:
                 return "", False
             known = self._shorts[job_id] = job.short, self._own(job)
             self.records.append(
-                rec.JobSeen(job.short, job.spec.name if known[1] else "", job.spec.priority.name.lower(), known[1])
+                messages.JobSeen(job.short, job.spec.name if known[1] else "", job.spec.priority.name.lower(), known[1])
             )
         return known
 
@@ -134,9 +133,9 @@ class Recording:
         if own and (piece.job, piece.program) not in self._programs:
             self._programs.add((piece.job, piece.program))
             names = list(self._core.operators(piece.job, piece.program))
-            self.records.append(rec.ProgramSeen(short, piece.program, names))
+            self.records.append(messages.ProgramSeen(short, piece.program, names))
         self.records.append(
-            rec.PieceRan(
+            messages.PieceRan(
                 short, stream, piece.step, piece.program, piece.piece, first, end, piece.share,
                 self._at(launched), self._at(started), self._at(ended), how,
             )
@@ -150,13 +149,13 @@ class Recording:
             submitted = self._at(answered - times.total_s)
             step: StepId = command.step
             self.records.append(
-                rec.StepRan(short, step, submitted, self._at(answered), times.queue_s, times.device_s)
+                messages.StepRan(short, step, submitted, self._at(answered), times.queue_s, times.device_s)
             )  # fmt: skip
 
     def _happened(self, job_id: JobId, now: float, what: str, message: str = "") -> None:
         short, own = self._job(job_id)
         if short:
-            self.records.append(rec.Happened(short, self._at(now), what, message if own else ""))
+            self.records.append(messages.Happened(short, self._at(now), what, message if own else ""))
 
     # ---- holds and bans
 
@@ -186,19 +185,19 @@ class Recording:
         if now > since and now > self.begin:
             job, high = self._job(held.job)[0], self._job(held.high)[0]
             if job:
-                self.records.append(rec.WasHeld(job, high, held.reason, self._at(since), self._at(now)))
+                self.records.append(messages.WasHeld(job, high, held.reason, self._at(since), self._at(now)))
 
     def _was_banned(self, ban: Banned, now: float) -> None:
         (high, own), (low, _) = self._job(ban.high), self._job(ban.low)
         first, end = (ban.first, ban.end) if own else (0, 0)
         if high and low and now > self.begin:
             since, until = self._at(ban.since), self._at(now)
-            self.records.append(rec.WasBanned(high, low, first, end, ban.share, ban.ratio, ban.why, since, until))
+            self.records.append(messages.WasBanned(high, low, first, end, ban.share, ban.ratio, ban.why, since, until))
 
 
-def cost(records: Iterable[rec.Record]) -> int:
+def cost(records: Iterable[messages.Record]) -> int:
     """What records count against a recording's bound: a list of operators by its length."""
-    return sum(1 + (len(record.operators) // 8 if type(record) is rec.ProgramSeen else 0) for record in records)
+    return sum(1 + (len(record.operators) // 8 if type(record) is messages.ProgramSeen else 0) for record in records)
 
 
 # ---- Recording what runs, for one client at a time (RecordTrace): who asks, until when, how much, and sending it.
@@ -270,7 +269,7 @@ class Tracing:
             return
         made, recording.records = recording.records, []
         part = msg.TracePart(self._ref, False, max(0.0, now - recording.begin), "", 1)
-        self._desk.reply(session, part, [records.pack(made)])
+        self._desk.reply(session, part, [messages.pack(made)])
 
     def finish(self, reason: str = "") -> None:
         """The recording is over: because its time is, or for `reason`."""
@@ -284,7 +283,7 @@ class Tracing:
         said = f"{seconds:.3f} of {self._asked_s:g} s: {reason}" if reason else ""
         log.info("session %s: recorded %s", session.id, said or f"{seconds:.3f} s")
         part = msg.TracePart(ref, True, seconds, said, 1)
-        self._desk.reply(session, part, [records.pack(recording.records)])
+        self._desk.reply(session, part, [messages.pack(recording.records)])
 
     def left(self, session: SessionId) -> None:
         """The session is over, and its recording with it."""

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from gpumux.device.cuda import operators as retarget
+from gpumux.device.cuda import operators
 from gpumux.device.cuda.operators import FORMS, NumberTable, takes_numbers
 from gpumux.device.run.interpreter import Liveness, first_lines, outputs
 from gpumux.device.run.schema import DTYPES, views_made, views_read, views_written
@@ -140,7 +140,7 @@ def run(
         if unit.copied[position]:
             view = live.birth[storage]
             space = torch.empty(program.storages[storage].nbytes, dtype=torch.uint8, device=made[position].device)
-            made[position] = retarget.window(space, view).copy_(made[position])
+            made[position] = operators.window(space, view).copy_(made[position])
     return made
 
 
@@ -188,7 +188,7 @@ def _body(
     live_out: list[int], numbers: bool, device: torch.device, supports: Callable[[str], bool],
 ) -> Callable[..., list[Tensor]]:  # fmt: skip
     ops: list[tuple[int, Op]] = list(enumerate(program.ops))[unit.start : unit.stop]
-    calls = {index: retarget.call(index, op, supports, compiled=True) for index, op in ops}
+    calls = {index: operators.call(index, op, supports, compiled=True) for index, op in ops}
 
     def body(*arguments: Tensor) -> list[Tensor]:
         given = list(arguments)
@@ -205,9 +205,9 @@ def _body(
             return torch.as_strided(base, view.size, view.stride, view.offset - lies.offset)
 
         for index, op in ops:
-            args = [retarget.evaluate(arg, tensor, table, device) for arg in op.args]
-            keywords = {name: retarget.evaluate(arg, tensor, table, device) for name, arg in op.kwargs}
-            if retarget.placed(op):
+            args = [operators.evaluate(arg, tensor, table, device) for arg in op.args]
+            keywords = {name: operators.evaluate(arg, tensor, table, device) for name, arg in op.kwargs}
+            if operators.placed(op):
                 keywords["device"] = device
             memory = {_storage(leaf) for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor)}
             for index_out, made in outputs(op, calls[index](*args, **keywords)):

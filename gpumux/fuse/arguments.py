@@ -12,7 +12,7 @@ import torch
 from gpumux.capture.state import StateTable
 from gpumux.client.arguments import several, whole
 from gpumux.errors import ConfigError
-from gpumux.program import operators as allowlist
+from gpumux.program import operators
 
 MAX_SEED = 2**64 - 1
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, type(None))
@@ -124,9 +124,9 @@ def operators_of(names: Any) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str):
             raise ConfigError(f"per_model_operators holds {_shown(name)}", 'use names, such as "aten.mm.default"')
-        if not allowlist.is_allowed(name):
+        if not operators.is_allowed(name):
             raise ConfigError(
-                f"per_model_operators names {name!r:.100}, which no step can hold", _meant(name, allowlist.ALLOWED)
+                f"per_model_operators names {name!r:.100}, which no step can hold", _meant(name, operators.ALLOWED)
             )
     return tuple(names)
 
@@ -152,7 +152,7 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def _example(names: Any) -> str:
-    return names if isinstance(names, str) and allowlist.is_allowed(names) else "aten.mm.default"
+    return names if isinstance(names, str) and operators.is_allowed(names) else "aten.mm.default"
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from gpumux.capture.step import Choice, KeepMore
 from gpumux.client.arguments import whole
 from gpumux.client.job import example_arguments
 from gpumux.errors import ConfigError, JobClosed
-from gpumux.fuse import arguments as given
+from gpumux.fuse import arguments
 from gpumux.fuse.member import STREAM, Member, Memory, key_of, keys_of
 from gpumux.fuse.proof import Runner
 from gpumux.fuse.template import Decision, Fused, stream_bytes
@@ -54,7 +54,7 @@ def restore(array: Models, path: str | Path, model: int | None) -> None:
         )
     before = {b: array.state_dict(b) for b in targets}
     for b, state in zip(targets, states, strict=True):
-        given.check_random_state(state["random"])
+        arguments.check_random_state(state["random"])
         here, there = (_shapes(found["model"]) for found in (before[b], state))
         if here != there:
             name = next(iter(dict(here.items() ^ there.items())))
@@ -163,9 +163,9 @@ class Models:
         self, factory: Factory, configs: Sequence[Any], example: Any, seeds: Sequence[int] | None, max_variants: int,
         name: str, devices: tuple[str, str] = ("cpu", "cpu"),
     ) -> None:  # fmt: skip
-        given.check_factory(factory)
-        configs = given.configurations(configs)
-        known = given.seeds_of(seeds, len(configs))
+        arguments.check_factory(factory)
+        configs = arguments.configurations(configs)
+        known = arguments.seeds_of(seeds, len(configs))
         max_variants = whole("max_variants", max_variants, 1, MAX_INT, "use 1 or more")
         self.name = name
         self._closed = False
@@ -221,14 +221,14 @@ class Models:
         try:
             made = self._factory(config)
         except Exception as error:
-            meant = given.explain(error, self._factory, config)
+            meant = arguments.explain(error, self._factory, config)
             if meant is not None:
                 raise meant from error
             error.add_note(f"raised by factory({config!r}), for model {len(self._members)} of {self.name}")
             raise
         if not isinstance(made, tuple) or len(made) != 3:
             raise ConfigError(f"factory({config!r}) is no tuple of three", "return (step, model, optimizer)")
-        given.check_own(made[1], made[2], [member.table for member in self._members], config)
+        arguments.check_own(made[1], made[2], [member.table for member in self._members], config)
         stream = (
             torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
         )
@@ -247,7 +247,7 @@ class Models:
         """One more model, from its first step on -> its number, the last. The others go on as they are. Raises what making
         the array does; the array is as it was then."""
         self._check_open()
-        seed = None if seed is None else given.seed_of("seed", seed)
+        seed = None if seed is None else arguments.seed_of("seed", seed)
         self._fetch()
         before = self._memory, list(self._members)
         try:
@@ -403,7 +403,7 @@ class Models:
         """Raises ConfigError for what random_state() does not give; nothing is set then."""
         self._check_open()
         index = self._index(model)
-        given.check_random_state(state)
+        arguments.check_random_state(state)
         self._fetch()
         self._memory.part(STREAM, index).copy_(state)
         self._send()
@@ -430,7 +430,7 @@ class Models:
         restore(self, path, None if model is None else self._index(model))
 
     def _index(self, model: int) -> int:
-        return given.model_of(model, len(self._members))
+        return arguments.model_of(model, len(self._members))
 
     def _check_open(self) -> None:
         if self._closed:

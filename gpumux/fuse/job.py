@@ -18,7 +18,7 @@ import torch
 from gpumux.capture.lower import Lowered
 from gpumux.capture.state import Buffer, StateTable
 from gpumux.capture.step import Choice, Made, State
-from gpumux.client import snapshots as keepsake
+from gpumux.client import snapshots
 from gpumux.client.arguments import job_spec, whole
 from gpumux.client.future import StepFuture
 from gpumux.client.job import Job
@@ -26,7 +26,7 @@ from gpumux.client.recovery import KeptJob, find_kept, open_job, open_message
 from gpumux.client.session import Session, devices_of
 from gpumux.client.snapshots import Keepsake
 from gpumux.errors import ConfigError, GpumuxError, JobClosed, NotFusible
-from gpumux.fuse import arguments as given
+from gpumux.fuse import arguments
 from gpumux.fuse.array import Factory, Models
 from gpumux.fuse.member import STREAM, keys_of
 from gpumux.fuse.template import Fused
@@ -52,14 +52,14 @@ def notes_of(ref: weakref.ref[ArrayJob]) -> tuple[bytes, int]:
     assert array is not None, "an array that is gone takes no snapshots"
     job = array.job
     resident = job._remote.resident()
-    plain = keepsake.write(job._table, job._state, resident, job._counts)
+    plain = snapshots.write(job._table, job._state, resident, job._counts)
     place = {buffer: index for index, buffer in enumerate(resident)}
     lines = {key: place[slot] for key, slot in array._slots.items() if slot in place}
     models = []
     for member in array._members:
         keys = keys_of(member.table)
         own = [buffer for buffer, key in enumerate(keys) if key in lines]
-        notes = keepsake.write(member.table, member.state, own, job._counts)
+        notes = snapshots.write(member.table, member.state, own, job._counts)
         models.append({"notes": notes, "lines": [lines[keys[buffer]] for buffer in own]})
     body = {**msgpack.unpackb(plain, strict_map_key=False), "models": models, "stream": lines.get(STREAM)}
     packed = bytes(msgpack.packb(body))
@@ -169,7 +169,7 @@ def submit_array(
     choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a GPU.
 
     Raises what Array and submit raise. Nothing local is changed by a failed submit."""
-    given.check_factory(factory)
+    arguments.check_factory(factory)
     name = (resume or "array") if name is None else name
     spec = job_spec(factory, priority, name, weight, max_slowdown, memory_limit, max_inflight, 0)
     replay_bytes = whole("replay_bytes", replay_bytes, 0, MAX_INT, "give bytes")

@@ -21,7 +21,7 @@ from gpumux.client.arguments import several
 from gpumux.client.job import example_arguments
 from gpumux.client.snapshots import Keepsake
 from gpumux.errors import LocalWrite, NotFusible, StaleState
-from gpumux.program import operators as allowlist
+from gpumux.program import operators
 
 
 def _words(name: str) -> Words:
@@ -56,7 +56,7 @@ class Member:
         )
         self._structures: dict[Structure, Structure] = {}
         self._lost: dict[int, Place] = {}
-        tracer = Tracer(self.table, allowlist.is_allowed, by_device=False)  # arrays are made of the CPU's operators
+        tracer = Tracer(self.table, operators.is_allowed, by_device=False)  # arrays are made of the CPU's operators
         structure, host = from_local(self.table)
         self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self.guard = StaleGuard(_words(name), self.table, _Source(self))

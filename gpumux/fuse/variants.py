@@ -19,8 +19,7 @@ from gpumux.capture.step import Choice, Made
 from gpumux.client.arguments import check_compile
 from gpumux.client.remote import lay
 from gpumux.errors import ConfigError, NotFusible
-from gpumux.fuse import arguments as given
-from gpumux.fuse import proof, rules
+from gpumux.fuse import arguments, proof, rules
 from gpumux.fuse.emit import Emitter
 from gpumux.fuse.fuse import Fuser, fuse_template
 from gpumux.fuse.proof import Times, cache_file, extract, join
@@ -378,7 +377,7 @@ class Options:
             raise ConfigError(f"choose is {self.choose!r}", 'use "measured", "fused" or "per-model"')
         if not isinstance(self.partial, bool):
             raise ConfigError(f"partial is {self.partial!r:.60}", "use True or False")
-        self.per_model = given.operators_of(self.per_model)
+        self.per_model = arguments.operators_of(self.per_model)
         check_compile(self.compile)
         if times_file is not None and not isinstance(times_file, (str, Path)):
             raise ConfigError(f"times_file is {times_file!r:.60}", "give a path, or None to keep no times")
@@ -505,7 +504,7 @@ class Variants:
     def check_operators(self) -> None:
         """Raises ConfigError where an operator is to run once a model that none of the Programs made so far has."""
         there = {d.target for variant in self._made.values() for d in variant.fused.decisions}
-        given.check_operators(self._options.per_model, there)
+        arguments.check_operators(self._options.per_model, there)
 
     def clear(self) -> None:
         """The array's models have changed."""

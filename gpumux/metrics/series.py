@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gpumux import errors
-from gpumux import types as model
+from gpumux import errors, types
 
 # ---- What is counted for every step and every turn of the loop: plain numbers on the loop's thread, put into
 # Prometheus' form when somebody scrapes. Its own counters and histograms take a lock and several calls
@@ -46,7 +45,7 @@ class _Steps:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.done = self.launches = 0
-        self.spreads = tuple(Spread(bounds) for _ in model.StepTimes._fields)
+        self.spreads = tuple(Spread(bounds) for _ in types.StepTimes._fields)
 
 
 class Tally(Collector):
@@ -60,7 +59,7 @@ class Tally(Collector):
         self.received = dict.fromkeys(message_types, 0)  # valid messages from clients, by type
         self.busy_s = 0.0
 
-    def step_done(self, priority: int, times: model.StepTimes) -> None:
+    def step_done(self, priority: int, times: types.StepTimes) -> None:
         """A step was answered with results."""
         steps = self._steps[priority]
         steps.done += 1
@@ -104,7 +103,7 @@ class Tally(Collector):
 BUCKETS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
-PRIORITIES = {priority: priority.name.lower() for priority in model.Priority}
+PRIORITIES = {priority: priority.name.lower() for priority in types.Priority}
 OTHER = "other"
 
 
@@ -175,7 +174,7 @@ class Metrics:
         self.rejections.labels(self._reason(code)).inc()
 
     def job_opened(self, priority: int) -> None:
-        self.jobs_opened.labels(PRIORITIES[model.Priority(priority)]).inc()
+        self.jobs_opened.labels(PRIORITIES[types.Priority(priority)]).inc()
 
     def job_failed(self, code: str) -> None:
         self.job_failures.labels(self._reason(code)).inc()

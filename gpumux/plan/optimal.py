@@ -14,8 +14,7 @@ from math import inf, isinf, isnan
 import numpy as np
 
 from gpumux.errors import ConfigError
-from gpumux.plan import branches as sharing
-from gpumux.plan import deeppool as chains
+from gpumux.plan import branches, deeppool
 from gpumux.plan.branches import BlockTable
 from gpumux.plan.costs import Array, Costs, ProfiledCosts, Tables
 from gpumux.plan.graph import Block, Chain, Graph
@@ -36,8 +35,8 @@ def find(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement | Non
     if isnan(limit) or limit < 1:
         raise ConfigError(f"an amplification limit of {limit}", "give 1 or more: one GPU alone has 1")
     plain = Block not in map(type, graph.chain)
-    if plain and isinstance(costs, ProfiledCosts) and 2 <= len(costs.counts) <= chains.FEW:
-        seconds, found = chains.shortest(costs, limit)
+    if plain and isinstance(costs, ProfiledCosts) and 2 <= len(costs.counts) <= deeppool.FEW:
+        seconds, found = deeppool.shortest(costs, limit)
         return None if isinf(seconds) else Placement(tuple([costs.counts[g] for g in found]))
     return _Search(costs.tables(), limit, gpus).run(graph)
 
@@ -59,7 +58,7 @@ class _Search:
         """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them, until
         it leads through none that are not: then it is the shortest, since no bound is above the truth."""
         chain = graph.chain
-        tables = sharing.tables(graph, self.rules, self.gpus)
+        tables = branches.tables(graph, self.rules, self.gpus)
         first = chain[0]
         assert isinstance(first, int)
         start = self.tables.work[first] + np.where(self.rules.room[first] >= 0, 0.0, inf)
@@ -80,7 +79,7 @@ class _Search:
                 return self._placement(graph, steps, last)
             changed = doubtful
 
-    def _placement(self, graph: Graph, steps: Sequence[chains.Run | _Joined], last: int) -> Placement:
+    def _placement(self, graph: Graph, steps: Sequence[deeppool.Run | _Joined], last: int) -> Placement:
         counts = self.tables.counts
         placed: dict[int, int] = {}
         away: set[tuple[int, int]] = set()
@@ -91,8 +90,8 @@ class _Search:
             last = step.collect(last, placed, away)
         return Placement(tuple([counts[placed[i]] for i in range(len(graph.layers))]), frozenset(away))
 
-    def _steps(self, chain: Chain, tables: Mapping[int, BlockTable]) -> list[chains.Run | _Joined]:
-        found: list[chains.Run | _Joined] = []
+    def _steps(self, chain: Chain, tables: Mapping[int, BlockTable]) -> list[deeppool.Run | _Joined]:
+        found: list[deeppool.Run | _Joined] = []
         place = 0
         while place + 1 < len(chain):
             end = place
@@ -100,7 +99,7 @@ class _Search:
                 end += 1
             if end > place:
                 layers = [each for each in chain[place : end + 1] if isinstance(each, int)]
-                found.append(chains.Run(layers, self.rules))
+                found.append(deeppool.Run(layers, self.rules))
                 place = end
             else:
                 fork, block, join = chain[place : place + 3]

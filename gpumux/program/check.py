@@ -20,7 +20,7 @@ from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpumux.errors import ProgramError
-from gpumux.program import operators as allowlist
+from gpumux.program import operators
 from gpumux.program.codec import decode
 from gpumux.program.ir import (
     DEFAULT,
@@ -358,7 +358,7 @@ def schema(target: str) -> Schema:
             "capture and run with the same torch version",
         )
     declared = found._schema
-    hidden = allowlist.written_args(target) if target in allowlist.HIDDEN_WRITES else ()
+    hidden = operators.written_args(target) if target in operators.HIDDEN_WRITES else ()
     params = [_param(argument, index in hidden) for index, argument in enumerate(declared.arguments)]
     return Schema(
         found,
@@ -700,7 +700,7 @@ def check(encoded: bytes, limits: Limits = DEFAULT, extra_ops: Collection[str] =
 
 
 def _operator(program: Program, op: Op, run: FakeRun, extra_ops: Collection[str]) -> None:
-    allowlist.resolve(op.target, extra_ops)
+    operators.resolve(op.target, extra_ops)
     schema = match(op)
     for arg in written(op):
         for ref in tensor_refs((arg,)):
@@ -717,7 +717,7 @@ def _notes(program: Program) -> tuple[str, ...]:
         name = op.target.split(".")[1]
         if name in _DIVISIONS and all(_is_integer(program, leaf) for leaf in leaves(op_args(op))):
             notes.append(f"operator {index}, {op.target}: integer division traps on the least value by -1")
-        for position in allowlist.INDEX_ARGS.get(op.target, ()):
+        for position in operators.INDEX_ARGS.get(op.target, ()):
             for ref in tensor_refs(op.args[position : position + 1]):
                 view = program.views[ref.view]
                 if program.storages[view.storage].kind != "input" and view.dtype != "bool":

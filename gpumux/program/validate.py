@@ -12,7 +12,7 @@ from math import prod
 from typing import NoReturn
 
 from gpumux.errors import ProgramError
-from gpumux.program import operators as allowlist
+from gpumux.program import operators
 from gpumux.program.ir import (
     DEFAULT,
     IR_VERSION,
@@ -83,8 +83,8 @@ def written_storages(program: Program) -> frozenset[int]:
     daemon's operator added to the allow-list are counted as writing every storage they are given."""
     found: set[int] = set()
     for op in program.ops:
-        known = op.target in allowlist.ALLOWED
-        positions = allowlist.written_args(op.target) if known else range(len(op.args))
+        known = op.target in operators.ALLOWED
+        positions = operators.written_args(op.target) if known else range(len(op.args))
         args = [op.args[p] for p in positions if p < len(op.args)]
         if not known:
             args += [value for _, value in op.kwargs]
@@ -297,17 +297,17 @@ def _results(program: Program, born: list[bool], limits: Limits) -> None:
 
 
 def _random(program: Program) -> None:
-    may: Callable[[str], bool] = lambda t: t in allowlist.RANDOM or t in allowlist.PERHAPS_RANDOM  # noqa: E731
+    may: Callable[[str], bool] = lambda t: t in operators.RANDOM or t in operators.PERHAPS_RANDOM  # noqa: E731
     targets: list[tuple[str, int | None]] = []
     for index, op in enumerate(program.ops):
         where = f"operator {index}, {op.target}"
         if op.stream is not None:
             _stream(program, op, where)
         if op.random is None:
-            if op.target in allowlist.RANDOM:
+            if op.target in operators.RANDOM:
                 _fail(where, "it draws random numbers and has no random slot")
             continue
-        if op.target in allowlist.ALLOWED and not may(op.target):
+        if op.target in operators.ALLOWED and not may(op.target):
             _fail(where, "it draws no random numbers and has a random slot")
         if op.random == len(targets):
             targets.append((op.target, op.stream))

@@ -12,11 +12,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, Final
 
-from gpumux.scheduler import admission as faults
+from gpumux.scheduler import admission, explain, invariants, report, standing
 from gpumux.scheduler import events as ev
-from gpumux.scheduler import explain, invariants, standing
-from gpumux.scheduler import report as snapshot
-from gpumux.scheduler import report as view
 from gpumux.scheduler import state as regrade
 from gpumux.scheduler.config import CoreConfig
 from gpumux.scheduler.events import (
@@ -52,7 +49,7 @@ def program_offered(core: CoreState, event: ev.ProgramOffered) -> None:
     if job is None or event.program in job.programs:
         return core.ignore()
     opening = job.state is JobState.OPEN
-    fault = core.ledger.refuse_program(job, event.footprint) if opening else faults.closing(job.id)
+    fault = core.ledger.refuse_program(job, event.footprint) if opening else admission.closing(job.id)
     if fault is not None:
         return core.refuse(RefuseProgram(job.id, event.program, fault), fault)
     key = event.content_hash or f"{job.id}/{event.program}"
@@ -70,7 +67,7 @@ def program_ready(core: CoreState, event: ev.ProgramReady) -> None:
     if program is None or event.cut <= program.cut or (program.ready and not event.pieces):
         return core.ignore()
     if not event.pieces:
-        return _drop(core, job, program, faults.no_pieces(program.id))
+        return _drop(core, job, program, admission.no_pieces(program.id))
     first = not program.ready
     program.cut, program.pieces = event.cut, tuple(max(0.0, seconds) for seconds in event.pieces)
     program.bounds = event.bounds or tuple(range(len(event.pieces) + 1))
@@ -109,18 +106,18 @@ def _drop(core: CoreState, job: Job, program: Program, fault: Fault) -> None:
 def step_submitted(core: CoreState, event: ev.StepSubmitted) -> None:
     job = core.jobs.get(event.job)
     if job is None:
-        fault = faults.unknown_job(event.job)
+        fault = admission.unknown_job(event.job)
         return core.refuse(FailStep(event.job, event.step, fault), fault)
     if event.step <= job.last_step:
         return core.ignore()  # said twice: it has its answer, or will
     job.last_step = event.step
     program = job.programs.get(event.program)
     if job.state is not JobState.OPEN:
-        fault = faults.closing(job.id)
+        fault = admission.closing(job.id)
     elif program is None:
-        fault = faults.unknown_program(job.id, event.program)
+        fault = admission.unknown_program(job.id, event.program)
     elif job.inflight >= job.spec.max_inflight:
-        fault = faults.too_many_steps(job.id, job.spec.max_inflight)
+        fault = admission.too_many_steps(job.id, job.spec.max_inflight)
     else:
         core.log.add((core.now, job.id, event.step, "queued", (job.inflight, event.program), event))
         step = Step(event.step, program, core.now, next(core.arrivals))
@@ -212,13 +209,13 @@ def piece_failed(core: CoreState, event: ev.PieceFailed) -> None:
 def transfer_requested(core: CoreState, event: ev.TransferRequested) -> None:
     job = core.jobs.get(event.job)
     if job is None:
-        fault = faults.unknown_job(event.job)
+        fault = admission.unknown_job(event.job)
     elif any(transfer.id == event.transfer for transfer in job.all_transfers()):
         return core.ignore()
     elif job.state is not JobState.OPEN:
-        fault = faults.closing(job.id)
+        fault = admission.closing(job.id)
     elif job.transfers >= core.config.max_transfers_per_job:
-        fault = faults.too_many_transfers(job.id, event.transfer, job.transfers)
+        fault = admission.too_many_transfers(job.id, event.transfer, job.transfers)
     else:
         job.queue.append(Transfer(event.transfer, event.into_device))
         job.transfers += 1
@@ -273,7 +270,7 @@ def session_closed(core: CoreState, event: ev.SessionClosed) -> None:
     for job_id in sorted(session.jobs):
         job = core.jobs[job_id]
         if job.state is not JobState.CLOSING:
-            fault = faults.closed(job_id, f"its session ended: {event.reason}")
+            fault = admission.closed(job_id, f"its session ended: {event.reason}")
             core.close(job, fault, tell=fault)
     return None
 
@@ -284,7 +281,7 @@ def job_requested(core: CoreState, event: ev.JobRequested) -> None:
         return core.out.append(AcceptJob(event.session, event.job, fresh=False))
     fault = _why_not(core, event, session, known)
     if session is None or fault is not None:
-        fault = fault or faults.unknown_session(event.session)
+        fault = fault or admission.unknown_session(event.session)
         return core.refuse(RefuseJob(event.session, event.job, fault), fault)
     spec = event.spec
     job = Job(event.job, session.id, session.peer, spec, core.now, spec.priority, spec.weight)
@@ -301,14 +298,14 @@ def _same(job: Job, event: ev.JobRequested) -> bool:
 
 def _why_not(core: CoreState, event: ev.JobRequested, session: Session | None, known: Job | None) -> Fault | None:
     if core.leaving is not None:
-        return faults.leaving(core.leaving)
+        return admission.leaving(core.leaving)
     if session is None:
-        return faults.unknown_session(event.session)
+        return admission.unknown_session(event.session)
     if known is None:
         return core.ledger.refuse_job(session.peer, event.spec)
     if known.session != event.session:
-        return faults.taken(event.job)
-    return faults.closing(event.job) if known.state is not JobState.OPEN else faults.changed(event.job)
+        return admission.taken(event.job)
+    return admission.closing(event.job) if known.state is not JobState.OPEN else admission.changed(event.job)
 
 
 def _pause(core: CoreState, job: Job, paused: bool) -> None:
@@ -338,7 +335,7 @@ def close_requested(core: CoreState, event: ev.CloseRequested) -> None:
     if job is None:
         return
     if not event.drain:
-        core.close(job, faults.closed(job.id, event.reason), tell=None)
+        core.close(job, admission.closed(job.id, event.reason), tell=None)
         return
     if job.state is JobState.OPEN:
         job.state = JobState.DRAINING
@@ -352,7 +349,7 @@ def drain_requested(core: CoreState, event: ev.DrainRequested) -> None:
     if core.leaving is not None:
         return core.ignore()
     core.leaving = event.reason
-    fault = faults.leaving(event.reason)
+    fault = admission.leaving(event.reason)
     for job in core.jobs.values():
         if job.state is not JobState.CLOSING:
             core.close(job, fault, tell=fault)
@@ -497,27 +494,27 @@ class Core:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for status and metrics; `scheduler/report.py` lists it."""
-        return snapshot.take(self._state)
+        return report.take(self._state)
 
-    def out(self, launch: LaunchId) -> view.Out | None:
+    def out(self, launch: LaunchId) -> report.Out | None:
         """What the launch is, while it is outstanding."""
-        return view.out(self._state, launch)
+        return report.out(self._state, launch)
 
-    def all_out(self) -> list[view.Out]:
+    def all_out(self) -> list[report.Out]:
         """Every outstanding launch."""
-        return view.all_out(self._state)
+        return report.all_out(self._state)
 
-    def held(self) -> list[view.Held]:
+    def held(self) -> list[report.Held]:
         """Low jobs that the guard holds back now."""
-        return view.held(self._state)
+        return report.held(self._state)
 
-    def banned(self) -> list[view.Banned]:
+    def banned(self) -> list[report.Banned]:
         """The bans in force."""
-        return view.banned(self._state)
+        return report.banned(self._state)
 
     def operators(self, job: JobId, program: ProgramId) -> tuple[str, ...]:
         """The names of a program's operators, in captured order, where the device says them."""
-        return view.operators(self._state, job, program)
+        return report.operators(self._state, job, program)
 
     def check_invariants(self) -> None:
         """Raise AssertionError, saying what, if the core contradicts itself. Slow: for tests."""

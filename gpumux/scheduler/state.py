@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
-from gpumux.scheduler import admission as faults
+from gpumux.scheduler import admission
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.admission import Ledger
 from gpumux.scheduler.config import CoreConfig
@@ -172,7 +172,7 @@ class CoreState:
                 self.tell(job.id, None, "transfer", head.id)
                 self.out.append(StartTransfer(job.id, head.id, head.into_device))
         elif job.state is JobState.DRAINING and not job.busy():
-            self._unload(job, faults.closing(job.id), None)
+            self._unload(job, admission.closing(job.id), None)
         self.board.update(job)
 
     def close(self, job: Job, fault: Fault, tell: Fault | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpumux.capture.gpu import autocast as casts
+from gpumux.capture.gpu import autocast
 from gpumux.capture.patches import RngTape
 
 # ---- Recurrent layers as torch runs them on a GPU: through cuDNN, or step by step in fused cells.
@@ -371,7 +371,7 @@ TOLD: dict[str, Callable[..., Any]] = {
 }
 
 
-def _kernel(operator: Any, rule: Callable[[casts.Call], casts.Call] | None) -> Callable[..., Any]:
+def _kernel(operator: Any, rule: Callable[[autocast.Call], autocast.Call] | None) -> Callable[..., Any]:
     """What an operator is met with: autocast has it first, as on a GPU, and nothing of what it is made of."""
     told = TOLD.get(operator.name().removeprefix("aten::"))
 
@@ -384,9 +384,9 @@ def _kernel(operator: Any, rule: Callable[[casts.Call], casts.Call] | None) -> C
         return on
 
     def cast(*args: Any, **kwargs: Any) -> Any:
-        if not casts.enabled():
+        if not autocast.enabled():
             return on(*args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(casts.CUDA):
+        with torch._C._ExcludeDispatchKeyGuard(autocast.CUDA):
             with torch._C.DisableTorchFunction():
                 became, args, kwargs = rule((operator, args, kwargs))
             return on(*args, **kwargs) if became is operator else _as_it_is(became, args, kwargs)
@@ -405,7 +405,7 @@ def _register() -> tuple[torch.library.Library, ...]:
     """Once a process; kept, as what is registered goes with the library."""
     others, ours = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, NAME)
-    rules = casts.rules()
+    rules = autocast.rules()
     for name in {**TOLD, **rules}:
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(aten, packet), overload or "default")

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from gpumux.device import inductor
-from gpumux.device.cuda import operators as asking
-from gpumux.device.cuda import operators as retarget
+from gpumux.device.cuda import operators
 from gpumux.device.cuda.compute import Compute
 from gpumux.device.cuda.operands import Operands
 from gpumux.device.cuda.operators import made_beside, window
@@ -42,11 +41,11 @@ class Runner:
         self.program = program
         self._operands, self._compute = operands, compute
         for index, op in enumerate(program.ops):
-            asking.refuse(index, op)
-        self._calls = [retarget.call(index, op, compute.supports) for index, op in enumerate(program.ops)]
-        self._placed = [retarget.placed(op) for op in program.ops]
-        self._kept = retarget.kept_draws(program)
-        self.unsized = retarget.unsized(program)
+            operators.refuse(index, op)
+        self._calls = [operators.call(index, op, compute.supports) for index, op in enumerate(program.ops)]
+        self._placed = [operators.placed(op) for op in program.ops]
+        self._kept = operators.kept_draws(program)
+        self.unsized = operators.unsized(program)
         self._live = Liveness.of(program)
         self._dies: list[list[int]] = [[] for _ in program.ops]
         for storage, last in self._live.last.items():
@@ -108,7 +107,7 @@ class Runner:
                 if storage in self.unsized:
                     return None
                 base = self._compute.allocate(self.program.storages[storage].nbytes)
-                made = retarget.window(base, self._live.birth[storage])
+                made = operators.window(base, self._live.birth[storage])
             after.temps[storage] = made
         return after
 
@@ -141,8 +140,8 @@ class Runner:
             return self._tensor(frame, view)
 
         numbers, device = self._operands.numbers, self._compute.device
-        arguments = [retarget.evaluate(arg, tensor, numbers, device) for arg in op.args]
-        keywords = {name: retarget.evaluate(arg, tensor, numbers, device) for name, arg in op.kwargs}
+        arguments = [operators.evaluate(arg, tensor, numbers, device) for arg in op.args]
+        keywords = {name: operators.evaluate(arg, tensor, numbers, device) for name, arg in op.kwargs}
         if self._placed[index]:
             keywords["device"] = device
         return arguments, keywords
@@ -156,7 +155,7 @@ class Runner:
             mask: torch.Tensor = returned[1] if isinstance(returned, tuple) else returned
             frame.drawn[op.random] = mask.clone()
             return returned
-        return retarget.drawn_again(op, arguments, drawn)
+        return operators.drawn_again(op, arguments, drawn)
 
     def _tensor(self, frame: Frame, index: int) -> torch.Tensor:
         made = self._operands.views[index]
@@ -165,7 +164,7 @@ class Runner:
         view = self.program.views[index]
         base = frame.temps[view.storage]
         assert base is not None, "used before it is made: the Program was checked for this"
-        return base if view == self._live.birth[view.storage] else retarget.window(base, view)
+        return base if view == self._live.birth[view.storage] else operators.window(base, view)
 
     def _keep(self, frame: Frame, index: int, op: Op, returned: Any, arguments: list[Any]) -> None:
         born = [
@@ -183,7 +182,7 @@ class Runner:
                 frame.temps[storage] = made
                 continue
             try:
-                tensor = retarget.conforming(made, view, self.program.storages[storage].nbytes, memory)
+                tensor = operators.conforming(made, view, self.program.storages[storage].nbytes, memory)
             except ProgramError as error:
                 raise ProgramError(f"operator {index} ({op.target}): {error.message}", error.remedy) from error
             if frame.temps[storage] is None:

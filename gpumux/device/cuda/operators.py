@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from gpumux.device.cuda import kernels as fused
+from gpumux.device.cuda import kernels
 from gpumux.device.run.schema import DTYPES, constant
 from gpumux.errors import ProgramError
 from gpumux.program.check import schema
@@ -552,8 +552,8 @@ def form(index: int, op: Op) -> Callable[..., Any]:
 # that kernels choose differently from what was declared. What can't be moved is refused by name at load.
 
 
-_FORMS: dict[str, Callable[..., Any]] = {**ASKING_FORMS, **fused.FORMS}
-_COMPILED: dict[str, Callable[..., Any]] = {**ASKING_FORMS, **fused.COMPILED}
+_FORMS: dict[str, Callable[..., Any]] = {**ASKING_FORMS, **kernels.FORMS}
+_COMPILED: dict[str, Callable[..., Any]] = {**ASKING_FORMS, **kernels.COMPILED}
 
 # Recomputation draws an operator's numbers again. On a GPU the first draw is kept instead; that is the same only
 # where what is drawn depends on nothing but the arguments' shapes.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import gpumux
 from gpumux.device.codecache import VARIABLE, CodeCache
-from gpumux.device.workers import channel as wire
+from gpumux.device.workers import channel
 from gpumux.device.workers.channel import EXITED, FORK, KILL, READY, WARMED, Channel, packets, unpack
 
 _CLOSE_S = 10.0
@@ -26,7 +26,7 @@ class WarmProcess:
     `operators`: names it looks up; those torch lacks are its fact "unknown"."""
 
     def __init__(self, operators: Sequence[str] = ()) -> None:
-        ours, theirs = wire.pair()
+        ours, theirs = channel.pair()
         self._code = CodeCache()
         with theirs:
             # -P: modules lying in the daemon's working directory are nobody's to import.

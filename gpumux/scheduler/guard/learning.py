@@ -13,7 +13,7 @@ from typing import Final
 
 from gpumux.scheduler.awaited import Awaited
 from gpumux.scheduler.config import CoreConfig
-from gpumux.scheduler.guard import attribution as blame
+from gpumux.scheduler.guard import attribution
 from gpumux.scheduler.guard.answers import Answer, Holds, Rest
 from gpumux.scheduler.guard.costs import CREDIBLE, Ban, Bans, HighModel, Why
 from gpumux.scheduler.guard.cutting import DEFAULT_TARGET_S, Cutting
@@ -113,7 +113,7 @@ class Record:
         self.idle: list[Track] = []  # high jobs between steps, those longest so first
         self.bans = Bans()
         self.holds = Holds()
-        self.recent = blame.Recent()
+        self.recent = attribution.Recent()
         self.awaited = Awaited()
         self.asking: Job | None = None  # the job the newest question was about
         self.answers: list[Answer] = []  # of this event: who is held, and why
@@ -263,7 +263,7 @@ class Record:
                     pair.speed += 0.2 * (launch.speed - pair.speed)
             if launch.touched is not None:
                 for cell in launch.touched:
-                    blame.went(cell, launch.speed)
+                    attribution.went(cell, launch.speed)
         self.recent.add(launch, bool(board.high.launches))
 
     def _done_high(self, launch: Launch, ended: float, board: Board) -> None:
@@ -287,13 +287,13 @@ class Record:
         self._last_end = ended
         # Whether another high job had a launch on the device, too. Mostly all that are out are its own.
         beside = self._other_high > start or (
-            len(high.launches) != job.outstanding and blame.others(high.launches, job, ended)
+            len(high.launches) != job.outstanding and attribution.others(high.launches, job, ended)
         )
         recent, span = self.recent, ended - start
         if low.launches or recent.last_end > start:
-            found = blame.beside(low.launches, recent, start, ended)
+            found = attribution.beside(low.launches, recent, start, ended)
         else:
-            found = blame.NOBODY
+            found = attribution.NOBODY
         if found and not track.watching:  # what low work costs is well known, and this step only pays for it
             for out in found:
                 out.spots = out.gaps = None
@@ -312,7 +312,7 @@ class Record:
                 excess -= baseline.late
                 track.account.used += excess
                 if track.from_idle and excess > 0.0:
-                    track.surprised += excess * blame.trusting(found, track.left, track.arrived, track.caught)
+                    track.surprised += excess * attribution.trusting(found, track.left, track.arrived, track.caught)
                 if track.watching:
                     self._blame(track, model, launch, ended, excess, found)
             elif track.watching and not track.calibrating:
@@ -329,22 +329,22 @@ class Record:
             track.moved()
 
     def _blame(
-        self, track: Track, model: HighModel, launch: Launch, ended: float, excess: float, found: blame.Found
+        self, track: Track, model: HighModel, launch: Launch, ended: float, excess: float, found: attribution.Found
     ) -> None:
         """The launch ended `excess` seconds late: these are what it was late by, and are learned of."""
         piece = launch.piece
         if piece == 0 and track.from_idle:
-            early, later = blame.early(found, track.arrived)
+            early, later = attribution.early(found, track.arrived)
             if early:
-                self.margin = min(self.margin + blame.unforeseen(early, track.arrived) / 2, MOST_MARGIN_S)
+                self.margin = min(self.margin + attribution.unforeseen(early, track.arrived) / 2, MOST_MARGIN_S)
                 if not later:
-                    blame.arrived(excess, early)
+                    attribution.arrived(excess, early)
                     return
                 late = max([(low.ended or ended) - track.arrived for low in early])
-                part = min(excess, blame.OVERLAPPING * late)
-                blame.arrived(part, early)
+                part = min(excess, attribution.OVERLAPPING * late)
+                attribution.arrived(part, early)
                 found, excess = later, excess - part
-        for low in blame.share_out(model, piece, excess, found, track.account):
+        for low in attribution.share_out(model, piece, excess, found, track.account):
             if low.job.state is not JobState.CLOSING:
                 self._touched.append((model, track, low, piece))
 
