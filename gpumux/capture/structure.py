@@ -151,10 +151,27 @@ def unusable(path: tuple[Any, ...], value: Any, table: StateTable) -> CaptureErr
     )
 
 
+class Counters:
+    """Numbers in tensors of an optimizer's state, each of which counts for one parameter."""
+
+    def __init__(self, table: StateTable) -> None:
+        self._table = table
+        self._paths: dict[int, tuple[Any, ...]] = {}  # by storage
+
+    def check(self, value: torch.Tensor, path: tuple[Any, ...]) -> None:
+        """Raises CaptureError where two places hold one tensor: counted up at one, it would not be at the other."""
+        other = self._paths.setdefault(value.untyped_storage()._cdata, path)
+        if other != path:
+            raise CaptureError(
+                f"{path_name(other, self._table)} and {path_name(path, self._table)} are one tensor, which each of them counts up",
+                "give each parameter a number of its own: value.clone()",
+            )
+
+
 def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tuple[Structure, list[Number]]:
     """What the local optimizers and gradients hold now, adopted into the job's state. `lost`: gradients that are there and
     have no values."""
-    classes = HostClasses()
+    classes, counters = HostClasses(), Counters(table)
 
     def leaf(value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -164,6 +181,7 @@ def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tu
                 and table.lookup(value) is None
                 and value.device.type == "cpu"
             ):
+                counters.check(value, path)
                 number = value.item()
                 return HostLeaf(classes.var((value.dtype, repr(number)), number), value.dtype)
             return DeviceLeaf(table.adopt(path, path_name(path, table), value))

@@ -24,7 +24,7 @@ from gpumux.capture.patches import RngTape, patched
 from gpumux.capture.recorder import Record, Recorder
 from gpumux.capture.source import Executed, Layers, Observer
 from gpumux.capture.state import Place, Reading, StateTable
-from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
+from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Expr, Guard, Number, Scope, hyper_name, hyperparameters, is_symbol
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
@@ -459,8 +459,9 @@ class Tracer:
         with torch.no_grad():
             for leaf in leaves:
                 results.append(self._result(rec, leaf))
+            counters = Counters(self.table)
             optimizers = tuple(
-                freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p), i)
+                freeze_state(o.state, self.table, lambda v, p: self._exit(rec, v, p, counters), i)
                 for i, o in enumerate(self.table.optimizers)
             )
             gradients = {
@@ -522,10 +523,11 @@ class Tracer:
             "return tensors, numbers, strings and lists, tuples or dicts of them",
         )
 
-    def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...]) -> Any:
+    def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...], counters: Counters) -> Any:
         if isinstance(value, torch.Tensor):
             key = value.untyped_storage()._cdata
             if not isinstance(value, FakeTensor) and rec.is_host(value):
+                counters.check(value, path)
                 return HostExit(rec.host[key], value.dtype)
             return DeviceExit(rec.view_of(rec.to_fake(value)), path)
         if is_symbol(value) or (isinstance(value, (int, float)) and not isinstance(value, bool)):

@@ -537,3 +537,34 @@ def test_state_that_is_replaced_while_it_is_behind(endpoint: str) -> None:
 
     assert same_or_stale(script(1), endpoint, make=Square, optimize=Leaves)
     assert not same_or_stale(script(3), endpoint, make=Square, optimize=Leaves)
+
+
+class SharedCounter(torch.optim.Optimizer):
+    """One tensor counts for all parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "step" not in self.state[p]:
+                first = next((state["step"] for state in self.state.values() if "step" in state), None)
+                self.state[p]["step"] = torch.tensor(0.0) if first is None else first
+            self.state[p]["step"] += 1
+            p.add_(p.grad, alpha=-0.05 / float(self.state[p]["step"]) ** 0.5)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["made by the step", "made before"])
+def test_a_counter_that_several_parameters_share_is_refused(before: bool, endpoint: str) -> None:
+    def make(model: Any) -> torch.optim.Optimizer:
+        optimizer = SharedCounter(model.parameters())
+        if before:
+            count = torch.tensor(0.0)
+            for p in model.parameters():
+                optimizer.state[p]["step"] = count
+        return optimizer
+
+    with pytest.raises(errors.CaptureError, match="one tensor") as refused, made(endpoint, optimize=make) as s:
+        s.train(2)
+    assert "clone" in refused.value.remedy
