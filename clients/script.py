@@ -1,7 +1,8 @@
 """A training script as people write it, and what of it changes for gpumux: the lines under `if args.gpumux`.
 
-Seeds, dropout, a default DataLoader with shuffling, the gradients zeroed in the loop, an average of the weights kept beside it, a
-learning-rate schedule, an evaluation and a checkpoint after each epoch, and a start from the checkpoint after Ctrl-C.
+Seeds, dropout, a default DataLoader with shuffling, the gradients zeroed in the loop, an average of the weights kept
+beside it, a learning-rate schedule, an evaluation and a checkpoint after each epoch, and a start from the checkpoint
+after Ctrl-C.
 
     python -m clients.script --out plain            # without gpumux
     python -m clients.script --out muxed --gpumux   # the same, its steps in a daemon

@@ -1,8 +1,9 @@
-"""`python -m gpumux.compile_core`: compile the core's hot modules with mypyc, for this interpreter, where this package lies.
+"""`python -m gpumux.compile_core`: compile the core's hot modules with mypyc, for this interpreter, where this package
+lies.
 
-The daemon uses the result from its next start on (`gpumux/compiled.py`) and does the same with it, in about a third of the time. It takes mypy, a C
-compiler and Python's headers; an unchanged core is not compiled again. The modules are compiled together, into one library: a call
-between them is a call of C.
+The daemon uses the result from its next start on (`gpumux/compiled.py`) and does the same with it, in about a third of
+the time. It takes mypy, a C compiler and Python's headers; an unchanged core is not compiled again. The modules are
+compiled together, into one library: a call between them is a call of C.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MODULES = (
     "guard.attribution", "guard.baseline", "guard.budget", "guard.costs", "guard.cutting", "guard.guard", "guard.high_job",
     "guard.learning", "guard.scene", "guard.timing",
 )  # fmt: skip
-# As the interpreter computes: floats are rounded after each operation (a fused one differs in the last bit), integers wrap.
+# As the interpreter computes: floats are rounded after each operation (a fused one differs in the last bit), integers
+# wrap.
 FLAGS = (
     "-fPIC", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-DNDEBUG", "-w",
     "-fvisibility=hidden", "-fno-plt",  # calls go straight where they go: that saves a tenth of the time
@@ -84,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(package: Path, *, force: bool = False) -> tuple[bool, Path]:
-    """(whether it had to be made, the directory it is in). Raises Missing when a tool is, BuildFailed when one fails or the
-    package's directory can't be written."""
+    """(whether it had to be made, the directory it is in). Raises Missing when a tool is, BuildFailed when one fails or
+    the package's directory can't be written."""
     place = package / "scheduler" / compiled.PLACE.name
     with _alone(place):
         files = compiled.sources(package)

@@ -1,9 +1,11 @@
-"""Which core runs: its Python files as they are, or the same compiled to machine code by mypyc (`gpumux/compile_core.py`).
+"""Which core runs: its Python files as they are, or the same compiled to machine code by mypyc
+(`gpumux/compile_core.py`).
 
-What was compiled lies in `gpumux/scheduler/__compiled__`, in a directory named after the interpreter it is for and the sources it was
-made of. So what is older than the sources has another name and is never used. `gpumux/scheduler/__init__.py` looks there first when
-it is imported. GPUMUX_CORE says otherwise: `interpreted` leaves what was compiled alone, `compiled` is an error where nothing fits.
-Both do the same; `tests/scheduler/test_both.py` holds them to it.
+What was compiled lies in `gpumux/scheduler/__compiled__`, in a directory named after the interpreter it is for and the
+sources it was made of. So what is older than the sources has another name and is never used.
+`gpumux/scheduler/__init__.py` looks there first when it is imported. GPUMUX_CORE says otherwise: `interpreted` leaves
+what was compiled alone, `compiled` is an error where nothing fits. Both do the same; `tests/scheduler/test_both.py`
+holds them to it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ COMPILE = "python -P -m gpumux.compile_core"  # -P: of the gpumux that is instal
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`directory` has the compiled modules that run; None: the core is interpreted, `why`, and what to do about it where that is
-    likely not what is wanted (`remedy`)."""
+    """`directory` has the compiled modules that run; None: the core is interpreted, `why`, and what to do about it
+    where that is likely not what is wanted (`remedy`)."""
 
     directory: Path | None
     why: str
@@ -69,7 +71,8 @@ def tag() -> str:
 
 
 def choose(environ: Mapping[str, str] = os.environ, package: Path = PACKAGE) -> Choice:
-    """Which core is to run. Raises ConfigError when GPUMUX_CORE demands a compiled one and there is none, or means nothing."""
+    """Which core is to run. Raises ConfigError when GPUMUX_CORE demands a compiled one and there is none, or means
+    nothing."""
     asked = environ.get(ENVIRONMENT, "")
     if asked == INTERPRETED:
         return Choice(None, f"{ENVIRONMENT}={INTERPRETED}")
@@ -84,7 +87,8 @@ def choose(environ: Mapping[str, str] = os.environ, package: Path = PACKAGE) -> 
 
 
 def load(directory: Path) -> None:
-    """Have what was compiled loaded, all of it at once. Raises ConfigError where it can't be: it is damaged, or this system is another one."""
+    """Have what was compiled loaded, all of it at once. Raises ConfigError where it can't be: it is damaged, or this
+    system is another one."""
     try:
         import_module(LIBRARY + "__mypyc")
     except ImportError as error:

@@ -43,8 +43,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What a client asks for when it opens a job. `memory_limit` None means no limit of its own. `models`: how many a step
-    trains; it changes nothing but what is shown of the job."""
+    """What a client asks for when it opens a job. `memory_limit` None means no limit of its own. `models`: how many a
+    step trains; it changes nothing but what is shown of the job."""
 
     name: str
     priority: Priority = Priority.LOW

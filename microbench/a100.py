@@ -1,6 +1,6 @@
-"""DeepPool's layer times on an A100 (`profile/*.prof` of DeepPoolML/DeepPool, see microbench/deeppool.py) as profiles to plan
-with. What the layers are and how they connect comes from the built-in models; their times from the file. What a file
-has no times for (concatenations, Inception's last layer) is modelled and marked so."""
+"""DeepPool's layer times on an A100 (`profile/*.prof` of DeepPoolML/DeepPool, see microbench/deeppool.py) as profiles
+to plan with. What the layers are and how they connect comes from the built-in models; their times from the file. What a
+file has no times for (concatenations, Inception's last layer) is modelled and marked so."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KINDS = {
 @dataclass(frozen=True)
 class Model:
     """`file` has the times; `shape` is what it was measured at; `whole`: modules that are one line there; `batch`: the
-    global batch of the paper's figure 9; `paper`: its table 3, seconds on 8 and 1,024 GPUs; `reported`: what its section 7.1
-    says of burst parallelism without collocation."""
+    global batch of the paper's figure 9; `paper`: its table 3, seconds on 8 and 1,024 GPUs; `reported`: what its
+    section 7.1 says of burst parallelism without collocation."""
 
     file: str
     shape: tuple[int, ...]

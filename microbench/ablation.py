@@ -28,8 +28,8 @@ from microbench import charts, common, deeppool, oracle
 
 GPUS = 8
 HIGH_BATCH, LOW_BATCH, SMALL_BATCH = 4, 16, 4
-# Host seconds an eager framework takes for one operator, its launch included. Guess: the middle of what is published for
-# torch, 5 to 25 us (the driver's launch alone is GpuSpec.call_s). The result says what graphs gain at others.
+# Host seconds an eager framework takes for one operator, its launch included. Guess: the middle of what is published
+# for torch, 5 to 25 us (the driver's launch alone is GpuSpec.call_s). The result says what graphs gain at others.
 EAGER_S = 15e-6
 EAGER_RANGE_S = (5e-6, 10e-6, 15e-6, 20e-6, 25e-6, 30e-6)
 ROWS = (
@@ -151,7 +151,8 @@ def on_cuda(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_jobs(spec: GpuSpec, max_slowdown: float, path: Path | None, high: str | None) -> Jobs:
-    """The three jobs: from DeepPool's file at `path`, or as shipped. Raises ConfigError when there is no such profile."""
+    """The three jobs: from DeepPool's file at `path`, or as shipped. Raises ConfigError when there is no such
+    profile."""
     if path is None:
         first = shipped.find(high or f"vgg16-b{HIGH_BATCH}-burst")
         low, small = (shipped.find(f"vgg16-b{batch}") for batch in (LOW_BATCH, SMALL_BATCH))

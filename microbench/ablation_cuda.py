@@ -1,8 +1,9 @@
-"""The ablation's rows on a GPU: VGG-16 with 4 images a step as the high job, with 16 as the low one, with 4 as the smaller.
+"""The ablation's rows on a GPU: VGG-16 with 4 images a step as the high job, with 16 as the low one, with 4 as the
+smaller.
 
-The high job runs back to back: what DeepPool's job waits for between steps, another GPU's dense layers, is not here. So the
-simulator's prediction beside it is of the same two jobs without pauses, from modelled profiles or, where the daemon could say
-what it measured of them, from those.
+The high job runs back to back: what DeepPool's job waits for between steps, another GPU's dense layers, is not here. So
+the simulator's prediction beside it is of the same two jobs without pauses, from modelled profiles or, where the daemon
+could say what it measured of them, from those.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ WAYS = (
 
 
 def measure(setting: ways.Setting) -> tuple[list[Row], dict[str, str]]:
-    """The rows that the setting's device can have, and the profiles the daemon recorded of the jobs, as text by job. Raises
-    WorkerFailed, DaemonFailed."""
+    """The rows that the setting's device can have, and the profiles the daemon recorded of the jobs, as text by job.
+    Raises WorkerFailed, DaemonFailed."""
     alone = {job: ways.solo(setting, job)["high"] for job in {HIGH, LOW, SMALL}}
     rows = []
     if setting.plain == "graph":

@@ -1,11 +1,13 @@
-"""A high job whose steps come at random, as a server's requests do, beside low work: is the promise kept, and what is left over?
+"""A high job whose steps come at random, as a server's requests do, beside low work: is the promise kept, and what is
+left over?
 
     python -m microbench.arrivals --out arrivals.json
 
-On the simulated GPU: steps of 0.5, 2 and 5 ms, so many a second, under `guarded`; with the same pauses at regular times; under
-`paced`, which promises nothing. The low job's operators take 30 us each and fill the device, so that every one of them delays a step that
-meets it. What the job is promised is a mean of `--max-slowdown` and a 99th percentile of twice the excess; the first steps, in
-which the guard learns, are left out. Slowdowns are over the same job alone, which waits for its own steps, too.
+On the simulated GPU: steps of 0.5, 2 and 5 ms, so many a second, under `guarded`; with the same pauses at regular
+times; under `paced`, which promises nothing. The low job's operators take 30 us each and fill the device, so that every
+one of them delays a step that meets it. What the job is promised is a mean of `--max-slowdown` and a 99th percentile of
+twice the excess; the first steps, in which the guard learns, are left out. Slowdowns are over the same job alone, which
+waits for its own steps, too.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ LEARNING = 400  # steps
 
 
 class Row(NamedTuple):
-    """`step_s`: seconds of a high step's kernels; `rate`: of them a second; `random`: when they come; `low`: the low job's throughput over
-    alone."""
+    """`step_s`: seconds of a high step's kernels; `rate`: of them a second; `random`: when they come; `low`: the low
+    job's throughput over alone."""
 
     step_s: float
     rate: float

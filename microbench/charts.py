@@ -22,8 +22,8 @@ class Panel:
 def curves(
     path: Path, title: str, panels: Sequence[Panel], kinds: Mapping[str, tuple[str, str]], names: tuple[str, str]
 ) -> None:
-    """Panels side by side, each with its own scale. `kinds`: label and colour by a curve's name, in the order of the legend.
-    Where y was measured several times, a band goes from the lowest to the highest."""
+    """Panels side by side, each with its own scale. `kinds`: label and colour by a curve's name, in the order of the
+    legend. Where y was measured several times, a band goes from the lowest to the highest."""
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     drawn = figure(max(5.0, 3.0 * columns), 0.9 + 2.5 * rows)

@@ -1,8 +1,9 @@
-"""Two jobs on one device, shared in every way there is: the high one's step or request time over solo, and what both get done.
+"""Two jobs on one device, shared in every way there is: the high one's step or request time over solo, and what both
+get done.
 
-Solo is the job alone in a process of its own, captured by hand as one CUDA graph (on the CPU: the plain loop). Measured pairs
-are kept in the --out file after each one, so that a run that is cut short goes on where it was, and files of several
-runs on the same kind of device merge into one table.
+Solo is the job alone in a process of its own, captured by hand as one CUDA graph (on the CPU: the plain loop). Measured
+pairs are kept in the --out file after each one, so that a run that is cut short goes on where it was, and files of
+several runs on the same kind of device merge into one table.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Where:
 
 
 class Book:
-    """Measurements by key: for each a list of runs, {"high": …, "low": …} or {"error": …}, oldest first. `missing`: ways that
-    could not be measured where it was done, and why."""
+    """Measurements by key: for each a list of runs, {"high": …, "low": …} or {"error": …}, oldest first. `missing`:
+    ways that could not be measured where it was done, and why."""
 
     def __init__(
         self, where: Where, runs: dict[str, list[dict[str, Any]]] | None = None, missing: dict[str, str] | None = None
@@ -91,7 +92,8 @@ class Book:
         self.runs[item.key] = [*kept, run]
 
     def merge(self, other: Book) -> None:
-        """Take over what the other has and this one lacks. Raises ConfigError where the figures don't belong together."""
+        """Take over what the other has and this one lacks. Raises ConfigError where the figures don't belong
+        together."""
         if other.where != self.where:
             raise ConfigError(
                 f"{other.where} and {self.where} do not go into one table", "merge files of one kind of device"
@@ -158,7 +160,8 @@ def plan(pairs: Sequence[tuple[str, str]], chosen: Sequence[str], device: str) -
 
 
 def measure(book: Book, item: Item, setting: ways.Setting) -> dict[str, Any]:
-    """Raises WorkerFailed or DaemonFailed, also where a job's solo run is missing that says how many requests it gets."""
+    """Raises WorkerFailed or DaemonFailed, also where a job's solo run is missing that says how many requests it
+    gets."""
     if item.way == ways.SOLO:
         return ways.solo(setting, item.high)
     rates = [_rate(book, job) for job in (item.high, item.low) if job]

@@ -58,8 +58,8 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, load, kernel, versions, and which form of gpumux's core this process (and a daemon
-    it starts) runs. Load above the number of cores means that others were measuring, or worse, too."""
+    """Processor, cores this process may use, load, kernel, versions, and which form of gpumux's core this process (and
+    a daemon it starts) runs. Load above the number of cores means that others were measuring, or worse, too."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

@@ -1,9 +1,9 @@
 """How often a client copies a 10 MB batch on its way to the daemon: once is the most allowed.
 
 Two witnesses. Every torch operator that runs inside `job.step` is watched and the bytes it writes
-are added up; the same for a batch that `job.collate` has stacked from samples, as a DataLoader would have it do, and for torch's
-own stacking: with it each byte is copied twice in all. And the call is timed, next to a copy of the same batch into
-shared memory: a copy that torch does not see (bytes, numpy) would show as a call twice as long.
+are added up; the same for a batch that `job.collate` has stacked from samples, as a DataLoader would have it do, and
+for torch's own stacking: with it each byte is copied twice in all. And the call is timed, next to a copy of the same
+batch into shared memory: a copy that torch does not see (bytes, numpy) would show as a call twice as long.
 """
 
 from __future__ import annotations

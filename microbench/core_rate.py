@@ -8,9 +8,10 @@ steps have 1 to 8 pieces, every job keeps two steps submitted; high clients paus
 long that the high class wants about half of the device however many jobs there are.
 
 Each policy is given a history of its own (what it launches decides what ends when). `guarded` may cost 1.5 times
-as much an event as `paced`, by the processor's time; policies take turns, and each round has a ratio. As `guarded` asks to be
-woken, it has more events for the same launches: what a launch costs is reported, too. `--after` gives every high job so many
-steps before anything is timed: `guarded` learns from every step of the first 300, and from one in four of those that follow.
+as much an event as `paced`, by the processor's time; policies take turns, and each round has a ratio. As `guarded` asks
+to be woken, it has more events for the same launches: what a launch costs is reported, too. `--after` gives every high
+job so many steps before anything is timed: `guarded` learns from every step of the first 300, and from one in four of
+those that follow.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def replay(jobs: int, policy: str, setup: list[Timed], timed: list[Timed], comma
     made = sum(len(core.handle(event, now)) for event, now in setup)
     handle = core.handle
     gc.collect()
-    gc.disable()  # as the daemon does: it collects when it is idle, and here a collection would walk the recordings, too
+    # as the daemon does: it collects when it is idle, and here a collection would walk the recordings, too
+    gc.disable()
     try:
         begin = time.process_time()
         for event, now in timed:
@@ -210,7 +212,8 @@ def mix(timed: list[Timed]) -> dict[str, int]:
 def costs(
     samples: dict[str, dict[int, list[float]]], mixes: dict[str, dict[int, dict[str, int]]]
 ) -> tuple[dict[int, common.Figure], dict[int, common.Figure]]:
-    """By number of jobs, an event's time under `guarded` over that under `paced`, one ratio a round; the same of a launch."""
+    """By number of jobs, an event's time under `guarded` over that under `paced`, one ratio a round; the same of a
+    launch."""
     paced, guarded = (samples.get(policy, {}) for policy in POLICIES)
     event, launch = {}, {}
     for jobs in paced.keys() & guarded.keys():

@@ -78,9 +78,10 @@ def running_daemon(
 ) -> Iterator[RunningDaemon]:
     """Start `gpumux serve`, yield it once it answers, stop it with SIGTERM.
 
-    `cores`: those it and its executors may use (default: all that we may). `directory`: where its sockets go (default: a new short one, removed at the end). `settings`: variables GPUMUX_* for it. On leaving,
-    a daemon that needs killing, or ends with another status than 0, raises DaemonFailed; one that
-    the block itself has ended (a test that kills it) is left alone.
+    `cores`: those it and its executors may use (default: all that we may). `directory`: where its sockets go (default:
+    a new short one, removed at the end). `settings`: variables GPUMUX_* for it. On leaving, a daemon that needs
+    killing, or ends with another status than 0, raises DaemonFailed; one that the block itself has ended (a test that
+    kills it) is left alone.
     """
     own = directory is None
     where = Path(tempfile.mkdtemp(prefix="gm-")) if directory is None else directory
@@ -111,7 +112,8 @@ def running_daemon(
 
 
 def _answers(endpoint: str) -> bool:
-    """It listens early and answers once its device is open, so this mostly waits; a process to ask would take its core."""
+    """It listens early and answers once its device is open, so this mostly waits; a process to ask would take its
+    core."""
     try:
         Control(endpoint, timeout=2.0).close()
     except GpumuxError:

@@ -1,5 +1,5 @@
-"""DeepPool's layer times (`profile/*.prof` of DeepPoolML/DeepPool) as profiles, for the ablation. No such file is part of
-gpumux: its path is given on the command line.
+"""DeepPool's layer times (`profile/*.prof` of DeepPoolML/DeepPool) as profiles, for the ablation. No such file is part
+of gpumux: its path is given on the command line.
 
 One line a layer and batch size: `kind{parameters}[batch][shape]`, total ms, forward us, backward us; `sum:` closes a
 batch size. A convolution's backward time stands at the rectifier behind it. What the file lacks is modelled as the

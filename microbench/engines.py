@@ -1,5 +1,5 @@
-"""Ways to run a job's steps: plain, as a hand-captured CUDA graph, through a daemon. Each starts a step and gives a function
-that waits for it. Imports torch."""
+"""Ways to run a job's steps: plain, as a hand-captured CUDA graph, through a daemon. Each starts a step and gives a
+function that waits for it. Imports torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class PlainCpu:
 
 
 class PlainCuda:
-    """The step on a stream of its own, operator by operator or (`graph`) as one CUDA graph, the way one would write it by
-    hand: inputs from pinned memory on a copy stream, two sets of them, so that copies overlap the step before."""
+    """The step on a stream of its own, operator by operator or (`graph`) as one CUDA graph, the way one would write it
+    by hand: inputs from pinned memory on a copy stream, two sets of them, so that copies overlap the step before."""
 
     def __init__(self, built: Built, *, graph: bool) -> None:
         self._built = built

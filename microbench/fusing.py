@@ -1,7 +1,8 @@
-"""Ways to train several models of one kind on one device, and what each takes: time, in turns, and memory, alone. Imports torch.
+"""Ways to train several models of one kind on one device, and what each takes: time, in turns, and memory, alone.
+Imports torch.
 
-Whatever runs a model runs in a process forked from one that has imported torch and done nothing with it: so peaks of resident memory
-are each way's own, and nothing is imported twice.
+Whatever runs a model runs in a process forked from one that has imported torch and done nothing with it: so peaks of
+resident memory are each way's own, and nothing is imported twice.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from gpumux import fuse
 from gpumux.errors import GpumuxError
 from microbench.handfused.train import hand_fused, vmapped
 
-# The plain loop, one model after another; gpumux's captured steps, likewise; a process a model, all at once; HFTA's way; vmap over
-# gradients, and that through torch.compile; an array of gpumux, and that compiled.
+# The plain loop, one model after another; gpumux's captured steps, likewise; a process a model, all at once; HFTA's
+# way; vmap over gradients, and that through torch.compile; an array of gpumux, and that compiled.
 SERIAL, CAPTURED, PROCESSES = "serial", "captured", "processes"
 HAND, VMAP, COMPILED, OURS, OURS_COMPILED = "hand", "vmap", "compiled", "fused", "fused-compiled"
 WAYS = (SERIAL, CAPTURED, PROCESSES, HAND, VMAP, COMPILED, OURS, OURS_COMPILED)
@@ -110,8 +111,8 @@ def memory(setting: Setting, ways: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def concurrent(setting: Setting) -> tuple[list[float], int]:
-    """One process a model, all at once, each with its part of the threads: models' steps a second of each turn, and the sum of
-    what they held. Raises FusionFailed."""
+    """One process a model, all at once, each with its part of the threads: models' steps a second of each turn, and the
+    sum of what they held. Raises FusionFailed."""
     children = [_Child(_alone, setting, index) for index in range(setting.models)]
     answers = _ask(children, go=True)
     rates = [sum(a["steps"][turn] for a in answers) / setting.seconds for turn in range(setting.repeats)]
@@ -136,7 +137,8 @@ def _turns(pipe: Connection, setting: Setting, ways: Sequence[str]) -> None:
                 continue
             trains[way], found[way] = train, {"samples": []}
         gc.collect()
-        gc.freeze()  # a collection that walks all that was captured takes as long as a turn, whoever's turn it falls into
+        # a collection that walks all that was captured takes as long as a turn, whoever's turn it falls into
+        gc.freeze()
         for repeat in range(setting.repeats):
             for way, train in list(trains.items())[:: -1 if repeat % 2 else 1]:
                 found[way]["samples"].append(setting.models * _rate(setting, train))
@@ -261,8 +263,8 @@ def _ask(children: Sequence[_Child], go: bool = False) -> list[Any]:
 
 
 def overhead_bytes(device: str) -> int:
-    """What a process holds that has trained nothing, and each of `PROCESSES` holds again: resident (in part shared), or on the GPU a
-    context, if nobody else uses the card."""
+    """What a process holds that has trained nothing, and each of `PROCESSES` holds again: resident (in part shared), or
+    on the GPU a context, if nobody else uses the card."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(_ask([_Child(_context)])[0])

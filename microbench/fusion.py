@@ -1,12 +1,15 @@
-"""Training B models of one kind on one device: one after another, as processes, fused by hand, by vmap, and fused by gpumux.
+"""Training B models of one kind on one device: one after another, as processes, fused by hand, by vmap, and fused by
+gpumux.
 
-Throughput is models' steps a second, over that of the plain loop in the same turn. The models are those of the HFTA paper (clients/models/workloads.py),
-each with a learning rate and a seed of its own, on a batch that all share. The published figures stand beside: other machines, and batches
-of their own for each model, so they are marks and no comparison.
+Throughput is models' steps a second, over that of the plain loop in the same turn. The models are those of the HFTA
+paper (clients/models/workloads.py), each with a learning rate and a seed of its own, on a batch that all share. The
+published figures stand beside: other machines, and batches of their own for each model, so they are marks and no
+comparison.
 
     python -m microbench.fusion --workload cnn transformer --models 8
 
-A long measurement may be made in parts: with --add, FILE keeps what it holds, and what it lacks is measured. microbench.fusionplot draws it.
+A long measurement may be made in parts: with --add, FILE keeps what it holds, and what it lacks is measured.
+microbench.fusionplot draws it.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ FLOOR = 0.95  # of the plain loop's throughput: fusing must never cost more than
 MARKS = {("transformer", 2): 2.6, ("cnn", 4): 1.6}  # by hand, 8 small models on two cores; by workload and batch size
 MARKED_MODELS = 8
 DRIVER = Path("/dev/nvidiactl")
-# Peak throughput over one model after another, however many models: HFTA, table 8 for the first three (the better of FP32 and AMP, table 5)
-# and appendix I, which gives a range for the others.
+# Peak throughput over one model after another, however many models: HFTA, table 8 for the first three (the better of
+# FP32 and AMP, table 5) and appendix I, which gives a range for the others.
 PAPER: dict[str, dict[str, Any]] = {
     "pointnet_cls": {"V100": 5.02, "RTX6000": 4.36, "A100": 11.50},
     "pointnet_seg": {"V100": 4.29, "RTX6000": 3.63, "A100": 9.48},
@@ -132,7 +135,8 @@ def unusable(device: str, ways: Sequence[str]) -> str:
 
 
 class Clock:
-    """How far a measurement is, and how long the rest may take: as long for each model, and twice that beside, as so far."""
+    """How far a measurement is, and how long the rest may take: as long for each model, and twice that beside, as so
+    far."""
 
     def __init__(self, models: Sequence[int]) -> None:
         self._left, self._count = list(models), len(models)

@@ -1,4 +1,5 @@
-"""Pictures of `microbench.fusion`'s results: throughput over the number of models, and memory (HFTA, figures 4, 6 and 8).
+"""Pictures of `microbench.fusion`'s results: throughput over the number of models, and memory (HFTA, figures 4, 6 and
+8).
 
 python -m microbench.fusionplot microbench/results/cpu-fusion-tiny.json --throughput docs/img/fusion_throughput.png
 """

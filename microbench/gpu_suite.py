@@ -1,12 +1,12 @@
-"""Everything that needs a GPU, in parts of less than nine minutes, the most important first: what is taken for granted, tests,
-experiments, benchmarks.
+"""Everything that needs a GPU, in parts of less than nine minutes, the most important first: what is taken for granted,
+tests, experiments, benchmarks.
 
-Each part writes gpu-PART.json, gpu-PART.txt and gpu-PART-logs.tgz, the programs' whole output, into --out after every program it ran. Run
-again with the same --out (or with the earlier files' folder as --resume) it goes on where it was; --fresh begins anew. --check imports what
-the parts need, which takes no GPU, and says what is missing.
+Each part writes gpu-PART.json, gpu-PART.txt and gpu-PART-logs.tgz, the programs' whole output, into --out after every
+program it ran. Run again with the same --out (or with the earlier files' folder as --resume) it goes on where it was;
+--fresh begins anew. --check imports what the parts need, which takes no GPU, and says what is missing.
 
-Exit status: 0 all of it ran, and passed or was skipped by name; 1 something failed; 69 there is no CUDA device (what would run
-is listed); 75 the time was up first, run the same command again; 64 wrong usage; 130 interrupted.
+Exit status: 0 all of it ran, and passed or was skipped by name; 1 something failed; 69 there is no CUDA device (what
+would run is listed); 75 the time was up first, run the same command again; 64 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def listing(jobs: Mapping[str, Sequence[Job]]) -> str:
 
 
 class Suite:
-    """One part: what ran already, what is left, and the files that say so. `found[name]` has `status`, `seconds`, `result` (what the
-    program wrote) and, where it failed, the end of its `output`."""
+    """One part: what ran already, what is left, and the files that say so. `found[name]` has `status`, `seconds`,
+    `result` (what the program wrote) and, where it failed, the end of its `output`."""
 
     def __init__(
         self, part: str, jobs: Sequence[Job], device: Mapping[str, Any], out: Path | None, resume: Path | None
@@ -222,8 +222,8 @@ def unpacked(path: Path) -> dict[str, bytes]:
 
 
 def run_job(job: Job, within_s: float, earlier: Any) -> tuple[dict[str, Any], str]:
-    """Run one program in a process group of its own and read what it wrote; its output beside that. `earlier`: what it wrote the last
-    time, which a program that goes on where it was finds in its file."""
+    """Run one program in a process group of its own and read what it wrote; its output beside that. `earlier`: what it
+    wrote the last time, which a program that goes on where it was finds in its file."""
     with tempfile.TemporaryDirectory(prefix="gm-suite-") as directory:
         wrote, said, warned = (Path(directory) / name for name in ("result", "said", "warned"))
         if job.resumes and earlier is not None:

@@ -1,5 +1,5 @@
-"""The jobs that share a device in the benchmarks: models of the papers, full size or tiny, training or answering requests.
-Imports torch (and transformers, for BERT and GPT-2, with weights drawn at random: nothing is downloaded)."""
+"""The jobs that share a device in the benchmarks: models of the papers, full size or tiny, training or answering
+requests. Imports torch (and transformers, for BERT and GPT-2, with weights drawn at random: nothing is downloaded)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Built:
 
 @dataclass(frozen=True)
 class Recipe:
-    """`full` and `tiny` make the model; `input`: pixels of an image's edge, or tokens, of each size; `batch`: samples of a training
-    step, of each size. A request is one sample."""
+    """`full` and `tiny` make the model; `input`: pixels of an image's edge, or tokens, of each size; `batch`: samples
+    of a training step, of each size. A request is one sample."""
 
     full: Callable[[], nn.Module]
     tiny: Callable[[], nn.Module]
@@ -60,7 +60,8 @@ def _tiny_inception() -> nn.Module:
 
 
 class Kernels(nn.Module):
-    """`count` kernels of one kind over a tensor of `rows` rows that is made from one number, so that nothing large is sent."""
+    """`count` kernels of one kind over a tensor of `rows` rows that is made from one number, so that nothing large is
+    sent."""
 
     def __init__(self, intensity: str, rows: int, width: int, count: int) -> None:
         super().__init__()

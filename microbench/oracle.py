@@ -4,24 +4,29 @@ The oracle has what the guard has: the same pieces, the same non-preemptive devi
 time within `max_slowdown` of alone, the 99th percentile within twice that excess). It knows what the guard has to
 learn: every duration, when the next step comes, and what each choice will lead to, because it tries it.
 
-The search is over plans (planned.py). Each is simulated exactly, on the same engine, and only one that keeps the promise counts:
+The search is over plans (planned.py). Each is simulated exactly, on the same engine, and only one that keeps the
+promise counts:
 
-1. For each high piece and share: low pieces are launched there and nowhere else, one in every second step. So each launch's
+1. For each high piece and share: low pieces are launched there and nowhere else, one in every second step. So each
+  launch's
    cost is known, by low piece, high piece and share: what it adds to its step and the next.
-2. Each low piece gets the places where it costs least for the work it does: the best one and those not much dearer, to several
+2. Each low piece gets the places where it costs least for the work it does: the best one and those not much dearer, to
+  several
    meanings of "much".
-3. Every high step adds a credit to an account that launches are paid from. The credit is bisected to where the promise is just kept
+3. Every high step adds a credit to an account that launches are paid from. The credit is bisected to where the promise
+  is just kept
    in mean and tail. So that the tail holds, what one step may bear is bounded, too, to several bounds.
 
-No plan is simulated whose outcome is known: a plan tried before, and more credit where less has held no launch back (then each
-launch is paid at the same moment as before). And none is simulated further once the promise is broken, whatever comes.
+No plan is simulated whose outcome is known: a plan tried before, and more credit where less has held no launch back
+(then each launch is paid at the same moment as before). And none is simulated further once the promise is broken,
+whatever comes.
 
-Why this is near the optimum: with steps that repeat, cost and gain of a low launch belong to its place in the step and to its
-kind; the low job's pieces come in order, so each has to run somewhere, and where launches don't affect one another nothing is
-better than the cheapest places as often as the promise bears. It is not above the optimum, since
-everything it reports was reached; and it is not proven to be it: a plan tells no moments within a high piece apart and does not
-look ahead in the low job. So the harvest of the guard itself, where it kept the promise, is one of the candidates
-(sweep.py): nobody's share exceeds 1 unless the promise was broken.
+Why this is near the optimum: with steps that repeat, cost and gain of a low launch belong to its place in the step and
+to its kind; the low job's pieces come in order, so each has to run somewhere, and where launches don't affect one
+another nothing is better than the cheapest places as often as the promise bears. It is not above the optimum, since
+everything it reports was reached; and it is not proven to be it: a plan tells no moments within a high piece apart and
+does not look ahead in the low job. So the harvest of the guard itself, where it kept the promise, is one of the
+candidates (sweep.py): nobody's share exceeds 1 unless the promise was broken.
 """
 
 from __future__ import annotations
@@ -130,8 +135,8 @@ class Search:
         return max(keeping, key=lambda t: t.harvest) if keeping else min(candidates, key=lambda t: t.mean)
 
     def _costs(self) -> dict[Entry, Cost]:
-        """High seconds that a launch costs, by low piece, high piece and share; a piece never seen at a place costs what
-        others cost there, by their length."""
+        """High seconds that a launch costs, by low piece, high piece and share; a piece never seen at a place costs
+        what others cost there, by their length."""
         found: dict[Entry, Cost] = {}
         launches = min(MOST_PROBES, PROBES * self._low_count)
         for share in self._spec.shares:
@@ -156,8 +161,8 @@ class Search:
                 found[(j, *place)] = known.get(j, (here * work[j], after * work[j]))
 
     def _plan(self, costs: dict[Entry, Cost], dearer: float, *, widest: bool) -> Plan:
-        """For each low piece the places that cost no more than `dearer` times its cheapest, and there the cheapest share,
-        or the widest of those that cost no more: it is done sooner."""
+        """For each low piece the places that cost no more than `dearer` times its cheapest, and there the cheapest
+        share, or the widest of those that cost no more: it is done sooner."""
         least = dict.fromkeys(range(self._low_count), inf)
         for (j, _, _), cost in costs.items():
             least[j] = min(least[j], max(sum(cost), MIN_COST_S))
@@ -198,7 +203,8 @@ class Search:
 
 
 class Broken:
-    """Tells of a simulation under way that its high job's promise can't be kept any more, whatever the steps left take."""
+    """Tells of a simulation under way that its high job's promise can't be kept any more, whatever the steps left
+    take."""
 
     def __init__(self, max_slowdown: float, alone: Solo) -> None:
         self._alone = alone

@@ -1,7 +1,7 @@
 """What gpumux costs a job that is alone on a GPU: against the whole step captured by hand as one CUDA graph.
 
-Training steps are pipelined, two asked for at a time, and compared by rate; requests come one at a time at random and are
-compared by the seconds from their arrival to their answer. Both ways are open at once and take turns.
+Training steps are pipelined, two asked for at a time, and compared by rate; requests come one at a time at random and
+are compared by the seconds from their arrival to their answer. Both ways are open at once and take turns.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def measure(
     setting: Setting, jobs: Sequence[str] = JOBS, repeats: int = 4, policy: str = "guarded",
     after: Callable[[dict[str, dict[str, Any]]], None] = lambda measured: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """By job; `after` is told what there is after each. A job that can't be measured has an `error`, and the others are measured in a
-    daemon of their own. Raises DaemonFailed where none can be started."""
+    """By job; `after` is told what there is after each. A job that can't be measured has an `error`, and the others are
+    measured in a daemon of their own. Raises DaemonFailed where none can be started."""
     measured: dict[str, dict[str, Any]] = {}
     while left := [job for job in jobs if job not in measured]:
         try:

@@ -1,9 +1,9 @@
 """How much of its throughput alone a high kernel keeps next to a low one, by how long and how memory-bound both are
 (DeepPool, figure 12).
 
-Both kernels run over and over, in streams of their priority behind short windows. A kernel fills the GPU with `--waves` waves of
-equal blocks, so its blocks last a wave: nothing else can start in their place until they end, which is what a short
-high kernel next to a long low one suffers from. Its intensity is the part of the memory bandwidth it uses alone.
+Both kernels run over and over, in streams of their priority behind short windows. A kernel fills the GPU with `--waves`
+waves of equal blocks, so its blocks last a wave: nothing else can start in their place until they end, which is what a
+short high kernel next to a long low one suffers from. Its intensity is the part of the memory bandwidth it uses alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The pairs on the CPU device, measured on a real daemon: steps of one kind of operator, short or long, computing or moving
-memory. A CPU operator can't be stopped by another process's priority either, but the kernel's scheduler can: what is
-measured is the daemon's pacing on one core."""
+"""The pairs on the CPU device, measured on a real daemon: steps of one kind of operator, short or long, computing or
+moving memory. A CPU operator can't be stopped by another process's priority either, but the kernel's scheduler can:
+what is measured is the daemon's pacing on one core."""
 
 from __future__ import annotations
 

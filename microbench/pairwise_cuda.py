@@ -1,7 +1,8 @@
 """The pairs on a GPU, measured on a real daemon: kernels of a wanted length, bound by arithmetic or by bandwidth.
 
-Each kind is a matrix product or an addition over a tensor whose rows were grown until it takes so long. One client holds ten
-high jobs, another ten low ones, one of each kind; a pair is one of each running, both with two steps asked for.
+Each kind is a matrix product or an addition over a tensor whose rows were grown until it takes so long. One client
+holds ten high jobs, another ten low ones, one of each kind; a pair is one of each running, both with two steps asked
+for.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def _rate(setting: Setting, running: Sequence[tuple[Worker, int]]) -> float:
 
 
 def calibrated(device: str, kinds: Sequence[Kind]) -> list[str]:
-    """A job of each kind by name (jobs.KERNELS), with rows found in a process of their own, whose context is gone then."""
+    """A job of each kind by name (jobs.KERNELS), with rows found in a process of their own, whose context is gone
+    then."""
     asked = json.dumps([device, [[kind.seconds, kind.intensity] for kind in kinds]])
     command = [sys.executable, "-m", "microbench.pairwise_cuda", asked]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CALIBRATE_S)

@@ -1,10 +1,10 @@
 """A scheduler that knows everything and follows a plan: what the guard is compared with.
 
-One high and one low job. High pieces are launched as the daemon does it, two at a time. The plan says for each low piece, and for
-each high piece beside which it would begin, on which part of the GPU it may be launched (0: not there), and what that is known to cost
-the high step; what a step has cost so far may be bounded. Between high steps a low piece that ends before the next step
-begins is always launched. When pieces begin and end is known in advance: steps repeat. So a low piece is also launched ahead of
-time, to arrive just when it may run.
+One high and one low job. High pieces are launched as the daemon does it, two at a time. The plan says for each low
+piece, and for each high piece beside which it would begin, on which part of the GPU it may be launched (0: not there),
+and what that is known to cost the high step; what a step has cost so far may be bounded. Between high steps a low piece
+that ends before the next step begins is always launched. When pieces begin and end is known in advance: steps repeat.
+So a low piece is also launched ahead of time, to arrive just when it may run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ NO_TIMES = StepTimes(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Plan:
-    """`shares[(j, p)]`: on which part of the GPU low piece j may begin beside high piece p (or in the gap, where it does not fit
-    any more), nowhere if it is not there. A launch
-    adds `costs` (high seconds) to its step and to the next one, neither of which is to pass `step_limit`, and takes
-    both from an account that every high step adds `credit` to. `depth`: low launches outstanding beside high work;
-    `most`: low launches beside one high step; `every`: only each so-many-th step gets any."""
+    """`shares[(j, p)]`: on which part of the GPU low piece j may begin beside high piece p (or in the gap, where it
+    does not fit any more), nowhere if it is not there. A launch adds `costs` (high seconds) to its step and to the next
+    one, neither of which is to pass `step_limit`, and takes both from an account that every high step adds `credit` to.
+    `depth`: low launches outstanding beside high work; `most`: low launches beside one high step; `every`: only each
+    so-many-th step gets any."""
 
     shares: Mapping[tuple[int, int], float]
     costs: Mapping[Entry, Cost] = field(default_factory=dict)
@@ -55,8 +55,8 @@ class Plan:
 
 
 class Coming:
-    """The high pieces from some moment on: those out, the rest of their step and the next one. `seconds`: what each takes; piece
-    `first` of `step` begins at `begins`, and `gap_s` lie between the steps."""
+    """The high pieces from some moment on: those out, the rest of their step and the next one. `seconds`: what each
+    takes; piece `first` of `step` begins at `begins`, and `gap_s` lie between the steps."""
 
     __slots__ = ("_edges", "_first", "_gap_s", "_seconds", "_step")
 
@@ -78,8 +78,8 @@ class Coming:
         return step, first + at - 1, edges[at - 1]
 
     def wake(self, now: float, ahead_s: float, low: int, shares: Mapping[tuple[int, int], float]) -> float | None:
-        """The first moment after `now` that lies `ahead_s` before a high piece which low piece `low` may begin beside, or before the
-        end of this step; None where there is none."""
+        """The first moment after `now` that lies `ahead_s` before a high piece which low piece `low` may begin beside,
+        or before the end of this step; None where there is none."""
         edges, first = self._edges, self._first
         last = len(edges) - 1
         for at in range(bisect_right(edges, now, 1), last):
@@ -231,8 +231,8 @@ class Planned:
             self._launch(low, now, ends, share, beside)
 
     def _place(self, coming: Coming, begins: float) -> tuple[int | None, int, float]:
-        """Where the next low piece would begin: in which high step (None: in a gap that it fits into), beside which piece of it, and
-        its share there, 0 if it may not."""
+        """Where the next low piece would begin: in which high step (None: in a gap that it fits into), beside which
+        piece of it, and its share there, 0 if it may not."""
         piece = self._low.piece
         slot = coming.after(begins)
         if slot is None:

@@ -1,4 +1,5 @@
-"""How quickly burst-parallel plans are found, next to the published search in the same run, and what the plans are worth.
+"""How quickly burst-parallel plans are found, next to the published search in the same run, and what the plans are
+worth.
 
 With --profiles DIR, which holds DeepPool's `profile/*.prof`, the layer times are theirs; without, they are modelled.
 """
@@ -119,7 +120,8 @@ def modelled(name: str) -> ModelProfile:
 
 
 def searches(graph: Graph, gpus: int, batch: int, limit: float, repeats: int) -> dict[str, Any]:
-    """Both searches in turns, from profiles in memory to a plan. `first_s`: ours with all it keeps between searches gone."""
+    """Both searches in turns, from profiles in memory to a plan. `first_s`: ours with all it keeps between searches
+    gone."""
     model = ProfiledCosts(graph, batch, powers_of_two(gpus), preset("nvswitch"))
     ways: dict[str, tuple[Search, Costs]] = {
         "optimal": (optimal.search, model),
@@ -164,9 +166,9 @@ class LookedUp:
 
 
 def turn(search: Search, graph: Graph, given: Costs, limit: float, gpus: int, *, forgetting: bool) -> float:
-    """Seconds of the processor for one search, over as many as fit into TURN_S, at least one: its caches know either search
-    then. Time in which others had the processor is not counted; both searches are one thread. `forgetting`: before each, what
-    our search keeps from one time to the next is dropped."""
+    """Seconds of the processor for one search, over as many as fit into TURN_S, at least one: its caches know either
+    search then. Time in which others had the processor is not counted; both searches are one thread. `forgetting`:
+    before each, what our search keeps from one time to the next is dropped."""
     spent, searches = 0.0, 0
     while spent < TURN_S or not searches:
         if forgetting:

@@ -1,8 +1,8 @@
 """A high job's step time next to a greedy low one, under each policy, over its step time alone.
 
 Both jobs want the whole device: the daemon is given one core and runs one piece at a time there; the
-clients keep to the other cores, if there are any. The high job asks for a step, waits for its answer and asks for the next; the low
-job, in a process of its own, keeps as many steps submitted as it may. In each policy's daemon, turns
+clients keep to the other cores, if there are any. The high job asks for a step, waits for its answer and asks for the
+next; the low job, in a process of its own, keeps as many steps submitted as it may. In each policy's daemon, turns
 alone and turns next to the low job (paused and resumed) alternate.
 """
 
@@ -106,8 +106,8 @@ def measure(
     seconds: float = inf,
 ) -> dict[str, Any]:
     """Median high step seconds of each turn, alone and shared, and what the low job got done. `low_s`: how long a plain
-    step of it takes; `max_slowdown`: what the high job is promised; `warmup`: steps of the first turns (default: as many);
-    `seconds`: after which a turn ends, whatever its steps are."""
+    step of it takes; `max_slowdown`: what the high job is promised; `warmup`: steps of the first turns (default: as
+    many); `seconds`: after which a turn ends, whatever its steps are."""
     workload = high_workload()
     alone: list[float] = []
     shared: list[float] = []
@@ -150,7 +150,8 @@ def measure(
 
 
 def median_step(job: Any, workload: Workload, steps: int, seconds: float = inf) -> float:
-    """Median seconds from asking for a step to having its answer, of so many steps, or as many as `seconds` are enough for."""
+    """Median seconds from asking for a step to having its answer, of so many steps, or as many as `seconds` are enough
+    for."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < steps and (not times or time.perf_counter() < end):

@@ -1,4 +1,5 @@
-"""What processes take of memory together: proportional sizes (PSS) by role, sampled while they work. Imports no torch."""
+"""What processes take of memory together: proportional sizes (PSS) by role, sampled while they work. Imports no
+torch."""
 
 from __future__ import annotations
 

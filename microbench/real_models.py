@@ -33,9 +33,9 @@ class RealModel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """`make(transformers, tiny)` is the model; `inputs(length, draws, tiny)` a batch's named arguments. `lengths`: of a batch, in
-    tokens or, for models of images and sound, in samples; the first is the usual one, all are met in turn. `sgd`: trained
-    with momentum, the others with AdamW."""
+    """`make(transformers, tiny)` is the model; `inputs(length, draws, tiny)` a batch's named arguments. `lengths`: of a
+    batch, in tokens or, for models of images and sound, in samples; the first is the usual one, all are met in turn.
+    `sgd`: trained with momentum, the others with AdamW."""
 
     make: Callable[[Any, bool], nn.Module]
     inputs: Callable[[int, torch.Generator, bool], dict[str, Tensor]]
@@ -155,8 +155,8 @@ def _transformers() -> Any:
 
 
 def build(name: str, size: str = "full", seed: int = 0) -> RealModel:
-    """The model, its optimizer and a few batches of each length, the same for the same seed. Raises ConfigError for a name
-    there is not."""
+    """The model, its optimizer and a few batches of each length, the same for the same seed. Raises ConfigError for a
+    name there is not."""
     if name not in RECIPES:
         raise ConfigError(f"no model is called {name!r}", f"use one of {', '.join(RECIPES)}")
     recipe, tiny = RECIPES[name], size == "tiny"

@@ -1,8 +1,8 @@
-"""Seven real models at their real sizes, as jobs and in plain torch: memory by process, the seconds of submit, the first steps,
-steady steps, and whether all bits are equal.
+"""Seven real models at their real sizes, as jobs and in plain torch: memory by process, the seconds of submit, the
+first steps, steady steps, and whether all bits are equal.
 
-Each part runs in a process of its own, and this one samples their memory several times a second (proportional sizes, so that shared
-pages count once; and shared memory that no process has mapped):
+Each part runs in a process of its own, and this one samples their memory several times a second (proportional sizes, so
+that shared pages count once; and shared memory that no process has mapped):
 
 plain     build, five steps: its peak is what memory is compared with
 job       submit, five steps, a snapshot, sync, on a daemon of its own that keeps snapshots
@@ -10,8 +10,8 @@ rates     a plain model and a job of the same weights: the first three steps of 
           then steps in turn
 lengths   (`--lengths MODEL`) batches of five lengths in turn, twice: plain, and as a job
 
-Jobs are of high priority, for the processes of low ones give way to whatever else runs on the machine, and that would be measured.
-One thread each. Shares of the machine that others take show in the spreads, and in "load" of the result.
+Jobs are of high priority, for the processes of low ones give way to whatever else runs on the machine, and that would
+be measured. One thread each. Shares of the machine that others take show in the spreads, and in "load" of the result.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def plain_lengths_part(name: str, size: str, endpoint: str) -> None:
 
 @contextmanager
 def parts_of_submit() -> Iterator[dict[str, float]]:
-    """Seconds that go by in loading Programs (which has them checked first) and in copying state, while this is active."""
+    """Seconds that go by in loading Programs (which has them checked first) and in copying state, while this is
+    active."""
     from gpumux.client.remote import Remote
 
     spent = {"load": 0.0, "state": 0.0}

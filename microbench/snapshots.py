@@ -3,9 +3,9 @@
 plain     a job that does not come back (`replay_bytes=0`): no copies of batches, no snapshots
 kept      a job that does: a copy of each batch, and a snapshot every `--interval` seconds, far more often than usual
 
-Two figures: the extra time of a step between snapshots (the copy, and looking whether one is due), from medians of steps;
-and what one snapshot costs its job in all, from the seconds of whole turns. The other jobs of a daemon pay nothing but the
-processor and disk time of the writing process, which has the lowest priority.
+Two figures: the extra time of a step between snapshots (the copy, and looking whether one is due), from medians of
+steps; and what one snapshot costs its job in all, from the seconds of whole turns. The other jobs of a daemon pay
+nothing but the processor and disk time of the writing process, which has the lowest priority.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ LONGEST_S = 60.0  # of a turn that waits for a snapshot, on a machine whose disk
 def run_turn(
     job: client.Job, work: workloads.Workload, seconds: float, snapshots: int = 0
 ) -> tuple[list[float], float]:
-    """Seconds of each step of one turn, and of the turn, which goes on until the job has asked for so many snapshots."""
+    """Seconds of each step of one turn, and of the turn, which goes on until the job has asked for so many
+    snapshots."""
     steps = []
     began = now = time.perf_counter()
     i = 0

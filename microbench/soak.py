@@ -1,12 +1,14 @@
 """A daemon among many clients, good and bad: they join, work, pause, change, leave, hang, are killed, or send garbage.
 
-Up to a few hundred clients: most are light ones that speak the protocol through gpumux's session, twelve in a process, some train with
-torch. Beside them an operator pauses, stops and regrades jobs, processes of clients are killed and stopped for longer than a lease, and
-vandals send bytes, messages and connections that nobody should; where we are root, one of them is another user who opens more
-connections than one may have. What happens is made of the seed (soaking/plan.py); the core's invariants are checked meanwhile.
+Up to a few hundred clients: most are light ones that speak the protocol through gpumux's session, twelve in a process,
+some train with torch. Beside them an operator pauses, stops and regrades jobs, processes of clients are killed and
+stopped for longer than a lease, and vandals send bytes, messages and connections that nobody should; where we are root,
+one of them is another user who opens more connections than one may have. What happens is made of the seed
+(soaking/plan.py); the core's invariants are checked meanwhile.
 
-Afterwards: every acknowledged step must have had the right bits (worked out beside it, or by the same loop without a daemon), and the
-daemon must hold what it held before: descriptors, shared memory, processes, and memory after the last tide as after the first.
+Afterwards: every acknowledged step must have had the right bits (worked out beside it, or by the same loop without a
+daemon), and the daemon must hold what it held before: descriptors, shared memory, processes, and memory after the last
+tide as after the first.
 """
 
 from __future__ import annotations
@@ -98,8 +100,8 @@ class Daemon:
 
 
 def settled(daemon: Daemon, control: Control, before: watch.Holding | None) -> watch.Holding:
-    """What it holds at rest: once it holds no more than `before`, or after REST_S. What is on its way out (half-open connections have
-    five seconds) is no leak, and its collector runs when nothing else does."""
+    """What it holds at rest: once it holds no more than `before`, or after REST_S. What is on its way out (half-open
+    connections have five seconds) is no leak, and its collector runs when nothing else does."""
     until = time.monotonic() + REST_S
     at_rest(control, daemon.alive, REST_S)
     if before is None:

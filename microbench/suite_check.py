@@ -1,5 +1,5 @@
-"""What the GPU suite needs of this machine before anything of it runs: packages, by importing them; torch with CUDA; a driver. Needs no GPU,
-and nothing but the standard library until a package is tried."""
+"""What the GPU suite needs of this machine before anything of it runs: packages, by importing them; torch with CUDA; a
+driver. Needs no GPU, and nothing but the standard library until a package is tried."""
 
 from __future__ import annotations
 

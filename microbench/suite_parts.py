@@ -20,9 +20,10 @@ LIMIT = "{limit}"
 
 @dataclass(frozen=True)
 class Job:
-    """One program. `arguments` may hold RESULT, the file it is to write, and LIMIT, the seconds it has. `least_s`: without so much time it
-    is not begun; `most_s`: it is ended then. `resumes`: it finds its earlier file, and says 75 when it is not done. `expected_s`: what it is
-    thought to take on a Hopper card; of one that resumes, a first useful run."""
+    """One program. `arguments` may hold RESULT, the file it is to write, and LIMIT, the seconds it has. `least_s`:
+    without so much time it is not begun; `most_s`: it is ended then. `resumes`: it finds its earlier file, and says 75
+    when it is not done. `expected_s`: what it is thought to take on a Hopper card; of one that resumes, a first useful
+    run."""
 
     name: str
     title: str
@@ -49,15 +50,16 @@ def jobs(part: str) -> list[Job]:
     return list(_PARTS[part])
 
 
-# A hang costs one test and not the file; warnings of versions that were never run together are no errors at first contact; the first
-# failures say more than the thirtieth.
+# A hang costs one test and not the file; warnings of versions that were never run together are no errors at first
+# contact; the first failures say more than the thirtieth.
 _PYTEST = ("-v", "-o", "filterwarnings=default", "--maxfail", "4", "--tb", "short")
 HANGS_S = 40  # a test that takes longer
 STARTS_S = 100  # one that may have to wait for a daemon, and for its first step
 
 
 def _tests(name: str, expected_s: float, title: str = "", only: str = "", hangs_s: int = HANGS_S) -> Job:
-    """A file of tests is one program: a context that a faulty kernel ended must not fail the next file's. `only`: pytest's -k."""
+    """A file of tests is one program: a context that a faulty kernel ended must not fail the next file's. `only`:
+    pytest's -k."""
     path = f"tests/gpu/test_{name.partition(' ')[0]}.py"
     chosen = ("-k", only) if only else ()
     # xunit1 is the family that has properties by test.
@@ -91,7 +93,8 @@ _PAIRS = "the pairs of models in every way to share a device"
 _TECHNIQUES = "each technique's worth (DeepPool, figure 11), beside the simulator's prediction"
 _KERNELS = "short and long kernels in pairs (DeepPool, figure 12), beside the simulator's prediction"
 _ALONE = "a job alone over a plain hand-captured graph; what a request takes longer"
-# By importance, and so that none needs more than half of its time: the parts of tools/first_contact.sh, and of `make gpu`.
+# By importance, and so that none needs more than half of its time: the parts of tools/first_contact.sh, and of `make
+# gpu`.
 _PARTS: dict[str, tuple[Job, ...]] = {
     "smoke": (Job("smoke", _SMOKE, ("-m", "microbench.cuda.smoke", "--out", RESULT), most_s=80.0, expected_s=40.0),),
     "driver": (_tests("driver", 15.0), _tests("forms", 20.0)),

@@ -1,8 +1,9 @@
 """Random pairs of jobs under the guard: is the promise kept, and how much of what could be harvested is?
 
-Each pair is a high and a low job made of random kernels; the seed says which. The guard's run is `--steps` high steps, of which
-the first `--learning` are reported apart. What could be harvested is what an oracle reaches (oracle.py). `--out` is a JSON
-list with one entry a pair; pairs in which the oracle finds next to nothing that keeps the promise are in it as infeasible.
+Each pair is a high and a low job made of random kernels; the seed says which. The guard's run is `--steps` high steps,
+of which the first `--learning` are reported apart. What could be harvested is what an oracle reaches (oracle.py).
+`--out` is a JSON list with one entry a pair; pairs in which the oracle finds next to nothing that keeps the promise are
+in it as infeasible.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ ORACLE = (
 
 
 def read_oracle(path: Path) -> dict[int, dict[str, Any]]:
-    """By pair, what an earlier sweep wrote. The oracle knows nothing of the guard: what it found of a pair stays so for as long
-    as the simulated device, the cuts and the oracle itself do. Raises ConfigError for a file that is none."""
+    """By pair, what an earlier sweep wrote. The oracle knows nothing of the guard: what it found of a pair stays so for
+    as long as the simulated device, the cuts and the oracle itself do. Raises ConfigError for a file that is none."""
     try:
         read = {int(entry["pair"]): entry for entry in json.loads(path.read_text())}
         if any(
@@ -110,7 +111,8 @@ def read_oracle(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def keep(path: Path, found: Sequence[dict[str, Any]]) -> None:
-    """Write what is known so far: a sweep takes long, and what was searched for an interrupted one can be given to the next (`--oracle`)."""
+    """Write what is known so far: a sweep takes long, and what was searched for an interrupted one can be given to the
+    next (`--oracle`)."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(found, indent=1) + "\n")
     new.replace(path)
@@ -143,7 +145,8 @@ def _begin_worker() -> None:
 
 
 def expected_work(pair: int, settings: Settings) -> float:
-    """What a pair takes to measure, in a unit of its own: about as many launches as end while a high step is under way."""
+    """What a pair takes to measure, in a unit of its own: about as many launches as end while a high step is under
+    way."""
     seed, model, _, max_slowdown, _, _ = settings
     spec = preset(model)
     high, low = random_pair(seed, pair, spec, max_slowdown)
@@ -189,7 +192,8 @@ def _duration(seconds: float) -> str:
 
 
 def measure_pair(pair: int, settings: Settings, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One pair under the policy, and what the oracle makes of it, or made (`known`). Raises ConfigError where that was another pair."""
+    """One pair under the policy, and what the oracle makes of it, or made (`known`). Raises ConfigError where that was
+    another pair."""
     seed, model, policy, max_slowdown, steps, learning = settings
     spec = preset(model)
     high, low = random_pair(seed, pair, spec, max_slowdown)
@@ -259,7 +263,8 @@ def describe(job: Workload, spec: GpuSpec) -> dict[str, Any]:
 
 def random_pair(seed: int, pair: int, spec: GpuSpec, max_slowdown: float) -> tuple[Workload, Workload]:
     """Two jobs of 10 to 40 kernels each. High kernels take 5 to 300 us, low ones 10 to 500 us; two high jobs in five
-    pause between steps, for at most as long as a step takes; every third has an operator or two that suffer from company."""
+    pause between steps, for at most as long as a step takes; every third has an operator or two that suffer from
+    company."""
     random = Random(f"{seed}/{pair}")
     high = random_kernels(random, spec, 5e-6, 300e-6)
     if random.random() < 1 / 3:

@@ -1,8 +1,8 @@
 """What a sweep costs by scheduler: `gpumux.tune.tune` on digits, trials one after another, as jobs, and as arrays.
 
 The same configurations, seeds and data for each; what is compared is the time from begin to end, capture and scoring
-included, and the seconds the device worked. Scores are compared, too: the best configuration must be one for all. One torch
-thread everywhere; the daemon may run as many jobs' pieces at once as there are cores.
+included, and the seconds the device worked. Scores are compared, too: the best configuration must be one for all. One
+torch thread everywhere; the daemon may run as many jobs' pieces at once as there are cores.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Ways for two jobs to share a device: taking turns as processes, under NVIDIA's MPS, as streams of one process, through gpumux.
-Imports no torch: jobs run in processes of their own."""
+"""Ways for two jobs to share a device: taking turns as processes, under NVIDIA's MPS, as streams of one process,
+through gpumux. Imports no torch: jobs run in processes of their own."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def is_request(job: str) -> bool:
 
 
 def solo(setting: Setting, job: str) -> dict[str, Any]:
-    """The job alone in a process. For requests, first how many it answers back to back, then half as many, at random."""
+    """The job alone in a process. For requests, first how many it answers back to back, then half as many, at
+    random."""
     with Worker([setting.task(job, setting.plain, "high")]) as worker:
         worker.answer()
         busy = measured(setting, worker)
@@ -94,8 +95,8 @@ def together(
     rates: Sequence[float | None],
     after: Callable[[str], None] = lambda endpoint: None,
 ) -> dict[str, Any]:
-    """Both jobs at the same time; `rates` of their requests. `after` is called with the daemon's endpoint while both jobs are
-    still there. Raises WorkerFailed."""
+    """Both jobs at the same time; `rates` of their requests. `after` is called with the daemon's endpoint while both
+    jobs are still there. Raises WorkerFailed."""
     with ExitStack() as stack:
         enter = stack.enter_context
         if way == STREAMS:
@@ -141,7 +142,8 @@ def _daemon(policy: str, setting: Setting) -> Iterator[str]:
 
 @contextmanager
 def _mps() -> Iterator[dict[str, str]]:
-    """An MPS control daemon of our own, with its sockets and logs in a directory of ours. No setting of the card changes."""
+    """An MPS control daemon of our own, with its sockets and logs in a directory of ours. No setting of the card
+    changes."""
     directory = Path(tempfile.mkdtemp(prefix="gm-mps-"))
     own = {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
     said = directory / "said.txt"  # no pipe: the control daemon would keep it open

@@ -1,8 +1,9 @@
 """A process that runs one job, or several in threads, and says when each of its steps ended.
 
-It reads what to do from stdin and answers on stdout, a JSON object a line: {"do": "open", "jobs": [...]}, then any number of
-{"do": "run", "which": [...], "begin": T, "end": T, "rates": [...]} on the clock that all processes of a machine share, then end of file. A job is
-run in a closed loop, or with a rate as requests that arrive at random and are answered one at a time.
+It reads what to do from stdin and answers on stdout, a JSON object a line: {"do": "open", "jobs": [...]}, then any
+number of {"do": "run", "which": [...], "begin": T, "end": T, "rates": [...]} on the clock that all processes of a
+machine share, then end of file. A job is run in a closed loop, or with a rate as requests that arrive at random and are
+answered one at a time.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class WorkerFailed(RuntimeError):
 
 
 class Worker:
-    """The parent's end. `ask` and `answer` are apart, so that several workers can do things at the same time. Without tasks it loads
-    its libraries and waits for `open`."""
+    """The parent's end. `ask` and `answer` are apart, so that several workers can do things at the same time. Without
+    tasks it loads its libraries and waits for `open`."""
 
     def __init__(self, tasks: Sequence[Task] = (), environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "microbench.worker"]
@@ -122,7 +123,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @dataclass(frozen=True)
 class Stats:
-    """Of the steps that ended in the window: seconds of a step (between ends; of a request from its arrival to its answer)."""
+    """Of the steps that ended in the window: seconds of a step (between ends; of a request from its arrival to its
+    answer)."""
 
     median_s: float
     p99_s: float

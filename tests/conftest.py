@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The tests themselves look into the core, put things in their place and read its source, which takes the Python files. What they
-# start as processes runs what users would have, which is compiled after `make core`; tests/scheduler/test_both.py compares the two.
+# The tests themselves look into the core, put things in their place and read its source, which takes the Python files.
+# What they start as processes runs what users would have, which is compiled after `make core`;
+# tests/scheduler/test_both.py compares the two.
 os.environ["GPUMUX_CORE"] = "interpreted"
 import gpumux.scheduler  # noqa: F401
 
@@ -59,8 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays. A full collection, which the leak check makes where there is more of something than
-    before, would walk all of it: a third of a second each time."""
+    """What is imported by now stays. A full collection, which the leak check makes where there is more of something
+    than before, would walk all of it: a third of a second each time."""
     gc.collect()
     gc.freeze()
 

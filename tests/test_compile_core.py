@@ -1,4 +1,5 @@
-"""The build of the compiled core: what it needs, says and leaves. Whether it works, `make core` and tests/scheduler/test_both.py show."""
+"""The build of the compiled core: what it needs, says and leaves. Whether it works, `make core` and
+tests/scheduler/test_both.py show."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def test_what_is_compiled_is_there_and_all_it_is_made_with_is_looked_at() -> Non
 
 
 def test_what_may_return_a_value_says_so_where_it_is_compiled() -> None:
-    """mypyc takes the end of a function with a result for out of reach: what happens there is undefined. mypy finds them all but for
-    bodies that are a docstring alone, which mean None to Python."""
+    """mypyc takes the end of a function with a result for out of reach: what happens there is undefined. mypy finds
+    them all but for bodies that are a docstring alone, which mean None to Python."""
     found = []
     for module in compile_core.MODULES:
         nodes = list(ast.walk(ast.parse(_source(module).read_text())))

@@ -1,4 +1,5 @@
-"""Which core runs: what was compiled is used where it is of these sources and for this interpreter, and nowhere else."""
+"""Which core runs: what was compiled is used where it is of these sources and for this interpreter, and nowhere
+else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What docs/multiplexing.md, docs/architecture.md and the README say was measured of the guard is what lies in microbench/results."""
+"""What docs/multiplexing.md, docs/architecture.md and the README say was measured of the guard is what lies in
+microbench/results."""
 
 from __future__ import annotations
 

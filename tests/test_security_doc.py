@@ -1,4 +1,5 @@
-"""docs/security.md says what is so: its example is a configuration, its numbers are the code's, its score the unit's."""
+"""docs/security.md says what is so: its example is a configuration, its numbers are the code's, its score the
+unit's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A Hugging Face Trainer: a small BERT that tells whether a sentence of numbers rises, with evaluation and TensorBoard."""
+"""A Hugging Face Trainer: a small BERT that tells whether a sentence of numbers rises, with evaluation and
+TensorBoard."""
 
 import sys
 from typing import Any

@@ -1,1 +1,2 @@
-"""Models for the client programs and the benchmarks, written here. Each has a `tiny` size that trains on a CPU in seconds."""
+"""Models for the client programs and the benchmarks, written here. Each has a `tiny` size that trains on a CPU in
+seconds."""

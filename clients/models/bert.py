@@ -1,7 +1,7 @@
 """BERT for masked language modelling: post-norm encoder layers, padding masked, the output tied to the input embedding.
 
-Source: Devlin et al., "BERT" (2019); BERT-Medium is the size with 8 layers, 512 wide, of Turc et al., "Well-Read Students Learn
-Better" (2019).
+Source: Devlin et al., "BERT" (2019); BERT-Medium is the size with 8 layers, 512 wide, of Turc et al., "Well-Read
+Students Learn Better" (2019).
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ WIDTHS = {"tiny": 4, "small": 16, "large": 32}
 
 
 class DigitsCNN(nn.Module):
-    """[N, colours, edge, edge] -> [N, 10] logits; digits are grey and 8 pixels wide. `width`: channels of the first convolution."""
+    """[N, colours, edge, edge] -> [N, 10] logits; digits are grey and 8 pixels wide. `width`: channels of the first
+    convolution."""
 
     def __init__(self, width: int, dropout: float = 0.25, colours: int = 1, edge: int = 8) -> None:
         super().__init__()

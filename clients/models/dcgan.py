@@ -1,7 +1,7 @@
 """DCGAN: transposed convolutions from noise to 64x64 images, and convolutions that tell them from real ones.
 
-Source: Radford et al., "Unsupervised Representation Learning with Deep Convolutional Generative Adversarial Networks" (2016), in the
-layer sizes of PyTorch's official example, which the HFTA paper trains on LSUN.
+Source: Radford et al., "Unsupervised Representation Learning with Deep Convolutional Generative Adversarial Networks"
+(2016), in the layer sizes of PyTorch's official example, which the HFTA paper trains on LSUN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A Transformer language model: the next token from those before.
 
-Source: PyTorch's official word language model, with the HFTA paper's sizes (appendix H.1: 2 encoder layers, 2 heads, 128 wide,
-sequences of 32) and WikiText-2's vocabulary.
+Source: PyTorch's official word language model, with the HFTA paper's sizes (appendix H.1: 2 encoder layers, 2 heads,
+128 wide, sequences of 32) and WikiText-2's vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PointNet over point clouds: classification and part segmentation, with both transformation networks.
 
-Source: Qi et al., "PointNet: Deep Learning on Point Sets for 3D Classification and Segmentation" (2017), in the layer sizes of
-fxia22/pointnet.pytorch, which the HFTA paper trains on ShapeNet's parts.
+Source: Qi et al., "PointNet: Deep Learning on Point Sets for 3D Classification and Segmentation" (2017), in the layer
+sizes of fxia22/pointnet.pytorch, which the HFTA paper trains on ShapeNet's parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ REGULARISER = 0.001  # weight of the feature transformation's distance from a ro
 
 @dataclass(frozen=True)
 class Widths:
-    """Channels of the point-wise layers (the first is the width of the transformed features), and of the dense layers behind."""
+    """Channels of the point-wise layers (the first is the width of the transformed features), and of the dense layers
+    behind."""
 
     points: tuple[int, int, int] = (64, 128, 1024)
     dense: tuple[int, int] = (512, 256)

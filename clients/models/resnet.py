@@ -1,4 +1,5 @@
-"""ResNet-18. Source: He et al., "Deep Residual Learning for Image Recognition" (2016), table 1; HFTA trains it on CIFAR-10."""
+"""ResNet-18. Source: He et al., "Deep Residual Learning for Image Recognition" (2016), table 1; HFTA trains it on
+CIFAR-10."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@
     step, model, optimizer = transformer.factory({"lr": 0.5, "seed": 1})
     loss = step(*transformer.batch(0))
 
-Each has its optimizer, batch size and shapes from the paper (section 4 and appendix H): `full` is that, `small` is for measuring on
-a CPU, and `tiny` takes milliseconds a step there. `cnn` is not the paper's; it is the convolutional classifier of this package.
+Each has its optimizer, batch size and shapes from the paper (section 4 and appendix H): `full` is that, `small` is for
+measuring on a CPU, and `tiny` takes milliseconds a step there. `cnn` is not the paper's; it is the convolutional
+classifier of this package.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ KEYS = ("lr", "betas", "weight_decay", "dropout", "feature_transform", "seed", "
 
 @dataclass(frozen=True)
 class Recipe:
-    """`draw(size, n, generator)` gives a batch of n samples in float32; `batch_size` is of each of SIZES, the full one the paper's;
-    `lr` is the optimizer's default. `build(size, config)` makes the model and `loss(model, *batch)` a scalar of it; a GAN has
-    neither, since it is two models and two losses."""
+    """`draw(size, n, generator)` gives a batch of n samples in float32; `batch_size` is of each of SIZES, the full one
+    the paper's; `lr` is the optimizer's default. `build(size, config)` makes the model and `loss(model, *batch)` a
+    scalar of it; a GAN has neither, since it is two models and two losses."""
 
     draw: Callable[[str, int, torch.Generator], Batch]
     batch_size: tuple[int, int, int]
@@ -52,7 +53,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Workload:
-    """A recipe at one size. `factory(config)` gives a step with its model and optimizer, for `client.submit` or a fused array."""
+    """A recipe at one size. `factory(config)` gives a step with its model and optimizer, for `client.submit` or a fused
+    array."""
 
     name: str
     size: str
@@ -61,9 +63,10 @@ class Workload:
     device: str = "cpu"
 
     def factory(self, config: Config) -> Made:
-        """The keys of a config, all optional: those of the paper's table 12 (`lr`, `betas`, `weight_decay`, `feature_transform`;
-        `gamma` and `step_size` are for `scheduler`), `dropout`, the optimizer's `foreach`, and `seed`, which torch's generator is set to before weights
-        are drawn. The step's own draws follow from there, or from the seed of the job. Raises ConfigError."""
+        """The keys of a config, all optional: those of the paper's table 12 (`lr`, `betas`, `weight_decay`,
+        `feature_transform`; `gamma` and `step_size` are for `scheduler`), `dropout`, the optimizer's `foreach`, and
+        `seed`, which torch's generator is set to before weights are drawn. The step's own draws follow from there, or
+        from the seed of the job. Raises ConfigError."""
         unknown = sorted(set(config) - set(KEYS))
         if unknown:
             raise ConfigError(f"{unknown[0]!r} is not a hyper-parameter of these workloads", f"use {', '.join(KEYS)}")
@@ -85,7 +88,8 @@ class Workload:
         return step, model, optimizer
 
     def batch(self, seed: int) -> Batch:
-        """A batch drawn from its own generator, always the same for a seed: floating-point inputs in the workload's dtype."""
+        """A batch drawn from its own generator, always the same for a seed: floating-point inputs in the workload's
+        dtype."""
         drawn = RECIPES[self.name].draw(self.size, self.batch_size, torch.Generator().manual_seed(seed))
         return tuple(x.to(self.device, self.dtype if x.is_floating_point() else None) for x in drawn)
 

@@ -1,10 +1,10 @@
 """Tensors and optimizer states that are behind the daemon's, and fetch it before they are read.
 
-While a job's state in the daemon is newer than the local one, each of its tensors has a class of its own: a subclass of the one
-it had, whose `__torch_function__` has the newer state fetched and then runs the function. The fetch gives every tensor its class
-back first, so the function meets plain tensors and takes the path it takes without gpumux. What only describes a tensor
-(its shape, its type) is answered without. A module that is called asks before its forward, as some modules choose their
-path by the classes they meet: one global hook, there only while something is behind.
+While a job's state in the daemon is newer than the local one, each of its tensors has a class of its own: a subclass of
+the one it had, whose `__torch_function__` has the newer state fetched and then runs the function. The fetch gives every
+tensor its class back first, so the function meets plain tensors and takes the path it takes without gpumux. What only
+describes a tensor (its shape, its type) is answered without. A module that is called asks before its forward, as some
+modules choose their path by the classes they meet: one global hook, there only while something is behind.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a tensor that is behind knows. `part` None: a gradient that was not kept. `index`: the parameter that this is, or whose
-    gradient; -1 for none. The tensor itself holds it: so a job lives for as long as what it trained can be asked for."""
+    """What a tensor that is behind knows. `part` None: a gradient that was not kept. `index`: the parameter that this
+    is, or whose gradient; -1 for none. The tensor itself holds it: so a job lives for as long as what it trained can be
+    asked for."""
 
     plain: type
     keeper: Keeper | weakref.ref[Any]
@@ -90,7 +91,8 @@ def let_go(tensor: torch.Tensor) -> None:
 
 
 def fetching(plain: type) -> type:
-    """The subclass of a tensor's class that fetches. It goes by the same name, and what is copied or pickled is plain."""
+    """The subclass of a tensor's class that fetches. It goes by the same name, and what is copied or pickled is
+    plain."""
     found = _fetching.get(plain)
     if found is None:
         found = type(plain)(
@@ -115,8 +117,8 @@ def fetching(plain: type) -> type:
 
 
 def lost(plain: type) -> type:
-    """The subclass of a tensor's class for gradients that were not kept: they may be looked at from outside, zeroed, and put
-    away; reading them raises StaleGradient."""
+    """The subclass of a tensor's class for gradients that were not kept: they may be looked at from outside, zeroed,
+    and put away; reading them raises StaleGradient."""
     found = _lost.get(plain)
     if found is None:
         found = type(plain)(
@@ -136,7 +138,8 @@ def lost(plain: type) -> type:
 
 
 def outdate(tensor: torch.Tensor) -> None:
-    """The tensor was a buffer or optimizer state that a step replaced while it was behind: its values are nowhere any more."""
+    """The tensor was a buffer or optimizer state that a step replaced while it was behind: its values are nowhere any
+    more."""
     let_go(tensor)
     plain: Any = type(tensor)
     found = _outdated.get(plain)
@@ -278,7 +281,8 @@ def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs
 
 
 def _zeroed(value: Any) -> None:
-    """These are about to be zeros, whatever they are. A gradient need not be fetched for it, unless it shares its memory."""
+    """These are about to be zeros, whatever they are. A gradient need not be fetched for it, unless it shares its
+    memory."""
     for tensor in value if isinstance(value, (tuple, list)) else ():
         if isinstance(tensor, (tuple, list)):
             _zeroed(tensor)
@@ -403,10 +407,12 @@ class OtherHooks:
         return sum(1 for _ in self)
 
 
-# ---- Functions of torch that read or share a tensor's memory and never ask its class (`torch.overrides.get_ignored_functions`).
+# ---- Functions of torch that read or share a tensor's memory and never ask its class
+# (`torch.overrides.get_ignored_functions`).
 #
-# `__torch_function__` does not hear of them. So from the first job on, each has one in its place that fetches what is behind and then
-# calls it. They stay when the last job has closed: torch's compilers note functions by identity, whenever they first look.
+# `__torch_function__` does not hear of them. So from the first job on, each has one in its place that fetches what is
+# behind and then calls it. They stay when the last job has closed: torch's compilers note functions by identity,
+# whenever they first look.
 
 
 _lock = threading.Lock()
@@ -441,7 +447,8 @@ def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
-    """By which pickle finds it again, also in a process without gpumux: a DataLoader's worker gets its collate function so."""
+    """By which pickle finds it again, also in a process without gpumux: a DataLoader's worker gets its collate function
+    so."""
     function.__module__, function.__qualname__ = module, name
     return function
 
@@ -507,23 +514,25 @@ def install() -> None:
         _installed = True
 
 
-# ---- Finds the tensors of a script that lie over a job's storages: `p.data`, detached views, windows onto a flat buffer.
+# ---- Finds the tensors of a script that lie over a job's storages: `p.data`, detached views, windows onto a flat
+# buffer.
 
 
 _use_count = torch._C._storage_Use_Count
 
 
 class Aliases:
-    """A storage counts its references: tensors, and one for Python's own handle of it. Where there are more than those known,
-    tensors are looked for among all objects of the process: a tenth of a second. What has no Python object (a DLPack capsule, a
-    graph that autograd keeps) is not found, and is reason to look again, as a tensor may have come in the place of another."""
+    """A storage counts its references: tensors, and one for Python's own handle of it. Where there are more than those
+    known, tensors are looked for among all objects of the process: a tenth of a second. What has no Python object (a
+    DLPack capsule, a graph that autograd keeps) is not found, and is reason to look again, as a tensor may have come in
+    the place of another."""
 
     def __init__(self) -> None:
         self._found: list[weakref.ref[torch.Tensor]] = []
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-        """Tensors over the storages of `tensors`, other than these, each with the `_cdata` of the storage. Needs torch functions
-        to be off."""
+        """Tensors over the storages of `tensors`, other than these, each with the `_cdata` of the storage. Needs torch
+        functions to be off."""
         mine = set(map(id, tensors))
         storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
         known: dict[int, int] = dict.fromkeys(storages, 1)  # the handle in `storages`
@@ -543,8 +552,8 @@ class Aliases:
 
 
 def search(storages: Container[int], mine: Container[int] = ()) -> list[tuple[torch.Tensor, int]]:
-    """All tensors over these storages that Python objects hold, but those whose ids are in `mine`, each with the `_cdata` of its
-    storage. Needs torch functions to be off."""
+    """All tensors over these storages that Python objects hold, but those whose ids are in `mine`, each with the
+    `_cdata` of its storage. Needs torch functions to be off."""
     return [
         (thing, key)
         for thing in gc.get_objects()

@@ -1,14 +1,15 @@
-"""The client's random generator: a job's draws go on from it, and after each step it stands where the plain loop would have left it.
+"""The client's random generator: a job's draws go on from it, and after each step it stands where the plain loop would
+have left it.
 
-A step takes the state of torch's default generator along, as one more tensor of its batch, and draws from there in the daemon
-(`Program.generator`). What the step draws the client must skip. How many 32-bit words of the generator an operator takes depends
-on the operator, the number of elements and the processor (`exponential_`, for one, draws otherwise with MKL), so it is measured
-when the step is captured: the operator runs here, on as many elements, and what it took is counted. Skipping as many words
-after each step costs a few nanoseconds a word and waits for nothing.
+A step takes the state of torch's default generator along, as one more tensor of its batch, and draws from there in the
+daemon (`Program.generator`). What the step draws the client must skip. How many 32-bit words of the generator an
+operator takes depends on the operator, the number of elements and the processor (`exponential_`, for one, draws
+otherwise with MKL), so it is measured when the step is captured: the operator runs here, on as many elements, and what
+it took is counted. Skipping as many words after each step costs a few nanoseconds a word and waits for nothing.
 
-Where the number of words depends on data (`poisson`), on a normal number that an earlier draw left over (fewer than 16 are drawn in
-pairs, and the second of a pair is kept for the next call), or skipping would take longer than what it saves, `step()` waits for the
-answer instead, which brings the generator's state as the step left it.
+Where the number of words depends on data (`poisson`), on a normal number that an earlier draw left over (fewer than 16
+are drawn in pairs, and the second of a pair is kept for the next call), or skipping would take longer than what it
+saves, `step()` waits for the answer instead, which brings the generator's state as the step left it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _MOST_BLOCKS = 2000  # that are looked through for a number of words that is nei
 _BLOCK = 624  # words that the Mersenne Twister makes at once
 _AT = slice(24, 24 + 8 * _BLOCK)  # its state within the bytes of torch.Generator.get_state()
 _NEXT = slice(16, 24)  # and the next word's place in it
-# Behind it are the normal numbers kept for the next call: one of 64 bits, and one of 32, each with the byte that says it is there.
+# Behind it are the normal numbers kept for the next call: one of 64 bits, and one of 32, each with the byte that says
+# it is there.
 _KEPT = ((slice(5024, 5032), 5040, torch.float64), (slice(5048, 5052), 5052, torch.float32))
 _SCRATCH = 1 << 14  # elements of 64 bits, drawn to skip twice as many words
 
@@ -69,8 +71,8 @@ _measured: dict[tuple[Any, ...], int | None] = {}
 
 
 def words_drawn(program: Program) -> int | None:
-    """How many words of the generator one step takes; None where that depends on more than the Program. Operators that share a
-    random slot (recomputation) draw the same numbers, once."""
+    """How many words of the generator one step takes; None where that depends on more than the Program. Operators that
+    share a random slot (recomputation) draw the same numbers, once."""
     total = 0
     seen: set[int] = set()
     for op in program.ops:
@@ -103,8 +105,8 @@ def _words_of(program: Program, op: Op) -> int | None:
 
 
 def _measure(program: Program, op: Op, elements: int) -> int | None:
-    """Run the operator from several states of a generator, one with normal numbers kept; None where they don't all take as many
-    words and leave what is kept as it was, or torch refuses."""
+    """Run the operator from several states of a generator, one with normal numbers kept; None where they don't all take
+    as many words and leave what is kept as it was, or torch refuses."""
     _, name, overload = op.target.split(".")
     call = getattr(getattr(torch.ops.aten, name), overload)
     takes_generator = any(argument.name == "generator" for argument in call._schema.arguments)
@@ -149,8 +151,9 @@ def _value(program: Program, arg: Arg) -> Any:
 
 
 def _words_between(start: torch.Tensor, end: torch.Tensor, elements: int) -> int | None:
-    """How many words were taken from state `start` to `end`; None where skipping so many leads elsewhere (a normal number that
-    is kept for the next call came or went), or where they are too far apart. One or two an element is looked for first."""
+    """How many words were taken from state `start` to `end`; None where skipping so many leads elsewhere (a normal
+    number that is kept for the next call came or went), or where they are too far apart. One or two an element is
+    looked for first."""
     for words in (2 * elements, elements):
         if torch.equal(_after(start, words), end):
             return words
@@ -198,8 +201,8 @@ def skip(words: int, generator: torch.Generator | None = None) -> None:
 
 
 class ClientGenerator:
-    """Torch's default generator as the jobs of this process share it. `lock` is held from reading the state for a step until
-    the generator stands behind the step, so that no two steps draw the same numbers."""
+    """Torch's default generator as the jobs of this process share it. `lock` is held from reading the state for a step
+    until the generator stands behind the step, so that no two steps draw the same numbers."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -215,9 +218,9 @@ class ClientGenerator:
         torch.default_generator.set_state(state)
 
     def waits(self, words: int | None, step_s: float | None) -> bool:
-        """Whether waiting for the answer is the better way past a step of so many words (None: unknown) that took `step_s`
-        seconds when it last ran. Where there is a choice it is not while the process has other jobs, whose steps the thread
-        could not send meanwhile."""
+        """Whether waiting for the answer is the better way past a step of so many words (None: unknown) that took
+        `step_s` seconds when it last ran. Where there is a choice it is not while the process has other jobs, whose
+        steps the thread could not send meanwhile."""
         if words is None:
             return True
         return len(self.jobs) <= 1 and words * self._s_per_word > max(WAIT_S, SHARE * (step_s or 0.0))

@@ -22,8 +22,8 @@ _MISSING = object()
 
 
 class _Place(NamedTuple):
-    """That a step left tensors in: an entry of a dictionary (an attribute, a global variable), or a variable's cell; of an object's
-    slots, or a class's attributes, `space` is the owner."""
+    """That a step left tensors in: an entry of a dictionary (an attribute, a global variable), or a variable's cell; of
+    an object's slots, or a class's attributes, `space` is the owner."""
 
     name: str
     space: Any
@@ -90,8 +90,8 @@ class Leftovers:
         return found + [_relist(items, old) for _, items, old in self._lists if any(map(self._holds, items))]
 
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
-        """Puts what says that its value is missing into each of these places, as the step leaves them. `home`: where the
-        job's tensors lie. Raises CaptureError for a list in which the step moves what is there."""
+        """Puts what says that its value is missing into each of these places, as the step leaves them. `home`: where
+        the job's tensors lie. Raises CaptureError for a list in which the step moves what is there."""
         found = [_put_back(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._entries()]
         found += [_refill(p.space, unreturned(p.name, p.value, home, self._number)) for p in self._variables()]
         found += [_assign(p.space, p.key, unreturned(p.name, p.value, home, self._number)) for p in self._attributes()]

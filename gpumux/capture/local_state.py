@@ -20,8 +20,8 @@ Pull = Callable[[Callable[[int, torch.Tensor], None]], None]
 def install(
     table: StateTable, state: State, pull: Pull, parts: frozenset[Part] = ALL, mine: Collection[int] = ()
 ) -> None:
-    """Overwrite these parts of the local state with the daemon's. `pull` gives the buffers they lie on; what it gives besides is
-    left alone, unless it is all. `mine`: buffers that are newer here."""
+    """Overwrite these parts of the local state with the daemon's. `pull` gives the buffers they lie on; what it gives
+    besides is left alone, unless it is all. `mine`: buffers that are newer here."""
     wanted = None if parts == ALL else state.structure.buffers(table, parts)
 
     def write(buffer: int, data: torch.Tensor) -> None:
@@ -40,7 +40,8 @@ def install(
 
 
 def _put_state(optimizer: Any, fresh: Any, table: StateTable) -> None:
-    """Into the dictionaries and step counters that are there, as the optimizer itself writes to them: a script may hold them."""
+    """Into the dictionaries and step counters that are there, as the optimizer itself writes to them: a script may hold
+    them."""
     old = optimizer.state.plain if isinstance(optimizer.state, FetchingState) else optimizer.state
     if type(old) not in (dict, defaultdict):
         optimizer.state = fresh
@@ -125,8 +126,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def load_local(table: StateTable, state: dict[str, Any]) -> None:
-    """Load dictionaries, as `dictionaries` gives them, into the local models and optimizers. Raises ConfigError for what
-    holds neither, such as a model's own state_dict: nothing of it would be loaded."""
+    """Load dictionaries, as `dictionaries` gives them, into the local models and optimizers. Raises ConfigError for
+    what holds neither, such as a model's own state_dict: nothing of it would be loaded."""
     if not isinstance(state, Mapping) or not state.keys() & {"model", "optimizer"}:
         found = "has neither 'model' nor 'optimizer'" if isinstance(state, Mapping) else f"is a {type(state).__name__}"
         raise ConfigError(

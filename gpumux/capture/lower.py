@@ -42,12 +42,13 @@ from gpumux.program.ir import (
     spans,
 )
 
-# ---- Where each thing that a step leaves behind lies from then on: which of the job's buffers, and the copies that takes.
+# ---- Where each thing that a step leaves behind lies from then on: which of the job's buffers, and the copies that
+# takes.
 #
-# What lies on the job's memory already stays there. Anything else goes to a buffer of its own, known by its path, so that a step that
-# makes it anew finds the same place each time. Things that overlap in the memory the step made share one buffer, each at its
-# own offset: what a later step writes to one of them, the others have too, as in the plain loop. No two things that share nothing
-# are given the same place, whatever shared it before.
+# What lies on the job's memory already stays there. Anything else goes to a buffer of its own, known by its path, so
+# that a step that makes it anew finds the same place each time. Things that overlap in the memory the step made share
+# one buffer, each at its own offset: what a later step writes to one of them, the others have too, as in the plain
+# loop. No two things that share nothing are given the same place, whatever shared it before.
 
 
 _ALIGNED = 16  # bytes: the largest element
@@ -91,8 +92,8 @@ class _Taken:
 
 
 class Homes:
-    """`keep`: the parameters whose gradients the job keeps. Raises CaptureError for a buffer of a module that shares memory with
-    something else the step leaves behind: its place is given."""
+    """`keep`: the parameters whose gradients the job keeps. Raises CaptureError for a buffer of a module that shares
+    memory with something else the step leaves behind: its place is given."""
 
     def __init__(self, raw: RawTrace, table: StateTable, keep: frozenset[int]) -> None:
         self._record = raw.record
@@ -197,7 +198,8 @@ class Homes:
                 self._copied.append((leaf, group))
 
     def _free(self, path: tuple[Any, ...], name: str, layout: Any, taken: _Taken) -> Place:
-        """The place known by this path. While something else lies there, another one, as a history has that is passed on."""
+        """The place known by this path. While something else lies there, another one, as a history has that is passed
+        on."""
         for turn in count():
             tensor = self._table.placeholder((*path, "turn", turn) if turn else path, name, *layout)
             place = self._table.place(tensor)
@@ -353,8 +355,8 @@ def lower(
     raw: RawTrace, table: StateTable, keep: frozenset[int], device: str = "cpu", clients_generator: bool = False,
     steady: Steady | None = None,
 ) -> Lowered:  # fmt: skip
-    """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`. `clients_generator`: its draws go
-    on from the generator of the client (generator.py). `steady`: which numbers are written into it."""
+    """The Program of a trace, for a job that keeps the gradients of the parameters in `keep`. `clients_generator`: its
+    draws go on from the generator of the client (generator.py). `steady`: which numbers are written into it."""
     end = _Exit(raw, table, keep)
     record = raw.record
     dropped = {place.buffer: i for i, place in (*raw.entry.dropped, *end.structure.dropped)}
@@ -443,8 +445,8 @@ _ZEROS = frozenset(("aten.zeros_like.default", "aten.zeros.default", "aten.new_z
 def _born_in_place(
     record: Record, ops: list[RawOp], copies: list[tuple[Place, int]], build: _Build
 ) -> tuple[list[RawOp], list[tuple[Place, int]]]:
-    """Let what an optimizer's first step makes (zeros, or a clone) be made where it is kept: the operators, and the copies that are
-    left. Momenta would else be there twice, in the very step that takes the most memory."""
+    """Let what an optimizer's first step makes (zeros, or a clone) be made where it is kept: the operators, and the
+    copies that are left. Momenta would else be there twice, in the very step that takes the most memory."""
     made: dict[int, int] = {}  # by storage, the first operator that has it as its only output
     for at, op in enumerate(ops):
         if len(op.outs) == 1 and isinstance(op.outs[0], int):
@@ -620,13 +622,14 @@ class _Build:
 
 # ---- Buffers and optimizer state that a step replaces: the script may hold the tensors that stood there.
 #
-# In the plain loop those keep their values, while others stand in their places. So the places get other local memory, and the old
-# tensors are plain ones of the script's. Where their last values were never here, reading them raises StaleState.
+# In the plain loop those keep their values, while others stand in their places. So the places get other local memory,
+# and the old tensors are plain ones of the script's. Where their last values were never here, reading them raises
+# StaleState.
 
 
 class Replaces(NamedTuple):
-    """Of one Program, by the job's buffers. `written`: all that it writes in place, kept or not. `beside`: in which something
-    else lies, which stays."""
+    """Of one Program, by the job's buffers. `written`: all that it writes in place, kept or not. `beside`: in which
+    something else lies, which stays."""
 
     model: frozenset[int]
     optimizer: frozenset[int]

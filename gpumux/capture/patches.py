@@ -78,8 +78,8 @@ class RngTape:
 
 
 def _scaler_guard(name: str, gpu: bool) -> Callable[..., Any]:
-    """A GradScaler keeps its scale, and what it found of each optimizer's gradients, outside of the model, and decides in
-    Python whether the optimizer's step is taken."""
+    """A GradScaler keeps its scale, and what it found of each optimizer's gradients, outside of the model, and decides
+    in Python whether the optimizer's step is taken."""
     plain = getattr(torch.amp.GradScaler, name)
 
     def method(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -152,8 +152,8 @@ def _pow_wrapper(scope: Scope) -> Callable[[Any, Any], Any]:
     return wrapper
 
 
-# Fused optimizers hand hyperparameters to operators whose schemas say `float`; torch asks a symbol for its plain value there, which
-# would make the trace one for this learning rate alone.
+# Fused optimizers hand hyperparameters to operators whose schemas say `float`; torch asks a symbol for its plain value
+# there, which would make the trace one for this learning rate alone.
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 

@@ -539,8 +539,8 @@ def _foreach(rec: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 # ----
 
 
-# How ASGD begins the numbers of its state (step, mu), of which its Python later reads the values. Others that begin so (the
-# fused and capturable ones) leave them to the device.
+# How ASGD begins the numbers of its state (step, mu), of which its Python later reads the values. Others that begin so
+# (the fused and capturable ones) leave them to the device.
 _FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
 
 _FIXED = "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step"
@@ -784,8 +784,9 @@ class Recorder(TorchDispatchMode):
         return originals.get(id(out), out)
 
     def _concrete(self, value: Any, originals: dict[int, torch.Tensor], keep: list[torch.Tensor]) -> Any:
-        """An argument with a fake tensor for each real one: those are noted in `originals`, by the fake's id, and the fakes
-        in `keep`. A method, since a closure that calls itself would hold the real ones until the cyclic collector runs."""
+        """An argument with a fake tensor for each real one: those are noted in `originals`, by the fake's id, and the
+        fakes in `keep`. A method, since a closure that calls itself would hold the real ones until the cyclic collector
+        runs."""
         if isinstance(value, torch.Tensor):
             fake = self.to_fake(value)
             if fake is not value:

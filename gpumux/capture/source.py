@@ -75,7 +75,8 @@ def optimizer_inside() -> Any:
 
 
 def by_numbers() -> bool:
-    """Whether an optimizer is on the stack that keeps numbers as tensors of its state and reads them in its Python at each step."""
+    """Whether an optimizer is on the stack that keeps numbers as tensors of its state and reads them in its Python at
+    each step."""
     import torch
 
     return isinstance(optimizer_inside(), torch.optim.ASGD)
@@ -172,9 +173,9 @@ def name_of(tensor: Any, fn: Any) -> str:
 
 # ---- Which of the user's layers an operator belongs to, while a step is recorded.
 #
-# Forward, the innermost module whose call is on Python's stack says it. Backward, no call is: there the node that autograd
-# evaluates says which operator it belongs to, by its sequence number, which it was given while that operator's layer ran.
-# Nothing is hooked, and nothing of the user's is held or changed.
+# Forward, the innermost module whose call is on Python's stack says it. Backward, no call is: there the node that
+# autograd evaluates says which operator it belongs to, by its sequence number, which it was given while that operator's
+# layer ran. Nothing is hooked, and nothing of the user's is held or changed.
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -182,8 +183,8 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 class Layers:
-    """Names the modules of `models` as named_modules does, behind "model0." and so on where there are several. What runs in a
-    model itself, in none of its modules, is of the layer ROOT."""
+    """Names the modules of `models` as named_modules does, behind "model0." and so on where there are several. What
+    runs in a model itself, in none of its modules, is of the layer ROOT."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._names: dict[int, str] = {}
@@ -196,8 +197,8 @@ class Layers:
         self._nodes: dict[int, str | None] = {}  # sequence number -> layer
 
     def here(self) -> Label | None:
-        """The layer of the operator that is being dispatched. To be asked once for each, also for views: their nodes are
-        counted, too."""
+        """The layer of the operator that is being dispatched. To be asked once for each, also for views: their nodes
+        are counted, too."""
         if not self._names:
             return None
         node: Any = torch._C._current_autograd_node()
@@ -297,7 +298,8 @@ def instead_of(target: str, general: str) -> str:
 
 
 def value_read() -> DataDependent:
-    """The error for what reads a tensor's value in Python; an optimizer of torch's own is nothing that a user could mend."""
+    """The error for what reads a tensor's value in Python; an optimizer of torch's own is nothing that a user could
+    mend."""
     optimizer = optimizer_inside()
     name = type(optimizer).__name__
     where = "" if optimizer is None else f" (inside {name}.step)"

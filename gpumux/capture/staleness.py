@@ -1,8 +1,9 @@
 """The local model and optimizers as a copy of what the daemon holds: what is behind, and what was written.
 
-While the daemon holds newer state, whatever reads a parameter, a buffer, the optimizers' state or a gradient has it fetched first
-(fetching.py). Between a fetch and the next step local tensors are plain, and must stay as they are: at the job's next verb
-LocalWrite says that one was written or replaced, by version counter, address, identity and the sums of its bytes.
+While the daemon holds newer state, whatever reads a parameter, a buffer, the optimizers' state or a gradient has it
+fetched first (fetching.py). Between a fetch and the next step local tensors are plain, and must stay as they are: at
+the job's next verb LocalWrite says that one was written or replaced, by version counter, address, identity and the sums
+of its bytes.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from gpumux.errors import LocalWrite, StaleGradient, StaleState
 
 # ---- Sums over the bytes of storages: they show writes that leave no other trace.
 #
-# A write through `p.data`, a numpy array or a DLPack capsule changes no version counter of the parameter. Between a fetch and the
-# next step the local bytes must stay what the daemon holds, so they are summed after the one and compared at the other.
+# A write through `p.data`, a numpy array or a DLPack capsule changes no version counter of the parameter. Between a
+# fetch and the next step the local bytes must stay what the daemon holds, so they are summed after the one and compared
+# at the other.
 
 
 _ROW = 1024  # words of eight bytes
@@ -72,8 +74,8 @@ class Checksums:
 
 
 def sums(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
-    """The storage as rows of words, added up by row and by column, and the bytes that fill no row. A word that changes shows
-    in both, and so do two that change places: they share a row or a column, not both."""
+    """The storage as rows of words, added up by row and by column, and the bytes that fill no row. A word that changes
+    shows in both, and so do two that change places: they share a row or a column, not both."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
     whole = flat.numel() // (8 * _ROW) * (8 * _ROW)
     rest = flat[whole:].clone()
@@ -85,9 +87,9 @@ def sums(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
 
 # ---- The gradients as the script sees them between two steps: what `p.grad` gives, and what the script made of it.
 #
-# A gradient that the job keeps is fetched when it is read. One that was there only inside the step exists in the plain loop, so
-# `p.grad` is not None, and reading it raises StaleGradient. What the script does to gradients (None, zeros, values of its own) is told
-# to the job at the next verb, which goes on from there.
+# A gradient that the job keeps is fetched when it is read. One that was there only inside the step exists in the plain
+# loop, so `p.grad` is not None, and reading it raises StaleGradient. What the script does to gradients (None, zeros,
+# values of its own) is told to the job at the next verb, which goes on from there.
 
 
 class Noted:
@@ -158,7 +160,8 @@ class Gradients:
         return self.of(index)
 
     def stepped(self, before: Structure, remade: frozenset[int], changed: frozenset[int]) -> None:
-        """A step ran, from `before`. It made the gradients of `remade` anew, and its operators wrote to these buffers in place."""
+        """A step ran, from `before`. It made the gradients of `remade` anew, and its operators wrote to these buffers
+        in place."""
         entry, kept = dict(before.kept), dict(self._structure().kept)
         over = frozenset(i for i, place in entry.items() if i in remade or kept.get(i) != place)
         if over or remade & self._shown:
@@ -174,9 +177,9 @@ class Gradients:
         self, indices: frozenset[int], places: Iterable[tuple[int, Place]] | None = None,
         changed: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """These gradients become others, which lay at `places`. The tensors that they were are the script's, with their values: so
-        the job takes other memory. They are lost where `changed` says that the values are elsewhere; of those that are behind,
-        `settle` finds that out."""
+        """These gradients become others, which lay at `places`. The tensors that they were are the script's, with their
+        values: so the job takes other memory. They are lost where `changed` says that the values are elsewhere; of
+        those that are behind, `settle` finds that out."""
         if not indices & self._shown:
             return
         structure = self._structure()
@@ -218,7 +221,8 @@ class Gradients:
         self._copied[index] = value
 
     def overlapping(self, indices: Iterable[int]) -> int | None:
-        """The first of these whose gradient, given by the script, shares memory with another that was: the copies would not."""
+        """The first of these whose gradient, given by the script, shares memory with another that was: the copies would
+        not."""
         values = self._copied | {i: value for i, value in self._given.items() if value is not None}
         with plainly():
             spans = sorted((*_span(value), i) for i, value in values.items())
@@ -232,8 +236,8 @@ class Gradients:
                 parameter.grad = None
 
     def accumulated(self) -> None:
-        """Take what backward() of a graph from before the last step left, while the parameters are behind. Raises StaleGradient
-        where it belongs on top of a gradient that the daemon has; the job can go on without it."""
+        """Take what backward() of a graph from before the last step left, while the parameters are behind. Raises
+        StaleGradient where it belongs on top of a gradient that the daemon has; the job can go on without it."""
         with plainly():
             found = {i: p.grad for i, p in enumerate(self._table.params) if p.grad is not None}
             found = {i: grad for i, grad in found.items() if self._given.get(i) is not grad}
@@ -273,8 +277,8 @@ class Gradients:
             self._put = {i: (grad, grad._version) for i, grad in kept if grad is not None and held_of(grad) is not None}
 
     def added_to(self) -> None:
-        """Raises StaleGradient where backward() on the local model added to a gradient that is behind: its memory holds nothing
-        yet, and autograd asks no tensor's class. The job can go on without it."""
+        """Raises StaleGradient where backward() on the local model added to a gradient that is behind: its memory holds
+        nothing yet, and autograd asks no tensor's class. The job can go on without it."""
         with plainly():
             changed = [i for i, (grad, v) in self._put.items() if grad._version != v and held_of(grad) is not None]
             self._put = {i: (grad, grad._version) for i, (grad, _) in self._put.items()}
@@ -282,8 +286,8 @@ class Gradients:
             raise _added(self._table.param_names[changed[0]], "backward() on the local model")
 
     def changes(self, plain: bool) -> dict[int, torch.Tensor | None]:
-        """What the script made of them since the job was told. `plain`: the parameters are, and say so themselves. Raises
-        StaleGradient."""
+        """What the script made of them since the job was told. `plain`: the parameters are, and say so themselves.
+        Raises StaleGradient."""
         if plain:
             self.added_to()
         else:
@@ -314,7 +318,8 @@ class Gradients:
         return frozenset(self._given)
 
     def written(self) -> set[int]:
-        """Buffers of the job whose local bytes the script wrote, without a fetch before: zeros. A fetch leaves them alone."""
+        """Buffers of the job whose local bytes the script wrote, without a fetch before: zeros. A fetch leaves them
+        alone."""
         values = [v for v in self._given.values() if v is not None and v.layout is torch.strided and held_of(v) is None]
         places = [self._table.place(v) for v in values]
         return {place.buffer for place in places if place is not None}
@@ -347,7 +352,8 @@ class Gradients:
 
 
 def _lose_all(storages: set[int]) -> None:
-    """Whatever the script holds of this memory, it has not the plain loop's values any more. Needs torch functions to be off."""
+    """Whatever the script holds of this memory, it has not the plain loop's values any more. Needs torch functions to
+    be off."""
     for tensor, _ in search(storages) if storages else ():
         lose(tensor)
 
@@ -477,7 +483,8 @@ class StaleGuard:
         return known
 
     def replaced(self, what: Replaces, before: Structure, after: Structure) -> None:
-        """A step has put others in the places of some tensors, or left the places: the old ones are the script's from now on."""
+        """A step has put others in the places of some tensors, or left the places: the old ones are the script's from
+        now on."""
         left = frozenset[int]() if before is after else self._left(before, after)
         if not (what.model or what.optimizer or left):
             return
@@ -600,8 +607,8 @@ class StaleGuard:
 
     @contextmanager
     def quiet(self, *, writes: bool = False) -> Iterator[None]:
-        """gpumux itself is at work, on plain tensors: nothing is fetched. Raises LocalWrite for a write made before, unless
-        `writes`."""
+        """gpumux itself is at work, on plain tensors: nothing is fetched. Raises LocalWrite for a write made before,
+        unless `writes`."""
         if not writes:
             self.check_writes()
         behind, held = self.stale, self._held()
@@ -657,8 +664,8 @@ class StaleGuard:
         return list(map(_VERSION, inner)), [*map(torch.Tensor.data_ptr, inner), *map(len, self._states)]
 
     def check_writes(self, *, bytes_too: bool = False) -> None:
-        """Raises LocalWrite when local state was written or replaced since the last verb; a write that was taken back since (an
-        average put in for an evaluation) is none. `bytes_too`: also where no counter shows it."""
+        """Raises LocalWrite when local state was written or replaced since the last verb; a write that was taken back
+        since (an average put in for an evaluation) is none. `bytes_too`: also where no counter shows it."""
         if self._stateless:
             return
         with plainly():
@@ -715,8 +722,8 @@ class StaleGuard:
         return self.gradients.changes(Part.MODEL not in self.stale)
 
     def remove(self) -> None:
-        """The job is over, and the local objects are what they were before it: plain. A gradient that was not kept stays
-        one that can't be read."""
+        """The job is over, and the local objects are what they were before it: plain. A gradient that was not kept
+        stays one that can't be read."""
         if self._removed:
             return
         self._removed = True

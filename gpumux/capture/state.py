@@ -24,10 +24,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gpumux.capture.gpu.devices import Twins, elsewhere
 from gpumux.errors import CaptureError, StaleState
 
-# ---- What stands where a step left a tensor in an attribute, a variable or a container: the values are in the daemon, and were not returned.
+# ---- What stands where a step left a tensor in an attribute, a variable or a container: the values are in the daemon,
+# and were not returned.
 #
-# It says what the tensor is like. Whatever asks for more gets StaleState, which names the place and the remedy; what stood there
-# before the step would be an old value, and nobody would notice.
+# It says what the tensor is like. Whatever asks for more gets StaleState, which names the place and the remedy; what
+# stood there before the step would be an old value, and nobody would notice.
 
 
 _TENSOR: Any = torch.Tensor
@@ -476,8 +477,8 @@ class StateTable:
         return True
 
     def renew(self, buffers: Collection[int], *, keep: bool) -> set[int]:
-        """Other local memory for these buffers: the script has the old one from now on. `keep`: with the same bytes, where they
-        would else mean nothing. Returns the storages they lay in."""
+        """Other local memory for these buffers: the script has the old one from now on. `keep`: with the same bytes,
+        where they would else mean nothing. Returns the storages they lay in."""
         gone: set[int] = set()
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             for index in buffers:
@@ -594,8 +595,8 @@ class StateTable:
         return new
 
     def put_anew(self, buffers: Collection[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Other tensors in the places of the models' own that lie on these buffers: the script has the old ones from now on, with
-        their memory. Returns (old, new)."""
+        """Other tensors in the places of the models' own that lie on these buffers: the script has the old ones from
+        now on, with their memory. Returns (old, new)."""
         found = []
         for _, old in self.tensors:
             place = self.place(old)

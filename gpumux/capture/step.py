@@ -236,8 +236,8 @@ class StepFunction:
         intern: Callable[[Structure], Structure], max_variants: int, microbatches: int = 1, compiled: bool = False,
         *, twice: bool = True, clients_generator: bool = False, steady: Steady | None = None,
     ) -> None:  # fmt: skip
-        """`twice`: trace it once more, to see that it does the same again. `clients_generator`: its draws go on from the
-        client's generator (generator.py). `steady`: which numbers are written into its Programs."""
+        """`twice`: trace it once more, to see that it does the same again. `clients_generator`: its draws go on from
+        the client's generator (generator.py). `steady`: which numbers are written into its Programs."""
         self.fn = fn
         self._twice = twice
         self._clients_generator = clients_generator
@@ -390,7 +390,8 @@ class StepFunction:
             ) from error
 
     def _have_moved(self, made: Made, env: dict[str, Number]) -> bool:
-        """Whether numbers that are written into the Program are others now: the next has them as numbers of each step."""
+        """Whether numbers that are written into the Program are others now: the next has them as numbers of each
+        step."""
         if self._steady is None:
             return False
         moved = self._steady.moved(made.lowered.written, env)

@@ -169,8 +169,8 @@ class Counters:
 
 
 def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tuple[Structure, list[Number]]:
-    """What the local optimizers and gradients hold now, adopted into the job's state. `lost`: gradients that are there and
-    have no values."""
+    """What the local optimizers and gradients hold now, adopted into the job's state. `lost`: gradients that are there
+    and have no values."""
     classes, counters = HostClasses(), Counters(table)
 
     def leaf(value: Any, path: tuple[Any, ...]) -> Any:

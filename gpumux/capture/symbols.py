@@ -387,8 +387,8 @@ def hyper_name(i: int, j: int, key: str, k: int | None) -> str:
 
 
 class Steady:
-    """Which numbers of a step are written into its Program, because hyperparameters alone make them that no schedule usually
-    changes: all but the learning rate. Not those seen to change. A kernel is quicker with a number it knows."""
+    """Which numbers of a step are written into its Program, because hyperparameters alone make them that no schedule
+    usually changes: all but the learning rate. Not those seen to change. A kernel is quicker with a number it knows."""
 
     def __init__(self) -> None:
         self._moved: set[str] = set()

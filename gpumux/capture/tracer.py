@@ -137,8 +137,8 @@ def told_once() -> Iterator[None]:
 
 # ---- A traced step gives no tensor other memory: `p.data = ...` is refused before it happens.
 #
-# What it would get is a fake tensor's memory, of which there is none: the local tensor would have lost its values. And the daemon has no
-# such thing as a parameter that lies elsewhere from some operator on.
+# What it would get is a fake tensor's memory, of which there is none: the local tensor would have lost its values. And
+# the daemon has no such thing as a parameter that lies elsewhere from some operator on.
 
 
 _DATA: Any = torch._C.TensorBase.data
@@ -151,8 +151,8 @@ _REMEDY = (
 
 @contextmanager
 def memory_kept(rec: Recorder, table: StateTable, fn: Callable[..., Any]) -> Iterator[None]:
-    """For the length of a trace: a tensor of the script's that would get other memory, or be swapped with another, raises
-    CaptureError and is as it was."""
+    """For the length of a trace: a tensor of the script's that would get other memory, or be swapped with another,
+    raises CaptureError and is as it was."""
     tracing = threading.get_ident()
 
     def of_the_script(tensor: Any) -> bool:

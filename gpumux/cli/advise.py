@@ -14,14 +14,16 @@ from gpumux.plan import guidelines
 from gpumux.plan.layers import ModelProfile, load
 from gpumux.plan.models import BUILT_IN
 
-# ---- Whose layers a verb of `gpumux plan` is about: those in a file, of a job's steps, or of a model with modelled times.
+# ---- Whose layers a verb of `gpumux plan` is about: those in a file, of a job's steps, or of a model with modelled
+# times.
 
 
 DEFAULT_GPU = "a100"
 
 
 def model_profile(args: argparse.Namespace, batches: Sequence[int] | None = None) -> ModelProfile:
-    """The profile in a file, or modelled for --gpu-model. Raises ConfigError for a profile of another device than asked for."""
+    """The profile in a file, or modelled for --gpu-model. Raises ConfigError for a profile of another device than asked
+    for."""
     if args.profile:
         return _of_steps(args)
     if is_file(args.model):
@@ -48,7 +50,8 @@ def is_file(model: str) -> bool:
 
 
 def idle_option(args: argparse.Namespace, names: Sequence[str], beside: str, belongs: str) -> None:
-    """Raises ConfigError where one of these options was given (None: it was not), which `beside` leaves without effect."""
+    """Raises ConfigError where one of these options was given (None: it was not), which `beside` leaves without
+    effect."""
     for name in names:
         if getattr(args, name.replace("-", "_")) is not None:
             raise ConfigError(f"--{name} has no effect {beside}", f"it belongs to {belongs}: leave it out")

@@ -4,9 +4,9 @@
     zsh    eval "$(gpumux completion zsh)"                                  in ~/.zshrc, after compinit
     fish   gpumux completion fish > ~/.config/fish/completions/gpumux.fish
 
-Commands, flags, verbs and fixed values are in the script; for the JOB of `gpumux jobs` it asks the daemon, for a second at
-most and in silence. Shells expand what they complete with, so of a job whose name has other than letters, digits, dots and
-dashes the short id alone is offered.
+Commands, flags, verbs and fixed values are in the script; for the JOB of `gpumux jobs` it asks the daemon, for a second
+at most and in silence. Shells expand what they complete with, so of a job whose name has other than letters, digits,
+dots and dashes the short id alone is offered.
 """
 
 from __future__ import annotations

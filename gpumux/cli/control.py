@@ -59,8 +59,8 @@ class Control:
             self._socket.connect(found.text)
             hello = msg.Hello(msg.PROTOCOL_VERSION, __version__, "control", os.getpid(), "", found.path is None)
             self._send(hello)
-            # A connection may be cut before it was read (a daemon is flooded by this user, or the process): libzmq makes
-            # another one, without a word and without what it had sent.
+            # A connection may be cut before it was read (a daemon is flooded by this user, or the process): libzmq
+            # makes another one, without a word and without what it had sent.
             self.welcome = self._receive(msg.Welcome, 0, hello)
         except BaseException:
             self._shut()
@@ -122,8 +122,8 @@ class Control:
         return self._payload[0]
 
     def record(self, seconds: float) -> Recorded:
-        """What ran for so many seconds. Ctrl-C ends the recording early and keeps it; a second one gives it up. Of a daemon
-        that is killed meanwhile what it had sent is kept.
+        """What ran for so many seconds. Ctrl-C ends the recording early and keeps it; a second one gives it up. Of a
+        daemon that is killed meanwhile what it had sent is kept.
 
         Raises AdmissionRefused while somebody else records, DaemonGone when the daemon goes and has sent nothing."""
         ref = next(self._refs)
@@ -189,8 +189,8 @@ class Control:
             raise unanswered(self._found, START_IT) from None
 
     def _receive(self, kind: type[Answer], ref: int, again: msg.Message | None = None) -> Answer:
-        """The next message of `kind` that answers `ref`; heartbeats and others are passed over. `again` is said now and then
-        until it comes."""
+        """The next message of `kind` that answers `ref`; heartbeats and others are passed over. `again` is said now and
+        then until it comes."""
         deadline = time.monotonic() + self._timeout
         while True:
             left = max(0.0, deadline - time.monotonic())

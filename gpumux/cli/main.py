@@ -26,7 +26,8 @@ from gpumux.errors import ConfigError, EndpointBusy, GpumuxError
 from gpumux.wire.endpoint import parse
 from gpumux.wire.messages import PROTOCOL_VERSION
 
-# ---- How a command says that it was used or configured wrongly. A daemon that is to log JSON says so as a line of its log:
+# ---- How a command says that it was used or configured wrongly. A daemon that is to log JSON says so as a line of its
+# log:
 # whoever collects the log would not find it otherwise, and what reads it could not parse it.
 
 
@@ -59,7 +60,8 @@ def say(error: WrongUsage | GpumuxError, argv: Sequence[str]) -> None:
 
 
 def log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What `gpumux serve` was asked to log, as far as that can be told from sources that hold a mistake; else "text"."""
+    """What `gpumux serve` was asked to log, as far as that can be told from sources that hold a mistake; else
+    "text"."""
     if argv[:1] != ["serve"]:
         return "text"
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)

@@ -32,9 +32,11 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     seconds   between the two, by the daemon's clock
     device    {name, kind, busy: device seconds a second, high and low: the same by class (more than 1 where
               pieces run at once), memory_bytes, free_bytes}
-    guard     None, or {bans, bans_total, harvested: device seconds a second of low work beside high jobs, held: part of the
+    guard     None, or {bans, bans_total, harvested: device seconds a second of low work beside high jobs, held: part of
+    the
               time in which low work was held, held_by_reason}
-    jobs      high ones first, then by device share, each {job, short, name, uid, priority, state, paused, steps_s, device,
+    jobs      high ones first, then by device share, each {job, short, name, uid, priority, state, paused, steps_s,
+    device,
               slowdown, max_slowdown, kept, held, held_by, held_for_s, bans, queued, running, steps_done, steps_failed,
               memory_bytes}; rates of a job that was not there before are None
     """

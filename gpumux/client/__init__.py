@@ -1,4 +1,5 @@
-"""What a training program uses: `submit`, and the Job and StepFuture it gives; `submit_array` for many models of one kind."""
+"""What a training program uses: `submit`, and the Job and StepFuture it gives; `submit_array` for many models of one
+kind."""
 
 from __future__ import annotations
 

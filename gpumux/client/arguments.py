@@ -84,7 +84,8 @@ def check_rng(rng: Any, seed: Any) -> None:
 
 
 def draws_from_client(rng: str | None, seed: Any, session: Session, table: StateTable) -> bool:
-    """Whether a job's draws go on from the client's generator. Raises ConfigError where that is asked for and can't be."""
+    """Whether a job's draws go on from the client's generator. Raises ConfigError where that is asked for and can't
+    be."""
     on_the_cpu = session.welcome.device["kind"] == "cpu" and not table.gpu
     if rng == "client" and not on_the_cpu:
         where = (

@@ -19,9 +19,9 @@ _NUMBERS: Final = (int, float, complex, torch.Tensor, numpy.ndarray, numpy.gener
 class StepFuture:
     """Returned at once by `job.step`. Waiting pumps the connection in the calling thread.
 
-    Of a step that returns one number, `float(future)`, `if future:`, `future == x`, `future < x`, `total += future` and the like
-    wait for the value and mean it; of any other step they raise TypeError. `in` and `remove` of a list compare values,
-    too; sets and dicts know a future by its identity."""
+    Of a step that returns one number, `float(future)`, `if future:`, `future == x`, `future < x`, `total += future` and
+    the like wait for the value and mean it; of any other step they raise TypeError. `in` and `remove` of a list compare
+    values, too; sets and dicts know a future by its identity."""
 
     __slots__ = ("_done", "_error", "_generator", "_step", "_times", "_value", "_wait")
 

@@ -138,9 +138,9 @@ BIT_EQUAL, EQUIVALENT = "bit-equal", "equivalent"
 
 def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool = False) -> dict[str, Any]:
     """For Job.stats(): `exactness`, and where results are not bit-equal `because`, a sentence for each reason, and
-    `tolerance`, how far a step's results may be from the reference run's of the same state, relative to the largest element
-    of the tensor, by the type they are in.
-    `microbatches`: by function, into how many parts its batch is cut; `compiled`: whether one is."""
+    `tolerance`, how far a step's results may be from the reference run's of the same state, relative to the largest
+    element of the tensor, by the type they are in. `microbatches`: by function, into how many parts its batch is cut;
+    `compiled`: whether one is."""
     because: list[str] = []
     more: dict[str, Any] = {}
     if table.runs_on == "cuda":
@@ -275,7 +275,8 @@ class Job(Capturing, Cached, Slotted):
         self, function: StepFunction, choice: Choice, program: RemoteProgram, slot: int, filled: bool,
         generator: torch.Tensor | None,
     ) -> StepFuture:  # fmt: skip
-        """`filled`: the batch lies in the slot already. `generator`: its state, for a step that draws from the client's."""
+        """`filled`: the batch lies in the slot already. `generator`: its state, for a step that draws from the
+        client's."""
         step, number, told = self._next_step, program.number, self._recovery.told
         future = StepFuture(self._wait, step)
         entry = None
@@ -393,9 +394,9 @@ class Job(Capturing, Cached, Slotted):
 
     def stats(self) -> dict[str, Any]:
         """What the daemon knows of the job: steps, queue and device seconds, memory, outstanding
-        launches. `rng` says whose random generator its draws come from (submit()). `exactness` is "bit-equal" (README, "Equal results"), or "equivalent": `because` then says why, and
-        `tolerance` how far a step's results may be from the reference run's, relative to the largest element of the
-        tensor (README, "Microbatches")."""
+        launches. `rng` says whose random generator its draws come from (submit()). `exactness` is "bit-equal" (README,
+        "Equal results"), or "equivalent": `because` then says why, and `tolerance` how far a step's results may be from
+        the reference run's, relative to the largest element of the tensor (README, "Microbatches")."""
         reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
         functions = [f for f, _, _ in self._functions]
         compiled = any(f.compiled for f in functions)
@@ -455,8 +456,8 @@ class Job(Capturing, Cached, Slotted):
             raise SnapshotFailed(f"the state of job {self.name!r} could not be saved", "the log says why")
 
     def __del__(self) -> None:
-        """Dropped while open, with nothing left that could ask for what it trained. The session goes with it, and tells the
-        daemon (session.py); nothing waits here."""
+        """Dropped while open, with nothing left that could ask for what it trained. The session goes with it, and tells
+        the daemon (session.py); nothing waits here."""
         if getattr(self, "_closed", True) or sys.is_finalizing() or self._session.forked:
             return
         self._closed = True

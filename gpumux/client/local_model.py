@@ -1,5 +1,5 @@
-"""The part of a Job that keeps the local models and optimizers a copy of the job's state: fetched when they are read, pushed
-when the script says so, and brought home when the job ends."""
+"""The part of a Job that keeps the local models and optimizers a copy of the job's state: fetched when they are read,
+pushed when the script says so, and brought home when the job ends."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ class Cached:
     # ---- verbs
 
     def sync(self) -> None:
-        """Bring the trained state back into the local models and optimizers, whatever was done to them meanwhile. Waits for the
-        steps submitted so far. What reads the local model fetches what it needs by itself; this brings all of it."""
+        """Bring the trained state back into the local models and optimizers, whatever was done to them meanwhile. Waits
+        for the steps submitted so far. What reads the local model fetches what it needs by itself; this brings all of
+        it."""
         with self._lock:
             with alone():
                 self._take_gradients()
@@ -101,8 +102,8 @@ class Cached:
 
     @contextmanager
     def _replaced_states(self, parts: frozenset[Part]) -> Iterator[None]:
-        """What the script put in the place of optimizers' states that are behind (`load_state_dict`) stays as it is, whatever is
-        fetched meanwhile."""
+        """What the script put in the place of optimizers' states that are behind (`load_state_dict`) stays as it is,
+        whatever is fetched meanwhile."""
         replaced = [
             (o, o.state) for o in self._table.optimizers
             if Part.OPTIMIZER in parts and not isinstance(o.state, FetchingState)
@@ -183,8 +184,8 @@ class Cached:
     # ---- gradients that the script changed
 
     def _take_gradients(self) -> None:
-        """Go on from the gradients that the script left: cleared, zeroed, or of its own values. Raises LocalWrite for a gradient
-        that lies in other memory of the job, and StaleGradient for one that has no values."""
+        """Go on from the gradients that the script left: cleared, zeroed, or of its own values. Raises LocalWrite for a
+        gradient that lies in other memory of the job, and StaleGradient for one that has no values."""
         gradients = self._guard.gradients
         changes = self._guard.gradient_changes()
         if not changes:
@@ -232,8 +233,8 @@ class Cached:
         gradients.told()
 
     def _home_of(self, index: int, value: torch.Tensor, before: Place | None) -> Place | None:
-        """Where a gradient of the script's lies already, if that is its own place: the one `before`. Raises LocalWrite where it is
-        another's."""
+        """Where a gradient of the script's lies already, if that is its own place: the one `before`. Raises LocalWrite
+        where it is another's."""
         table, name = self._table, self._table.param_names[index]
         if value.layout is not torch.strided:
             raise LocalWrite(f"the gradient that {name} was given is {value.layout}", f"{name}.grad = value.to_dense()")
@@ -260,8 +261,8 @@ class Cached:
         )
 
     def _settle_in(self, index: int, value: torch.Tensor, taken: Collection[int]) -> Place:
-        """A place for a gradient of the script's: its own memory, which steps go on to add to; or, where others may lie in that, a
-        copy. `taken`: buffers in which other state lies."""
+        """A place for a gradient of the script's: its own memory, which steps go on to add to; or, where others may lie
+        in that, a copy. `taken`: buffers in which other state lies."""
         table = self._table
         name = f"grad.{table.param_names[index]}"
         with plainly(), torch.no_grad():
@@ -303,8 +304,8 @@ class Cached:
     # ---- the end
 
     def _come_home(self, limit: float | None) -> None:
-        """The trained state into the local objects, if they are behind. `limit`: how many seconds without progress to wait.
-        What keeps it from coming is logged: the job ends all the same."""
+        """The trained state into the local objects, if they are behind. `limit`: how many seconds without progress to
+        wait. What keeps it from coming is logged: the job ends all the same."""
         if not self._unsynced or not self._guard.stale:
             return
         steps = self._unsynced
@@ -351,8 +352,8 @@ class Cached:
 
 
 class JobSource:
-    """What a job's guard fetches from. While local tensors are behind they hold the guard, and so the job: one that is dropped
-    lives on until they are up to date, or gone as well."""
+    """What a job's guard fetches from. While local tensors are behind they hold the guard, and so the job: one that is
+    dropped lives on until they are up to date, or gone as well."""
 
     def __init__(self, job: Cached) -> None:
         self._job = job

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 # ---- What a job's daemon was told, in a form that can be told again: Programs by number, state and batches by copy.
 #
-# A user may write to a batch's tensors as soon as step() returns, so a copy it must be. Memory for batches is used again
-# from step to step: fresh pages would cost more than the copy.
+# A user may write to a batch's tensors as soon as step() returns, so a copy it must be. Memory for batches is used
+# again from step to step: fresh pages would cost more than the copy.
 
 
 _OVERHEAD = 512  # bytes of an entry beside its tensors, about
@@ -236,8 +236,8 @@ class Recovery:
                 raise gone  # it is the step
 
     def _is_over(self, job: Job, gone: GpumuxError, until: float | None) -> bool:
-        """Wait for the end of a session that has been told it is coming (a daemon that leaves refuses first). False when
-        it is `until` first; raises `gone` when it lives on."""
+        """Wait for the end of a session that has been told it is coming (a daemon that leaves refuses first). False
+        when it is `until` first; raises `gone` when it lives on."""
         if job._session.dead is not None or job._remote.ended is not None:
             return True
         wait_s = LEAVING_S if until is None else max(0.0, min(LEAVING_S, until - time.monotonic()))

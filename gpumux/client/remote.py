@@ -269,9 +269,9 @@ class Remote:
         self.session.release_segment(segment)
 
     def pull(self, write: Callable[[int, torch.Tensor], None], wanted: Collection[int] | None = None) -> None:
-        """Fetch state (all, or the `wanted` buffers), after the steps submitted so far: `write(job buffer, its bytes)`. No
-        step of the job may be submitted meanwhile: what is fetched in portions would belong to different steps. A portion is on its way while another is
-        written."""
+        """Fetch state (all, or the `wanted` buffers), after the steps submitted so far: `write(job buffer, its bytes)`.
+        No step of the job may be submitted meanwhile: what is fetched in portions would belong to different steps. A
+        portion is on its way while another is written."""
         portions = list(self._portions([b for b in self.resident() if wanted is None or b in wanted]))
         opened = self._transfer(portions[0], False) if portions else None
         for some, coming in zip_longest(portions, portions[1:]):
@@ -301,8 +301,8 @@ class Remote:
         self.session.release_segment(segment)
 
     def _portions(self, buffers: Sequence[int]) -> Iterator[list[int]]:
-        """The buffers in order, as many together as PORTION_BYTES hold, but at least one: state is copied by way of shared
-        memory of that size, not of its own."""
+        """The buffers in order, as many together as PORTION_BYTES hold, but at least one: state is copied by way of
+        shared memory of that size, not of its own."""
         some: list[int] = []
         held = 0
         for b in buffers:
@@ -326,10 +326,10 @@ class Remote:
 
 # ---- Batches that are put together where the device reads them: no copy is left for step() to make.
 #
-# A data loader stacks samples into a batch, which is one copy, and step() lays the batch into shared memory, which is another. A `collate_fn`
-# that stacks into a free slot of the job's makes one of both. Which slot is right depends on the Program the coming step will run;
-# it is taken to be the one that the newest step with such a batch ran. If it is another one after all, or no slot is free for it, the
-# step copies as ever: nothing depends on the guess but a copy.
+# A data loader stacks samples into a batch, which is one copy, and step() lays the batch into shared memory, which is
+# another. A `collate_fn` that stacks into a free slot of the job's makes one of both. Which slot is right depends on
+# the Program the coming step will run; it is taken to be the one that the newest step with such a batch ran. If it is
+# another one after all, or no slot is free for it, the step copies as ever: nothing depends on the guess but a copy.
 
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -346,7 +346,8 @@ class Lent:
 
 @dataclass(slots=True)
 class Slots:
-    """A job's slots, as `collate` sees them. `programs`: those in the daemon, by number; `wait(predicate)` receives until it is true."""
+    """A job's slots, as `collate` sees them. `programs`: those in the daemon, by number; `wait(predicate)` receives
+    until it is true."""
 
     programs: dict[int, RemoteProgram]
     wait: Callable[[Callable[[], bool]], bool]
@@ -358,8 +359,8 @@ class Slots:
         self._newest[tuple([(t.dtype, tuple(t.shape)) for t in tensors])] = number
 
     def take(self, form: Form) -> list[torch.Tensor] | None:
-        """Tensors over the inputs of a free slot for a batch of this form, to be filled and given to the next step; None where
-        there is none to be had. Waits for the oldest step where that will free one."""
+        """Tensors over the inputs of a free slot for a batch of this form, to be filled and given to the next step;
+        None where there is none to be had. Waits for the oldest step where that will free one."""
         program = self.programs.get(self._newest.get(form, -1))
         if program is None or program.inline or not form or any(0 in size for _, size in form):
             return None
@@ -410,10 +411,11 @@ class Slotted:
     _wait: Callable[[Callable[[], bool], float | None], bool]
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """A `collate_fn` for torch.utils.data.DataLoader: stacks samples as torch's does, but straight into the shared memory
-        that step() hands to the device, so that step() copies nothing. The batch is the step's once step() was called with it:
-        don't read it afterwards. In worker processes (`num_workers`), over tcp, with max_inflight=1, and for the first batches of a
-        shape it makes ordinary batches. Raises JobClosed, JobFailed or DaemonGone as step() does."""
+        """A `collate_fn` for torch.utils.data.DataLoader: stacks samples as torch's does, but straight into the shared
+        memory that step() hands to the device, so that step() copies nothing. The batch is the step's once step() was
+        called with it: don't read it afterwards. In worker processes (`num_workers`), over tcp, with max_inflight=1,
+        and for the first batches of a shape it makes ordinary batches. Raises JobClosed, JobFailed or DaemonGone as
+        step() does."""
         if self._session.forked:
             return stacked(None, samples)
         with self._lock:
@@ -441,7 +443,8 @@ class Slotted:
 
 
 def stacked(slots: Slots | None, samples: Sequence[Any]) -> Any:
-    """As torch's default_collate, into a slot where there is one. Samples are pytrees of tensors, numpy arrays and numbers, all alike."""
+    """As torch's default_collate, into a slot where there is one. Samples are pytrees of tensors, numpy arrays and
+    numbers, all alike."""
     from torch.utils.data import default_collate
 
     leaves, spec = pytree.tree_flatten(samples[0])

@@ -269,8 +269,8 @@ class Session:
         """Send a request (its `ref` is filled in here) and wait for the answer.
 
         Raises the error a Refusal stands for, and DaemonGone when no answer comes in `timeout`
-        seconds (None: as long as the daemon lives). Without one, `meanwhile` says each time for how many seconds to wait until
-        it is called again.
+        seconds (None: as long as the daemon lives). Without one, `meanwhile` says each time for how many seconds to
+        wait until it is called again.
         """
         ref, answer = self._mailbox.expect()
         try:
@@ -620,8 +620,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 def through(attempt: Callable[[Session], T], endpoint: str | None, reconnect_s: float) -> T:
-    """What `attempt` makes on a session. When the daemon goes amid one, another follows as soon as there is one again; `reconnect_s`
-    seconds are waited for it at most (0: there is no second attempt). `attempt` must leave nothing behind when it fails.
+    """What `attempt` makes on a session. When the daemon goes amid one, another follows as soon as there is one again;
+    `reconnect_s` seconds are waited for it at most (0: there is no second attempt). `attempt` must leave nothing behind
+    when it fails.
 
     Raises DaemonGone where there is no daemon to begin with, and whatever `attempt` raises on a session that lives."""
     session = Session.connect(endpoint)

@@ -44,8 +44,8 @@ class Counts:
 def write(
     table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None
 ) -> bytes:
-    """The notes of a snapshot of `resident` job buffers, taken now. `generator`: the state of the client's, where the job draws
-    from it."""
+    """The notes of a snapshot of `resident` job buffers, taken now. `generator`: the state of the client's, where the
+    job draws from it."""
     index = {buffer: i for i, buffer in enumerate(resident)}
     inline: dict[str, Any] = {}
     room = MAX_INLINE
@@ -141,8 +141,9 @@ class Keepsake:
             raise ConfigError("the kept snapshot is shorter than its notes say", "start the job anew")
 
     def put_back(self, table: StateTable) -> None:
-        """Overwrite what `table` knows: parameters and buffers, the optimizers' state and hyperparameters, gradients; and
-        torch's default generator, if the job drew from that of the client that is gone. Raises ConfigError when the models or optimizers are others than the job had; nothing is changed then."""
+        """Overwrite what `table` knows: parameters and buffers, the optimizers' state and hyperparameters, gradients;
+        and torch's default generator, if the job drew from that of the client that is gone. Raises ConfigError when the
+        models or optimizers are others than the job had; nothing is changed then."""
         body = self._body
         try:
             fresh = [(name, tensor, self._of(name, tensor)) for name, tensor in table.tensors]
@@ -335,7 +336,8 @@ class Snapshots:
     def _make_room(self, session: Session) -> None:
         failed = False
         while self._log.full and not failed:
-            # The one under way may have been taken so early that what followed it alone fills the log: one more, from here.
+            # The one under way may have been taken so early that what followed it alone fills the log: one more, from
+            # here.
             if not self._busy:
                 self._asked = session.ask(PrepareSnapshot(0, self._job))
             while self._busy and self._log.full:

@@ -40,7 +40,8 @@ def submit(
     endpoint: which daemon; default GPUMUX_ENDPOINT, else the one of GPU 0 on this machine.
     weight: share among jobs of one priority. max_slowdown: promise for a high job (>= 1.0).
     memory_limit: bytes this job may hold on the device. max_inflight: unanswered steps at most.
-    rng: where random draws (dropout) come from. "client": from torch's default generator, as in the plain loop; a step begins
+    rng: where random draws (dropout) come from. "client": from torch's default generator, as in the plain loop; a step
+    begins
         where it stands when step() is called, and step() leaves it where the plain step would. "own": from a generator of the
         job's, whatever else the program draws. Default: "client" where model and daemon compute on the CPU; "own" with
         `seed`, and where a GPU is on either side, which draws other numbers anyway.
@@ -64,7 +65,8 @@ def submit(
         that was never there is not).
 
     Raises CaptureError (and its kin, naming the line or tensor), ConfigError for a bad argument,
-    AdmissionRefused, DaemonGone. Nothing local is changed by a failed submit, unless what was resumed had been read by then.
+    AdmissionRefused, DaemonGone. Nothing local is changed by a failed submit, unless what was resumed had been read by
+    then.
     """
     models = several(model, torch.nn.Module, "model")
     if any(isinstance(m, torch.jit.ScriptModule) for m in models):

@@ -1,5 +1,5 @@
-"""The sockets under a client's session (ZeroMQ's, and the step lane), and the handshake that opens it. Not thread-safe: the
-session's lock guards every call but `poll` and `wake`.
+"""The sockets under a client's session (ZeroMQ's, and the step lane), and the handshake that opens it. Not thread-safe:
+the session's lock guards every call but `poll` and `wake`.
 """
 
 from __future__ import annotations

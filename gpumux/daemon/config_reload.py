@@ -58,8 +58,8 @@ def shared_limit(config: Config) -> int:
 
 
 class Difference(NamedTuple):
-    """What a new configuration changes: the one to use from now on, and sentences about what is in force and what needs a
-    restart."""
+    """What a new configuration changes: the one to use from now on, and sentences about what is in force and what needs
+    a restart."""
 
     config: Config
     changed: list[str]
@@ -92,9 +92,9 @@ def _rules(before: tuple[Rule, ...], after: tuple[Rule, ...]) -> str:
 
 # ---- SIGHUP: read the configuration again and use what can be used while the daemon runs.
 #
-# It is read on a thread of its own, since a file system or a directory service (user names in access rules) may take long. A
-# configuration with a mistake changes nothing. What is in force applies to requests from then on: jobs that are open
-# stay as they are, also where a rule would not let them in any more. Keys of tcp clients need no reload.
+# It is read on a thread of its own, since a file system or a directory service (user names in access rules) may take
+# long. A configuration with a mistake changes nothing. What is in force applies to requests from then on: jobs that are
+# open stay as they are, also where a rule would not let them in any more. Keys of tcp clients need no reload.
 
 
 class Reloading:
@@ -108,7 +108,8 @@ class Reloading:
         self._again = False
 
     def begin(self) -> None:
-        """Read it; what follows comes on a later turn of the loop. While it is being read, note that it is to be read again."""
+        """Read it; what follows comes on a later turn of the loop. While it is being read, note that it is to be read
+        again."""
         if self._reading:
             self._again = True
             return

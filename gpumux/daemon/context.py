@@ -29,8 +29,9 @@ from gpumux.wire.router import Router
 #
 # A job may be changed, and seen whole, by its own session, its user, root, and whom an access rule makes an operator.
 # Of other users' jobs everybody sees what sharing a device takes: a short id, the user id, priority, weight, state,
-# counts, device time and memory, how a high job's promise stands and for whom a low one is held. Not seen are names, job ids, process ids,
-# operators and messages. A job id is worth hiding although it opens nothing: whoever knew it could take it first, after a restart.
+# counts, device time and memory, how a high job's promise stands and for whom a low one is held. Not seen are names,
+# job ids, process ids, operators and messages. A job id is worth hiding although it opens nothing: whoever knew it
+# could take it first, after a restart.
 
 
 UNKNOWN_UID = -1
@@ -155,10 +156,12 @@ class CheckQueue:
         return next((uid for uid in self._waiting if busy.count(uid) < self._share), None)
 
 
-# ---- Questions wait here for their turn: one is answered in each turn of the loop, users in turn and their sessions in turn.
+# ---- Questions wait here for their turn: one is answered in each turn of the loop, users in turn and their sessions in
+# turn.
 #
-# An answer to GetStatus or ExplainJob looks at all jobs, or at all that is remembered, which takes longer than anything else a
-# message makes the loop do. Answered as they come, a hundred of them in one pass would hold up everybody's steps.
+# An answer to GetStatus or ExplainJob looks at all jobs, or at all that is remembered, which takes longer than anything
+# else a message makes the loop do. Answered as they come, a hundred of them in one pass would hold up everybody's
+# steps.
 
 
 MOST_WAITING = 16  # questions of one session

@@ -1,8 +1,8 @@
 """The daemon's log: text for people or one JSON object a line, on stderr, and never more than a client should cause.
 
-A line about a job begins with "job %s: ", one about a session with "session %s: ", where %s is the short id or the session's
-id; "step %d", "program %d", "request %d", "uid %d" and "pid %d" may follow. In JSON these are fields of their own, so that
-`jq 'select(.job == "j3")'` finds a job's life.
+A line about a job begins with "job %s: ", one about a session with "session %s: ", where %s is the short id or the
+session's id; "step %d", "program %d", "request %d", "uid %d" and "pid %d" may follow. In JSON these are fields of their
+own, so that `jq 'select(.job == "j3")'` finds a job's life.
 
 What clients do is logged, so a client that does much could fill a disk. Of each kind of line (one template of the
 code) at most LINES_PER_S are written in the long run; how many were left out is said.
@@ -45,7 +45,8 @@ def fields_of(template: str) -> tuple[tuple[str, int], ...]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (ISO 8601, UTC), level, logger, message, and job, session, step ... where the line is about one."""
+    """One object a line: time (ISO 8601, UTC), level, logger, message, and job, session, step ... where the line is
+    about one."""
 
     def format(self, record: logging.LogRecord) -> str:
         body: dict[str, Any] = {

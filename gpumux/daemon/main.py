@@ -1,10 +1,10 @@
 """Start-up and shut-down of a daemon: open everything in order, serve, close it in reverse.
 
-Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 74 the device failed beyond repair (every
-client was told), 75 the endpoint or the metrics port is taken, 78 the configuration is wrong or the device can't be had. SIGHUP has the
-configuration read again (daemon/config_reload.py).
-SIGTERM and SIGINT ask for a clean stop, at any time from the first line of `run` on; more of them change nothing, since stopping is bounded
-(drain_s, and 10 s for the device), and who can't wait has SIGKILL.
+Exit codes: 0 stopped as asked, 64 wrong usage (cli), 70 an error inside gpumux, 74 the device failed beyond repair
+(every client was told), 75 the endpoint or the metrics port is taken, 78 the configuration is wrong or the device can't
+be had. SIGHUP has the configuration read again (daemon/config_reload.py). SIGTERM and SIGINT ask for a clean stop, at
+any time from the first line of `run` on; more of them change nothing, since stopping is bounded (drain_s, and 10 s for
+the device), and who can't wait has SIGKILL.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from gpumux.wire.router import Router
 # ---- What the daemon tells a service manager, by the protocol of sd_notify(3): datagrams to NOTIFY_SOCKET.
 #
 # READY=1 once it serves, WATCHDOG=1 twice per WATCHDOG_USEC, STOPPING=1 when it begins to leave, and a
-# STATUS line with each of the first and the last, which `systemctl status` shows. Without NOTIFY_SOCKET nothing happens. A manager
-# that can't be reached costs a warning and never the daemon's time: what the loop sends it sends without waiting.
+# STATUS line with each of the first and the last, which `systemctl status` shows. Without NOTIFY_SOCKET nothing
+# happens. A manager that can't be reached costs a warning and never the daemon's time: what the loop sends it sends
+# without waiting.
 
 
 PATIENCE_S = 1.0  # for READY=1, which the loop doesn't wait for and a manager would miss

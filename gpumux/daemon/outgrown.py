@@ -1,7 +1,7 @@
 """Jobs that take more memory than their Programs declare, and were admitted with: named once each.
 
-Devices say what a job really holds where they can (`MemoryFigures.measured`). A job's process has things of its own beside
-what its Programs declare (graphs, a library's scratch memory, gaps in the heap), hence the slack.
+Devices say what a job really holds where they can (`MemoryFigures.measured`). A job's process has things of its own
+beside what its Programs declare (graphs, a library's scratch memory, gaps in the heap), hence the slack.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 GetStatus's body is a contract for scripts (`gpumux status --json`): fields may be added, not changed.
 
-daemon    {version, pid, endpoints, policy, core (compiled or interpreted), started (Unix time), uptime_s, metrics_host, metrics_port
+daemon    {version, pid, endpoints, policy, core (compiled or interpreted), started (Unix time), uptime_s, metrics_host,
+metrics_port
           (0: off), leaving}
 device    {kind, name, torch_version, threads, parallel, memory_bytes}
 memory    bytes: {total_bytes, free_bytes, shared_bytes}

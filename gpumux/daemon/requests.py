@@ -87,13 +87,15 @@ class Questions:
         self._desk.device.profile(job.id, number)
 
     def _trace(self, session: SessionRecord, m: msg.RecordTrace, frames: Sequence[bytes]) -> None:
-        """Anybody may see when the device runs whose work; which operators these are, only those who may change the job."""
+        """Anybody may see when the device runs whose work; which operators these are, only those who may change the
+        job."""
         self._tracing.ask(session, m.ref, m.seconds, lambda job: self._desk.sight.governs(session, job))
 
 
 # ---- ChangeJob: another priority or weight for a job that is open.
 #
-# The answer leaves when the core says that the change is in force (JobChanged, in execute.py), or when the job ends before.
+# The answer leaves when the core says that the change is in force (JobChanged, in execute.py), or when the job ends
+# before.
 
 
 MAX_CHANGES = 16  # of one job, asked for and not in force

@@ -116,8 +116,8 @@ class Recording:
             self._piece(piece, stream, launched, event.started, event.ended, "done")
 
     def _over(self, launch: LaunchId, now: float, how: str) -> None:
-        """A piece of which nobody says when it ran. In a stream one begins when the one before it has ended, and what is
-        behind it has not begun."""
+        """A piece of which nobody says when it ran. In a stream one begins when the one before it has ended, and what
+        is behind it has not begun."""
         found = self._out.pop(launch, None)
         if found is None:
             return

@@ -66,8 +66,8 @@ class StepRan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """`by_job`: bytes charged to each job. `measured`: what jobs really held at most in a recent step, where the device can
-    say."""
+    """`by_job`: bytes charged to each job. `measured`: what jobs really held at most in a recent step, where the device
+    can say."""
 
     total_bytes: int
     free_bytes: int
@@ -121,8 +121,8 @@ class ProgramLoaded:
 
 @dataclass(frozen=True, slots=True)
 class Recut:
-    """The device measured the program, or was told how long its pieces are to be (`cut`), and cut it anew. Steps that start after this event use cut
-    `cut`; steps already begun finish under the cut they began with."""
+    """The device measured the program, or was told how long its pieces are to be (`cut`), and cut it anew. Steps that
+    start after this event use cut `cut`; steps already begun finish under the cut they began with."""
 
     job: JobId
     program: ProgramId
@@ -153,7 +153,8 @@ class LaunchFailed:
 @dataclass(frozen=True, slots=True)
 class LaneReturned:
     """The device reads the job's lane no more (Lending). `packet` is what it took there and did not act on, b"" when
-    there is nothing; `ran` are the steps nobody was told of, of which the last may not have ended if the job is lost."""
+    there is nothing; `ran` are the steps nobody was told of, of which the last may not have ended if the job is
+    lost."""
 
     job: JobId
     packet: bytes
@@ -255,8 +256,8 @@ class Device(Protocol):
         """-> LaunchDone, or LaunchFailed then JobLost."""
 
     def cut(self, job: JobId, program: ProgramId, target_s: float | None) -> None:
-        """Make the program's pieces about `target_s` seconds long from now on, None: as long as the device makes them by
-        itself. -> Recut after a step of the newest cut, where that is another one; else nothing, nor for what is not
+        """Make the program's pieces about `target_s` seconds long from now on, None: as long as the device makes them
+        by itself. -> Recut after a step of the newest cut, where that is another one; else nothing, nor for what is not
         there. It may be said at any time, and the newest word counts."""
 
     def transfer(
@@ -319,23 +320,24 @@ class Lending(Answering, Protocol):
     say so afterwards.
 
     From `lend` on the device alone reads the lane, until LaneReturned. It runs a step only if it is a Step as its form
-    says, of `terms`, with nothing out of order; with anything else, and whenever it likes, it returns the lane, together
-    with the packet it did not act on. After `recall` no further step starts: what started is known exactly when it
-    returns. LaneReturned follows at the end of the step that runs, at the latest; no JobLost or JobUnloaded comes
-    before the lane is out of the device's hands. Between `lend` and `recall` or LaneReturned the device is asked for
-    nothing else of the job but to unload it, or to cut it otherwise.
+    says, of `terms`, with nothing out of order; with anything else, and whenever it likes, it returns the lane,
+    together with the packet it did not act on. After `recall` no further step starts: what started is known exactly
+    when it returns. LaneReturned follows at the end of the step that runs, at the latest; no JobLost or JobUnloaded
+    comes before the lane is out of the device's hands. Between `lend` and `recall` or LaneReturned the device is asked
+    for nothing else of the job but to unload it, or to cut it otherwise.
     """
 
     def lend(self, job: JobId, head: bytes, last: int, terms: Sequence[LoanTerms], first: bytes) -> None:
         """Let the device read the lane it answers the job on, where nothing of the job is outstanding. `first` was read
-        from it already and is to be acted on first. A Step begins with `head`; steps are numbered upwards from `last`."""
+        from it already and is to be acted on first. A Step begins with `head`; steps are numbered upwards from
+        `last`."""
 
     def ran(self, job: JobId) -> list[StepRan]:
         """Steps taken from the lane that have ended, oldest first, each told once."""
 
     def recall(self, job: JobId) -> StepRan | None:
-        """Take no further step. The step that runs now, if one does: that one is to be adopted, and `ran` won't tell it however
-        soon it ends. What ended before is told by `ran`, which is to be asked next."""
+        """Take no further step. The step that runs now, if one does: that one is to be adopted, and `ran` won't tell it
+        however soon it ends. What ended before is told by `ran`, which is to be asked next."""
 
     def adopt(self, launch: Launch) -> None:
         """The step that `recall` named is this launch -> LaunchDone, like any other. After `recall`, once."""

@@ -34,9 +34,9 @@ AS_IT_IS = "submit it without compile=True"
 
 @dataclass(slots=True)
 class Compiled:
-    """`call(*bases, *numbers, *live_in)`: `bases` are views of what outlives the step (not all of them the Program's own),
-    `live_in` storages of temporaries, `numbers` the step's as three vectors (none where the unit takes none). It returns
-    the temporaries `live_out`."""
+    """`call(*bases, *numbers, *live_in)`: `bases` are views of what outlives the step (not all of them the Program's
+    own), `live_in` storages of temporaries, `numbers` the step's as three vectors (none where the unit takes none). It
+    returns the temporaries `live_out`."""
 
     call: Callable[..., Any]
     bases: tuple[View, ...]
@@ -48,8 +48,8 @@ class Compiled:
 
 
 def find_compiler(device: str) -> None:
-    """Raises ProgramError where units can't be compiled for want of what inductor uses: a C++ compiler for the CPU, Triton
-    for a GPU."""
+    """Raises ProgramError where units can't be compiled for want of what inductor uses: a C++ compiler for the CPU,
+    Triton for a GPU."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         raise ProgramError(
             "the daemon can't compile for the GPU: there is no Triton",

@@ -18,7 +18,8 @@ from gpumux.device.sim.device import SimDevice
 from gpumux.errors import ConfigError
 from gpumux.program.profile import StepProfile
 
-# ---- What this machine has of what the CUDA device needs, found without importing torch or loading the driver's library.
+# ---- What this machine has of what the CUDA device needs, found without importing torch or loading the driver's
+# library.
 #
 # `--device auto` decides by it, and `gpumux doctor` shows it. The device itself looks again when it is opened, through
 # the driver.

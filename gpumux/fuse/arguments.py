@@ -44,8 +44,8 @@ def configurations(configs: Any) -> Sequence[Any]:
 
 
 def explain(error: Exception, factory: Any, config: Any) -> ConfigError | None:
-    """What to say of a factory that failed because a configuration is not what it reads; None where it is not about that: a
-    plain value was passed, and the factory's own line raises TypeError."""
+    """What to say of a factory that failed because a configuration is not what it reads; None where it is not about
+    that: a plain value was passed, and the factory's own line raises TypeError."""
     if not isinstance(error, TypeError) or not isinstance(config, _PLAIN):
         return None
     last = error.__traceback__
@@ -60,8 +60,8 @@ def explain(error: Exception, factory: Any, config: Any) -> ConfigError | None:
 
 
 def check_own(model: Any, optimizer: Any, before: Sequence[StateTable], config: Any) -> None:
-    """Raises ConfigError where factory(config) returned another model's optimizer, or a model that holds a layer or parameter of
-    another one: each model has its own state and is watched for changes by itself."""
+    """Raises ConfigError where factory(config) returned another model's optimizer, or a model that holds a layer or
+    parameter of another one: each model has its own state and is watched for changes by itself."""
     optimizers = {id(o) for table in before for o in table.optimizers}
     if any(id(o) in optimizers for o in several(optimizer, torch.optim.Optimizer, "optimizer")):
         raise ConfigError(

@@ -43,8 +43,8 @@ def save(array: Models, path: str | Path, models: Iterable[int]) -> None:
 
 
 def restore(array: Models, path: str | Path, model: int | None) -> None:
-    """Raises ConfigError for a file that is no checkpoint, of another number of models, or of models or optimizers that differ
-    from those here; nothing is restored then."""
+    """Raises ConfigError for a file that is no checkpoint, of another number of models, or of models or optimizers that
+    differ from those here; nothing is restored then."""
     states = _read(Path(path))
     targets = range(len(array)) if model is None else [model]
     if len(states) != len(targets):
@@ -244,8 +244,8 @@ class Models:
         self._push(model)
 
     def add(self, config: Any, seed: int | None = None) -> int:
-        """One more model, from its first step on -> its number, the last. The others go on as they are. Raises what making
-        the array does; the array is as it was then."""
+        """One more model, from its first step on -> its number, the last. The others go on as they are. Raises what
+        making the array does; the array is as it was then."""
         self._check_open()
         seed = None if seed is None else arguments.seed_of("seed", seed)
         self._fetch()
@@ -339,8 +339,9 @@ class Models:
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """How many models ran together in the last step: (B,) when all did. In this process a model that has just joined,
-        or whose optimizer takes another path than its neighbours', runs beside them for as long as that is so."""
+        """How many models ran together in the last step: (B,) when all did. In this process a model that has just
+        joined, or whose optimizer takes another path than its neighbours', runs beside them for as long as that is
+        so."""
         return tuple(v.fused.models for v in self._last)
 
     @property
@@ -383,8 +384,8 @@ class Models:
         return member.dictionaries(self._memory.pull(model, member.table))
 
     def load(self, model: int, state: dict[str, Any]) -> None:
-        """Load dictionaries, as state_dict gives them, into one model. Raises ConfigError for what holds neither, and what
-        the model's and the optimizer's load_state_dict raise; the model goes on as it was then."""
+        """Load dictionaries, as state_dict gives them, into one model. Raises ConfigError for what holds neither, and
+        what the model's and the optimizer's load_state_dict raise; the model goes on as it was then."""
         self._check_open()
         member = self._members[self._index(model)]
         self._fetch()
@@ -454,16 +455,17 @@ class Array(Models):
     from its own of `seeds`.
 
     choose: "measured" times every operator, for all models at once and once a model, and takes what is quicker as a
-    whole (`plan()` prints it; times are kept in `times_file`, None: not at all, by default in the user's cache directory).
-    "fused" runs all at once wherever there is a way; "per-model" runs each once a model.
-    per_model_operators: such as "aten.mm.default", to run once a model in any case.
-    partial: let models differ in some blocks and share the rest; without it, that is NotFusible.
-    max_variants: combinations of batch shapes and Python flags captured for each model.
-    compile: what was chosen is compiled with torch's inductor, in units of some operators, which takes seconds each; draws stay
-    as they are. Kernels that are fused round otherwise. The times by which was chosen are those of operators as they are.
+    whole (`plan()` prints it; times are kept in `times_file`, None: not at all, by default in the user's cache
+    directory). "fused" runs all at once wherever there is a way; "per-model" runs each once a model.
+    per_model_operators: such as "aten.mm.default", to run once a model in any case. partial: let models differ in some
+    blocks and share the rest; without it, that is NotFusible. max_variants: combinations of batch shapes and Python
+    flags captured for each model. compile: what was chosen is compiled with torch's inductor, in units of some
+    operators, which takes seconds each; draws stay as they are. Kernels that are fused round otherwise. The times by
+    which was chosen are those of operators as they are.
 
     Raises NotFusible for configurations that are not of one kind, and what submit raises for a step that can't be
-    captured; ConfigError for other arguments that make no sense; with `compile`, ProgramError where there is no C++ compiler. Not for several threads at once.
+    captured; ConfigError for other arguments that make no sense; with `compile`, ProgramError where there is no C++
+    compiler. Not for several threads at once.
     """
 
     def __init__(

@@ -176,8 +176,8 @@ class Call:
         return self.homes.vector(varying, dtype).reshape(self.models, *[1] * rank)
 
     def invoke(self, changes: dict[str, Any], func: Any = None) -> Any:
-        """The operator, or `func` with the same arguments, some of them replaced by name: the operands must be. Declined
-        where a number that differs between models is left."""
+        """The operator, or `func` with the same arguments, some of them replaced by name: the operands must be.
+        Declined where a number that differs between models is left."""
         func = func or self.func
         self.same_numbers(*[name for name, value in changes.items() if not isinstance(value, Varying)])
         args: list[Any] = []
@@ -235,8 +235,8 @@ def _no_fallback() -> Iterator[None]:
 
 
 def batched(call: Call) -> Any:
-    """The operator's result, model dimension first. One that writes in place and can't be batched so is done apart, and what
-    comes out is copied to where it writes. Raises Declined."""
+    """The operator's result, model dimension first. One that writes in place and can't be batched so is done apart, and
+    what comes out is copied to where it writes. Raises Declined."""
     call.same_numbers()
     if any(isinstance(v, ScalarRef) for v in flat(call.args)):
         raise Declined("it takes a number that is another at every step")

@@ -38,9 +38,9 @@ from gpumux.wire.messages import MAX_NOTES, Replay
 
 # ---- A daemon's array whose program is gone goes on in another: what a snapshot's notes say of its models, and back.
 #
-# A snapshot of an array's job holds the lines of all models' state (`memory.py`). Its notes are those of a job, and for each
-# model those that a job of that model alone would have had, with the line that each buffer is a part of: taken apart
-# again, each model has a snapshot of its own.
+# A snapshot of an array's job holds the lines of all models' state (`memory.py`). Its notes are those of a job, and for
+# each model those that a job of that model alone would have had, with the line that each buffer is a part of: taken
+# apart again, each model has a snapshot of its own.
 
 
 fuse_log = logging.getLogger("gpumux.fuse")
@@ -111,16 +111,17 @@ def _of_one(kept: Keepsake, said: Any, model: int, models: int) -> Keepsake:
 
 # ---- A fused Program whose every state slot is the line of a whole array, of which it may use one model's part.
 #
-# In a daemon a job's buffers are the array's lines (memory.py). Where models are only partly alike, a Program has state of
-# one model alone: it lies in the line of all, where that model's is, so that every Program of the job finds it there.
+# In a daemon a job's buffers are the array's lines (memory.py). Where models are only partly alike, a Program has state
+# of one model alone: it lies in the line of all, where that model's is, so that every Program of the job finds it
+# there.
 
 
 Part: TypeAlias = "tuple[int, int, int]"  # number of the line, its bytes, the byte at which the slot's begin
 
 
 def on_lines(program: Program, parts: Sequence[Part]) -> Program:
-    """`program` with `parts[i]` for state slot i. Slots of one line become one storage; lines are numbered from 0, each used
-    at least once. Raises NotFusible where a tensor can't begin where its part does."""
+    """`program` with `parts[i]` for state slot i. Slots of one line become one storage; lines are numbered from 0, each
+    used at least once. Raises NotFusible where a tensor can't begin where its part does."""
     storages: list[Storage] = []
     moved: list[tuple[int, int]] = []  # of each storage: ours, and its first byte there
     found: dict[int, int] = {}
@@ -160,13 +161,15 @@ def submit_array(
     memory_limit: int | None = None, max_inflight: int = 2, resume: str | None = None,
     replay_bytes: int = 1 << 30, reconnect_s: float = 600.0,
 ) -> ArrayJob:  # fmt: skip
-    """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside other
-    jobs, with their priorities. Arguments are those of Array and of client.submit.
+    """Train the models of `configs` as one job of a daemon: an Array whose steps go through the job's queue, beside
+    other jobs, with their priorities. Arguments are those of Array and of client.submit.
 
-    resume: name of an array of yours whose client is gone, or closed it with keep=True. It has as many models, in the same order, as
+    resume: name of an array of yours whose client is gone, or closed it with keep=True. It has as many models, in the
+    same order, as
         when it was kept (after the last add() or remove()); what the factory makes is overwritten, random streams included, and
         `array.resumed_steps` says how many steps are behind it.
-    choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a GPU.
+    choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a
+    GPU.
 
     Raises what Array and submit raise. Nothing local is changed by a failed submit."""
     arguments.check_factory(factory)
@@ -209,8 +212,8 @@ class _Terms:
 
 
 class ArrayJob(Models):
-    """Made by `submit_array`. `job` is the job, for pause(), resume(), stats() and the like: another one after each add()
-    and remove()."""
+    """Made by `submit_array`. `job` is the job, for pause(), resume(), stats() and the like: another one after each
+    add() and remove()."""
 
     job: Job
 
@@ -307,8 +310,8 @@ class ArrayJob(Models):
         return _ArrayChoice(made, values, variant.tensors(choices), self, choices)  # type: ignore[arg-type]
 
     def step(self, *batch: Any, per_model: bool = False, **named: Any) -> StepFuture:
-        """One step of every model, as Array.step, in the job's queue: returns a StepFuture. Raises NotFusible for models that
-        take different paths and can't share one, and what Job.step raises."""
+        """One step of every model, as Array.step, in the job's queue: returns a StepFuture. Raises NotFusible for
+        models that take different paths and can't share one, and what Job.step raises."""
         self._check_open()
         function: Any = self._function
         return self.job._run(function, (batch, per_model), named)
@@ -333,8 +336,9 @@ class ArrayJob(Models):
             self.job._persist(lambda: self.job._remote.push(self.job._remote.resident()))
 
     def close(self, drain: bool = True, *, sync: bool = True, keep: bool = False) -> None:
-        """End the job; its state in the daemon is gone afterwards, and what was trained is in the local models, or thrown away
-        without `sync` or `drain`. `keep`: save it, for `submit_array(..., resume=name)`, as Job.close does. Idempotent."""
+        """End the job; its state in the daemon is gone afterwards, and what was trained is in the local models, or
+        thrown away without `sync` or `drain`. `keep`: save it, for `submit_array(..., resume=name)`, as Job.close does.
+        Idempotent."""
         if sync and drain and self._begun and self._dirty and not self._closed:
             try:
                 self.sync()

@@ -85,7 +85,8 @@ class Member:
         self.guard.newer()
 
     def _take_gradients(self) -> None:
-        """Go on without the gradients that the script cleared. Raises LocalWrite where it set some that a step reads."""
+        """Go on without the gradients that the script cleared. Raises LocalWrite where it set some that a step
+        reads."""
         changes = self.guard.gradient_changes()
         if not changes:
             return
@@ -107,8 +108,8 @@ class Member:
             self.guard.fetched(ALL)
 
     def resume(self, kept: Keepsake) -> None:
-        """Overwrite the local model and optimizer with a snapshot, and take that for the array's: the caller copies the buffers.
-        Raises ConfigError where it is of another model."""
+        """Overwrite the local model and optimizer with a snapshot, and take that for the array's: the caller copies the
+        buffers. Raises ConfigError where it is of another model."""
         with self.guard.quiet(writes=True):
             kept.put_back(self.table)
             self._adopt()

@@ -91,9 +91,9 @@ class Runner:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Temporaries of many models are large, and glibc gives large blocks back to the kernel, so that each step takes them
-    anew, page by page (hundreds of faults a step): unless a larger one was freed before (mallopt(3), M_MMAP_THRESHOLD and
-    M_TRIM_THRESHOLD, which follow). Another allocator does not mind."""
+    """Temporaries of many models are large, and glibc gives large blocks back to the kernel, so that each step takes
+    them anew, page by page (hundreds of faults a step): unless a larger one was freed before (mallopt(3),
+    M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, which follow). Another allocator does not mind."""
     torch.empty(_HEAP_BYTES, dtype=torch.uint8)
 
 
@@ -316,7 +316,8 @@ def cache_file() -> Path:
     return Path(base).expanduser() / "gpumux" / "fusion-times.json"
 
 
-# ---- A Program in float64 instead of float32: what rounding makes of two orders of summation is then far below what a wrong
+# ---- A Program in float64 instead of float32: what rounding makes of two orders of summation is then far below what a
+# wrong
 # operator does, also where a step is discontinuous (a maximum, a ReLU) or divides by next to nothing (Adam).
 
 
@@ -351,7 +352,8 @@ def _wider(arg: Arg) -> Any:
     return Tag("dtype", _TO) if arg == Tag("dtype", _FROM) else arg
 
 
-# ---- Holding a fused Program against one that runs every operator once a model, on invented numbers, before it is used.
+# ---- Holding a fused Program against one that runs every operator once a model, on invented numbers, before it is
+# used.
 #
 # A wrong rule would train wrong models without a word; a step of each on the same bytes shows it.
 
@@ -374,8 +376,8 @@ def check(fused: Fused, each: Fused, values: Sequence[Sequence[float | int]]) ->
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, what: str, fused: Fused) -> None:
-    """`c` is what `b` would be if the numbers before the step were others in their last digits: where that alone makes a
-    difference (a gradient that is truly zero is nothing but rounding), no more can be asked of `a`."""
+    """`c` is what `b` would be if the numbers before the step were others in their last digits: where that alone makes
+    a difference (a gradient that is truly zero is nothing but rounding), no more can be asked of `a`."""
     if torch.equal(a, b):
         return
     if a.dtype.is_floating_point or a.dtype.is_complex:
@@ -403,8 +405,8 @@ def _largest(values: torch.Tensor) -> float:
 def _ran(
     fused: Fused, values: Sequence[Sequence[float | int]], shaken: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(results, state) after a step from invented numbers, equal for Programs of equal state; `shaken`: for numbers that
-    differ from those in their last digits."""
+    """(results, state) after a step from invented numbers, equal for Programs of equal state; `shaken`: for numbers
+    that differ from those in their last digits."""
     program = fused.program
     dtypes = _slot_dtypes(program)
     slots = sorted((s.slot, s.nbytes) for s in program.storages if s.kind == "state")
@@ -443,7 +445,8 @@ def _slot_dtypes(program: Program) -> dict[int, torch.dtype]:
 def _invented_tensor(
     size: Sequence[int], dtype: torch.dtype, generator: torch.Generator, shake: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Numbers around one: variances and denominators stay away from zero. Whole numbers are zero, which indexes anything."""
+    """Numbers around one: variances and denominators stay away from zero. Whole numbers are zero, which indexes
+    anything."""
     if dtype.is_floating_point:
         made = torch.rand(tuple(size), generator=generator, dtype=torch.float64).add_(0.5)
         if shake is not None:

@@ -45,8 +45,9 @@ class Template:
 
 
 def align(programs: Sequence[Program], differs: frozenset[int] = frozenset(), last: int | None = None) -> Template:
-    """The template of some Programs. `differs`: scalars that are not equal for all models, by index. `last`: what errors
-    call the last model, if not its place here. Raises NotFusible, naming the first operator that differs and its layer."""
+    """The template of some Programs. `differs`: scalars that are not equal for all models, by index. `last`: what
+    errors call the last model, if not its place here. Raises NotFusible, naming the first operator that differs and its
+    layer."""
     first = programs[0]
     found = tuple(labels(first))
     ops = list(first.ops)
@@ -133,7 +134,8 @@ def _same_rest(first: Program, other: Program, model: int) -> None:
 
 
 def written_out(op: Op) -> Op:
-    """With the numbers that a Program leaves out, because they are the schema's defaults: a dropout of 0.5, a slope of 0.01."""
+    """With the numbers that a Program leaves out, because they are the schema's defaults: a dropout of 0.5, a slope of
+    0.01."""
     found = [a for a in schema(op.target).overload._schema.arguments if a.name != "generator"]
     args, kwargs = list(op.args), dict(op.kwargs)
     for argument in [a for a in found if not a.kwarg_only][len(args) :]:
@@ -191,8 +193,8 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """How one operator of the template runs. `why`: of fused, by what ("rule", "pointwise", "batched"); of per-model,
-    the reason. `sizes`: of its operands, in one model. `fused_s`, `each_s`: seconds for all models at once and one after
-    another, where measured."""
+    the reason. `sizes`: of its operands, in one model. `fused_s`, `each_s`: seconds for all models at once and one
+    after another, where measured."""
 
     op: int
     target: str

@@ -251,8 +251,8 @@ END = -1  # the results, which are wanted together
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of one operator: for all models at once (None: there is no way), once a model, and of bringing the results of
-    the latter together."""
+    """Seconds of one operator: for all models at once (None: there is no way), once a model, and of bringing the
+    results of the latter together."""
 
     fused: float | None
     each: float
@@ -260,8 +260,8 @@ class Timed:
 
 
 def cheapest(times: Mapping[int, Timed], reads: Sequence[tuple[int, int]]) -> frozenset[int]:
-    """Of the operators in `times`, those that should run once a model. `reads`: (operator or END, operator whose result it
-    takes); those with an operator that has no times are left out."""
+    """Of the operators in `times`, those that should run once a model. `reads`: (operator or END, operator whose result
+    it takes); those with an operator that has no times are left out."""
     import networkx
 
     graph: Any = networkx.DiGraph()
@@ -386,7 +386,8 @@ class Options:
 
 @dataclass(slots=True)
 class Variant:
-    """One fused Program and what runs it (a Runner, in this process). `alike`: scalars that it takes to be equal for all models."""
+    """One fused Program and what runs it (a Runner, in this process). `alike`: scalars that it takes to be equal for
+    all models."""
 
     fused: Fused
     runner: Any

@@ -4,9 +4,10 @@
     trainer = on_gpumux(Trainer(model, args, train_dataset=data), name="bert")
     trainer.train()
 
-The Trainer keeps its loop: data, schedules, logging, callbacks, checkpoints and evaluation are its own. What it does between two batches
-that computes (loss, backward pass, clipping, optimizer) is one captured step. What reads the model in this process (evaluating,
-predicting, saving, callbacks) has the state fetched from the daemon; `train()` ends with the trained state in the model and the job closed.
+The Trainer keeps its loop: data, schedules, logging, callbacks, checkpoints and evaluation are its own. What it does
+between two batches that computes (loss, backward pass, clipping, optimizer) is one captured step. What reads the model
+in this process (evaluating, predicting, saving, callbacks) has the state fetched from the daemon; `train()` ends with
+the trained state in the model and the job closed.
 
 Nothing of transformers is imported here: the Trainer is the caller's, of whatever class.
 """
@@ -26,11 +27,12 @@ from gpumux.errors import ConfigError
 
 
 def on_gpumux(trainer: Any, **options: Any) -> Any:
-    """Have `trainer.train()` run its steps in a daemon; returns the same trainer. `options` are those of gpumux.client.submit
-    (priority, name, endpoint, weight, ...). Subclasses keep their methods, `compute_loss` among them; one that overrides
-    `training_step` is refused, as that is what gpumux replaces.
+    """Have `trainer.train()` run its steps in a daemon; returns the same trainer. `options` are those of
+    gpumux.client.submit (priority, name, endpoint, weight, ...). Subclasses keep their methods, `compute_loss` among
+    them; one that overrides `training_step` is refused, as that is what gpumux replaces.
 
-    Raises ConfigError for what can't be captured as a step: several devices, mixed precision, DeepSpeed, FSDP, compiled models.
+    Raises ConfigError for what can't be captured as a step: several devices, mixed precision, DeepSpeed, FSDP, compiled
+    models.
     """
     cls = type(trainer)
     if issubclass(cls, OnGpumux):

@@ -4,9 +4,10 @@
     trainer = Trainer(strategy=GpumuxStrategy(priority="low", name="mnist"), accelerator="cpu")
     trainer.fit(module, loader)
 
-Lightning keeps its loop: data, schedulers, loggers, callbacks, checkpoints, validation. `training_step`, the backward pass, gradient
-clipping and the optimizer's step are one captured step. What `training_step` logs (`self.log`) comes out of the step as a result and is logged then.
-What reads the model in this process (validating, testing, saving, callbacks) has its state fetched from the daemon.
+Lightning keeps its loop: data, schedulers, loggers, callbacks, checkpoints, validation. `training_step`, the backward
+pass, gradient clipping and the optimizer's step are one captured step. What `training_step` logs (`self.log`) comes out
+of the step as a result and is logged then. What reads the model in this process (validating, testing, saving,
+callbacks) has its state fetched from the daemon.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ except ModuleNotFoundError:  # the same, under its older name
 class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """`options` are those of gpumux.client.submit: priority, name, endpoint, weight, ...
 
-    Raises ConfigError, when fitting begins, for modules that optimize by hand or have other than one optimizer, for accumulated batches
-    and mixed precision; and CaptureError, with the line, for a training_step that can't be captured. Batches must have equal shapes, but
-    for a few (`max_variants`), and `training_step` can't use `batch_idx`, which is another number at every step.
+    Raises ConfigError, when fitting begins, for modules that optimize by hand or have other than one optimizer, for
+    accumulated batches and mixed precision; and CaptureError, with the line, for a training_step that can't be
+    captured. Batches must have equal shapes, but for a few (`max_variants`), and `training_step` can't use `batch_idx`,
+    which is another number at every step.
     """
 
     strategy_name = "gpumux"

@@ -55,7 +55,8 @@ class GuardFigures:
 
 @dataclass(frozen=True, slots=True)
 class BanFigures:
-    """A ban in force: job `low` beside job `high` (labels), where `ratio` was measured, for how long, and for how long still."""
+    """A ban in force: job `low` beside job `high` (labels), where `ratio` was measured, for how long, and for how long
+    still."""
 
     high: str
     low: str

@@ -1,7 +1,8 @@
 """Every series the daemon counts where things happen (docs/metrics.md is the contract).
 
-What happens for every step is in `Tally`. Counters are touched on the loop's thread only; gauges come from a snapshot at scrape time (gauges.py). Labels are bounded sets: priorities,
-error codes, message types. Anything a client can choose is mapped onto one of those.
+What happens for every step is in `Tally`. Counters are touched on the loop's thread only; gauges come from a snapshot
+at scrape time (gauges.py). Labels are bounded sets: priorities, error codes, message types. Anything a client can
+choose is mapped onto one of those.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class Metrics:
             self.transfer_bytes.labels(direction)
 
     def add_gauges(self, gauges: Collector) -> None:
-        """Gauges are asked before what the tally counted: a loop that takes a snapshot has caught up with its device."""
+        """Gauges are asked before what the tally counted: a loop that takes a snapshot has caught up with its
+        device."""
         self.registry.unregister(self.tally)
         self.registry.register(gauges)
         self.registry.register(self.tally)

@@ -27,8 +27,8 @@ from gpumux.metrics.gauges import Figures, label_text
 
 # ---- The status page at the metrics port: one static file, and the JSON it asks for every second.
 #
-# The page shows what GetStatus shows anybody, and remembers what it has seen while it is open; the daemon keeps no history for
-# it. It loads nothing from anywhere else, and puts no text of a user's into the page but as text.
+# The page shows what GetStatus shows anybody, and remembers what it has seen while it is open; the daemon keeps no
+# history for it. It loads nothing from anywhere else, and puts no text of a user's into the page but as text.
 
 
 Environ = dict[str, Any]
@@ -151,8 +151,8 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
 
 
 class MetricsServer:
-    """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also when 0 was asked for. Raises
-    EndpointBusy when somebody else has it, ConfigError when it can't be had at all."""
+    """Serves `registry` until `close()`, and the page from `watch` on. `port` is the one in use, also when 0 was asked
+    for. Raises EndpointBusy when somebody else has it, ConfigError when it can't be had at all."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self._fetch: Callable[[], Figures | None] = _nothing_yet

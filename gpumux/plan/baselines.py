@@ -1,4 +1,5 @@
-"""What burst-parallel plans are measured against: data parallelism, and the ways to scale it of DeepPool's section 2."""
+"""What burst-parallel plans are measured against: data parallelism, and the ways to scale it of DeepPool's section
+2."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from gpumux.plan.question import Question
 class SampleEfficiency:
     """How many iterations a wanted accuracy takes at a global batch, over what it takes at a very large one:
     1 + critical / batch (McCandlish et al., "An Empirical Model of Large-Batch Training", equation 2.11). Far below the
-    `critical` batch, twice the batch halves the iterations; far above it, a larger batch saves none. inf: it always halves
-    them. Raises ConfigError below 0."""
+    `critical` batch, twice the batch halves the iterations; far above it, a larger batch saves none. inf: it always
+    halves them. Raises ConfigError below 0."""
 
     critical: float
 
@@ -49,10 +50,10 @@ STRATEGIES = ("weak", "strong", "batch-optimal", "burst")
 
 
 def scaled(question: Question, gpus: int, efficiency: SampleEfficiency) -> list[Scaled]:
-    """The paper's strategies on a cluster of `gpus`, those that are possible there; the question's batch is the reference.
-    Weak: as many samples a GPU. Strong: as many in all. Batch-optimal: the batch, between one sample a GPU and weak
-    scaling's (by powers of two), that is quickest to accuracy. Burst: strong scaling under the question's algorithm and limit,
-    over those of its counts that the cluster has."""
+    """The paper's strategies on a cluster of `gpus`, those that are possible there; the question's batch is the
+    reference. Weak: as many samples a GPU. Strong: as many in all. Batch-optimal: the batch, between one sample a GPU
+    and weak scaling's (by powers of two), that is quickest to accuracy. Burst: strong scaling under the question's
+    algorithm and limit, over those of its counts that the cluster has."""
     reference, graph = question.batch, question.graph
     one = replace(question, gpus=gpus, counts=(gpus,), batch=reference * gpus)
     base = replace(question, gpus=1, counts=(1,)).data_parallel(1).seconds * efficiency.iterations(reference)

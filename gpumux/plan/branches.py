@@ -1,8 +1,8 @@
-"""Shortest paths through the branches of many blocks at once, from each count of the layer that branches, at home and away, for
-each number of GPUs that a branch may have at most (its cap).
+"""Shortest paths through the branches of many blocks at once, from each count of the layer that branches, at home and
+away, for each number of GPUs that a branch may have at most (its cap).
 
-Arrays have own counts first, so that the minimum over them runs along whole rows, and branches side by side: what a block
-of four branches takes by itself is too little work for a call into numpy to pay.
+Arrays have own counts first, so that the minimum over them runs along whole rows, and branches side by side: what a
+block of four branches takes by itself is too little work for a call into numpy to pay.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Indices: TypeAlias = npt.NDArray[np.intp]
 
 
 class Split(NamedTuple):
-    """One way to share GPUs: for each branch whether it is HOME or AWAY, and how many it may use at most, as an index into
-    the counts (0 for an empty branch, which uses none)."""
+    """One way to share GPUs: for each branch whether it is HOME or AWAY, and how many it may use at most, as an index
+    into the counts (0 for an empty branch, which uses none)."""
 
     modes: tuple[int, ...]
     caps: tuple[int, ...]
@@ -48,8 +48,8 @@ class Splits(NamedTuple):
 
 
 def splits(branches: int, empty: tuple[int, ...], gpus: int, counts: tuple[int, ...]) -> Splits:
-    """Every split of `gpus` in which nobody could have more. At least one branch is at home, since moving one back there
-    costs nothing; those in `empty` always are, and use no GPU. Raises ConfigError where there are too many."""
+    """Every split of `gpus` in which nobody could have more. At least one branch is at home, since moving one back
+    there costs nothing; those in `empty` always are, and use no GPU. Raises ConfigError where there are too many."""
     found = Splits([], [])
     movable = [i for i in range(branches) if i not in empty]
     for away_count in range(branches):
@@ -122,9 +122,9 @@ CHUNK = 1 << 15  # elements at once: the processor's caches hold them
 class Paths:
     """`last` [own counts, ways, modes, caps, fork's counts]: seconds to the end of each way's last layer. `allowed` and
     `moved` [own counts, join's counts, ways, modes]: the transfer from there to the joining layer, inf where the limit
-    forbids it; and as it is. `rows` [3, 1 + ways * modes * caps, fork's counts * join's], if wanted: over the last layer's
-    counts, the least seconds, the least transfer at the end that takes so long, and the least transfer; of row 0, nothing.
-    `inner`: seconds between the ends of blocks inside, by number, [caps, counts, counts]."""
+    forbids it; and as it is. `rows` [3, 1 + ways * modes * caps, fork's counts * join's], if wanted: over the last
+    layer's counts, the least seconds, the least transfer at the end that takes so long, and the least transfer; of row
+    0, nothing. `inner`: seconds between the ends of blocks inside, by number, [caps, counts, counts]."""
 
     def __init__(self, level: Level, rules: Rules, inner: Mapping[int, Array], *, rows: bool) -> None:
         self.ways, self.rules, self.inner = level.ways, rules, inner
@@ -217,8 +217,8 @@ class Paths:
     def options(
         self, ways: Indices, modes: Indices, caps: Indices, g: int, h: int
     ) -> Iterable[tuple[list[float], list[float]]]:
-        """Of several ways, for each count of the last layer, seconds from count g of the fork to count h of the join, without
-        the join's own; and of these the transfer at the end."""
+        """Of several ways, for each count of the last layer, seconds from count g of the fork to count h of the join,
+        without the join's own; and of these the transfer at the end."""
         seconds = self.last[:, ways, modes, caps, g] + self.allowed[:, h, ways, modes]
         return zip(seconds.T.tolist(), self.moved[:, h, ways, modes].T.tolist(), strict=True)
 
@@ -234,13 +234,14 @@ class Paths:
         return int((before + edges).argmin())
 
 
-# ---- A branch-join block as an edge between its two ends: the least time from each count of the branching layer to each count
+# ---- A branch-join block as an edge between its two ends: the least time from each count of the branching layer to
+# each count
 # of the joining one, over the ways to run its branches one after the other or side by side.
 #
-# Who runs where: some branches stay at home, on the same first GPUs one after the other; each of the others gets GPUs of
-# its own. A way to share the GPUs (`Split`) says how many each may use. More never hurts, so only splits count in which nobody
-# could have more. For each of them a branch is a shortest path that stays within its GPUs (gpumux/plan/branches.py). Blocks
-# with as many branches are worked out together.
+# Who runs where: some branches stay at home, on the same first GPUs one after the other; each of the others gets GPUs
+# of its own. A way to share the GPUs (`Split`) says how many each may use. More never hurts, so only splits count in
+# which nobody could have more. For each of them a branch is a shortest path that stays within its GPUs
+# (gpumux/plan/branches.py). Blocks with as many branches are worked out together.
 
 
 SHARED_CHUNK = 1 << 17  # elements at once
@@ -298,9 +299,9 @@ class _Level:
 
 
 class _Group:
-    """Blocks with as many branches. `times` [splits, blocks, fork's counts, join's] for each number of GPUs: no way under a
-    split is quicker; `lower` [numbers, blocks, fork's counts, join's] the least of them, inf where there is none; `sure`
-    where that is exact."""
+    """Blocks with as many branches. `times` [splits, blocks, fork's counts, join's] for each number of GPUs: no way
+    under a split is quicker; `lower` [numbers, blocks, fork's counts, join's] the least of them, inf where there is
+    none; `sure` where that is exact."""
 
     def __init__(self, level: _Level, places: Sequence[int], empty: tuple[int, ...], table: Table) -> None:
         self.rules, self.paths, self.known = level.rules, level.paths, level.known
@@ -356,7 +357,8 @@ class _Group:
         return np.concatenate((rows, skips.reshape(3, -1, n * n)), 1), first
 
     def pairs(self) -> None:
-        """Blocks of two branches, exact: over all pairs of their last counts that keep the joining layer's limit together."""
+        """Blocks of two branches, exact: over all pairs of their last counts that keep the joining layer's limit
+        together."""
         modes, caps = (np.concatenate(each, 1) for each in (self.table.modes, self.table.caps))
         n, b, count = self.lower.shape[2], len(self.sites), modes.shape[1]
         # own counts (x of one branch, y of the other), join's counts, blocks, fork's counts, splits
@@ -384,8 +386,8 @@ class _Group:
             place += len(found.caps)
 
     def _ends(self, branch: int, modes: Indices, caps: Indices) -> tuple[Array, Array]:
-        """Of each block's branch, seconds and the transfer at its end, [own counts, join's counts, blocks, fork's counts or 1,
-        splits]; an empty one has one own count."""
+        """Of each block's branch, seconds and the transfer at its end, [own counts, join's counts, blocks, fork's
+        counts or 1, splits]; an empty one has one own count."""
         if branch in self.empty:
             assert self.skips is not None
             allowed, moved = (each[:, HOME].transpose(2, 0, 1)[None, ..., None] for each in self.skips)
@@ -408,7 +410,8 @@ def _rising(values: Array) -> Iterator[int]:
 
 
 def _choices(seconds: Sequence[float], moved: Sequence[float]) -> list[tuple[float, float, int]]:
-    """(seconds, transfer, last count) of a branch, the quickest first, each with a smaller transfer than those before."""
+    """(seconds, transfer, last count) of a branch, the quickest first, each with a smaller transfer than those
+    before."""
     found: list[tuple[float, float, int]] = []
     for each in sorted(zip(seconds, moved, count(), strict=False)):
         if each[0] < inf and (not found or each[1] < found[-1][1]):
@@ -417,8 +420,8 @@ def _choices(seconds: Sequence[float], moved: Sequence[float]) -> list[tuple[flo
 
 
 class BlockTable:
-    """A block within each of several numbers of GPUs. `lower` [numbers, fork's counts, join's counts]: no way is quicker;
-    inf where there is none."""
+    """A block within each of several numbers of GPUs. `lower` [numbers, fork's counts, join's counts]: no way is
+    quicker; inf where there is none."""
 
     def __init__(self, group: _Group, at: int) -> None:
         self.group, self.at, self.site = group, at, group.sites[at]
@@ -426,8 +429,8 @@ class BlockTable:
         self._found: dict[tuple[int, int, int], _Found] = {}
 
     def exact(self, limit: int, g: int, h: int) -> float:
-        """The least seconds from count g to count h (indices) within the `limit`-th number of GPUs; inf: no way. `lower`
-        has it from now on."""
+        """The least seconds from count g to count h (indices) within the `limit`-th number of GPUs; inf: no way.
+        `lower` has it from now on."""
         if not self._sure[limit, g, h]:
             self.lower[limit, g, h] = self._at(limit, g, h).seconds
             self._sure[limit, g, h] = True
@@ -477,8 +480,9 @@ class BlockTable:
     def _within(
         self, split: Split, options: Sequence[tuple[list[float], list[float]]], h: int, below: float
     ) -> tuple[float, tuple[int, ...]]:
-        """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its limit
-        together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower nor transfer more."""
+        """The least seconds under `split`, less than `below`, such that all transfers into the joining layer keep its
+        limit together; (inf, ()) where there are none. Tries each branch's last counts, those that are neither slower
+        nor transfer more."""
         room = float(self.group.room[self.at, h])
         quickest = [min(seconds) for seconds, _ in options]
         ends = tuple([seconds.index(each) for (seconds, _), each in zip(options, quickest, strict=True)])

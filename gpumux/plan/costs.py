@@ -1,5 +1,5 @@
-"""What a layer costs on so many GPUs: comp, comm and sync of DeepPool's section 4.1, one at a time for the published search
-and as tables for ours."""
+"""What a layer costs on so many GPUs: comp, comm and sync of DeepPool's section 4.1, one at a time for the published
+search and as tables for ours."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from gpumux.errors import ConfigError
 from gpumux.plan.graph import Graph
 from gpumux.plan.layers import Timing
 
-# ---- What moving samples and gradients between GPUs takes: DeepPool's network model (section 4.1), per-GPU bandwidth and a
+# ---- What moving samples and gradients between GPUs takes: DeepPool's network model (section 4.1), per-GPU bandwidth
+# and a
 # propagation delay, full bisection.
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`bandwidth`: bytes a second that one GPU sends and, at the same time, receives. `latency`: seconds until the first
-    byte arrives, software included. Raises ConfigError for values that make no sense."""
+    """`bandwidth`: bytes a second that one GPU sends and, at the same time, receives. `latency`: seconds until the
+    first byte arrives, software included. Raises ConfigError for values that make no sense."""
 
     name: str
     bandwidth: float
@@ -49,9 +50,9 @@ class Network:
 
 
 def moved_share(source: int, target: int) -> float:
-    """The part of a batch that the busiest GPU sends or receives when samples that lie evenly on `source` GPUs get spread
-    evenly over `target`, where the smaller set is part of the larger: a GPU of both keeps what it can, one that is new
-    receives its whole share, one that leaves sends all it had."""
+    """The part of a batch that the busiest GPU sends or receives when samples that lie evenly on `source` GPUs get
+    spread evenly over `target`, where the smaller set is part of the larger: a GPU of both keeps what it can, one that
+    is new receives its whole share, one that leaves sends all it had."""
     few, many = min(source, target), max(source, target)
     return max(1 / few - 1 / many, 1 / many) if few != many else 0.0
 
@@ -113,9 +114,9 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Tables:
-    """`work` [layers, counts]: comp + sync. `single` [layers]: comp on one GPU. A layer's comm and moved [2, counts, counts]
-    are `output[layer] * shares + delay`, nothing where that share of the output is; `given` [layers, 2, counts, counts]
-    replaces both where it is not None."""
+    """`work` [layers, counts]: comp + sync. `single` [layers]: comp on one GPU. A layer's comm and moved [2, counts,
+    counts] are `output[layer] * shares + delay`, nothing where that share of the output is; `given` [layers, 2, counts,
+    counts] replaces both where it is not None."""
 
     counts: tuple[int, ...]
     work: Array
@@ -186,8 +187,8 @@ class ProfiledCosts:
         return 2 * self.network.seconds(nbytes)
 
     def columns(self) -> tuple[list[list[float]], list[float]]:
-        """comp + sync of every layer on each count, [counts, layers]; and comp on one GPU, [layers]. The same as `comp` and
-        `sync` have, but for rounding, and quicker: of all layers at once."""
+        """comp + sync of every layer on each count, [counts, layers]; and comp on one GPU, [layers]. The same as `comp`
+        and `sync` have, but for rounding, and quicker: of all layers at once."""
         times = [layer.times for layer in self.graph.layers]
         sizes = [layer.parameter_bytes for layer in self.graph.layers]
         delay, overlap = 2 * self.network.latency, self.overlap
@@ -208,8 +209,8 @@ class ProfiledCosts:
         return found, list(map(add, *self._timings(times, self.batch)))
 
     def _timings(self, times: Sequence[tuple[Timing, ...]], samples: int) -> tuple[Sequence[float], Sequence[float]]:
-        """Seconds of every layer's forward and backward pass for so many samples (see LayerProfile.at). Most layers were timed
-        at the same batches, and at these: so it is looked for in one of them where that is."""
+        """Seconds of every layer's forward and backward pass for so many samples (see LayerProfile.at). Most layers
+        were timed at the same batches, and at these: so it is looked for in one of them where that is."""
         place = bisect_left(times[0], (samples,))
         largest = place == len(times[0])  # or more
         try:
@@ -270,8 +271,9 @@ def _divisors_remedy(batch: int, counts: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class GivenCosts:
-    """Costs measured layer by layer, as arrays: `compute` and `gradients` [layers, counts], `single` [layers], `between`
-    and `apart` (comm and moved) [layers, counts, counts]. Raises ConfigError unless what Costs promises holds."""
+    """Costs measured layer by layer, as arrays: `compute` and `gradients` [layers, counts], `single` [layers],
+    `between` and `apart` (comm and moved) [layers, counts, counts]. Raises ConfigError unless what Costs promises
+    holds."""
 
     counts: tuple[int, ...]
     compute: Array

@@ -1,7 +1,8 @@
-"""DeepPool's search as published (section 4.2): Algorithm 1 on chains, and its reduction of branch-join blocks to one edge.
+"""DeepPool's search as published (section 4.2): Algorithm 1 on chains, and its reduction of branch-join blocks to one
+edge.
 
-The paper's names are kept: S[i][g], the shortest time to complete layers 1..i with g GPUs for i, and T[i][g], the time spent
-on layer i by that way. What the text leaves open is done as in the authors' program (parallelizationPlanner.py of
+The paper's names are kept: S[i][g], the shortest time to complete layers 1..i with g GPUs for i, and T[i][g], the time
+spent on layer i by that way. What the text leaves open is done as in the authors' program (parallelizationPlanner.py of
 DeepPoolML/DeepPool at 7f823f2): a joining layer's T has the transfers from all its branches. Layer 0 costs nothing: the
 input is loaded where it is wanted. The search is exact only where the limit excludes nothing, since it keeps one way to
 each state, the quickest, though a slower one may be the only way on that keeps the limit; and it may exceed the limit,
@@ -35,8 +36,8 @@ class _State:
 
 @dataclass
 class _Merged:
-    """A block reduced to the edge from the branching layer (on one count) to the joining one (on one count). `ends`: for
-    each branch, the count of its last layer (None: it is empty)."""
+    """A block reduced to the edge from the branching layer (on one count) to the joining one (on one count). `ends`:
+    for each branch, the count of its last layer (None: it is empty)."""
 
     tr: float
     incoming: float
@@ -228,8 +229,8 @@ def _path(search: _Search, x: int) -> list[int]:
 
 
 def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
-    """The published algorithm's plan. The last layer's count is the quickest that keeps the limit, or that exceeds it least
-    if none does."""
+    """The published algorithm's plan. The last layer's count is the quickest that keeps the limit, or that exceeds it
+    least if none does."""
     searcher = _Searcher(costs, limit)
     found = searcher.linear(graph.chain, None, None, gpus)
     last = found.layers[-1]
@@ -264,9 +265,9 @@ CHUNK = 1 << 18  # elements of the edges held at once: memory stays linear in la
 
 
 def shortest(costs: ProfiledCosts, limit: float) -> tuple[float, list[int]]:
-    """Seconds, and each layer's count (an index), of the shortest path through all layers under the amplification limit. For
-    2 to FEW counts. A count is reached best from itself, which takes no transfer, or from the count that is done
-    soonest; where the smallest transfer from any other would come too late, nothing else is looked at."""
+    """Seconds, and each layer's count (an index), of the shortest path through all layers under the amplification
+    limit. For 2 to FEW counts. A count is reached best from itself, which takes no transfer, or from the count that is
+    done soonest; where the smallest transfer from any other would come too late, nothing else is looked at."""
     counts, scale, delay = costs.counts, costs.scale, 2 * costs.network.latency
     columns, single = costs.columns()
     limits = [limit * (1 + TOLERANCE) / g for g in counts]  # T on each count over comp on one GPU
@@ -326,8 +327,8 @@ def _shares(counts: Sequence[int]) -> list[list[float]]:
 
 
 class Run:
-    """Layers one behind the other. `ways`: for each but the first, and each count, the count of the one before it on the
-    shortest way."""
+    """Layers one behind the other. `ways`: for each but the first, and each count, the count of the one before it on
+    the shortest way."""
 
     def __init__(self, layers: Sequence[int], rules: Rules) -> None:
         self.layers, self.rules = layers, rules

@@ -59,7 +59,8 @@ class Site(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A branch that has layers: which one of which site, its layers, and the number of the block before each (None: none)."""
+    """A branch that has layers: which one of which site, its layers, and the number of the block before each (None:
+    none)."""
 
     site: int
     branch: int
@@ -134,12 +135,13 @@ def members(chain: Chain) -> Iterator[int]:
             yield each
 
 
-# ---- From a profile's layers, however they are connected, to a chain of layers and blocks (DeepPool, section 4.2, "Multi-chain graph
+# ---- From a profile's layers, however they are connected, to a chain of layers and blocks (DeepPool, section 4.2,
+# "Multi-chain graph
 # reduction").
 #
-# Branches that meet before the others of their block do get a layer of their own to branch from, which takes no time. What has
-# another form (a skip connection into the middle of a block, more branches than can be searched) is merged into one layer, which
-# then runs on one number of GPUs; `Graph.notes` says so.
+# Branches that meet before the others of their block do get a layer of their own to branch from, which takes no time.
+# What has another form (a skip connection into the middle of a block, more branches than can be searched) is merged
+# into one layer, which then runs on one number of GPUs; `Graph.notes` says so.
 
 
 MAX_BRANCHES = 6  # of one block: all ways to share the GPUs among them are tried, 4,587 for six
@@ -204,8 +206,8 @@ class _Irregular(Exception):
 
 
 def _dominators(sides: Sequence[Sequence[int]], order: Iterable[int], earlier: Callable[[int, int], bool]) -> list[int]:
-    """For each node the nearest one that every way from (or to) it leads through; itself where there is none. `sides`: its
-    neighbours that way, which stand before it in `order`."""
+    """For each node the nearest one that every way from (or to) it leads through; itself where there is none. `sides`:
+    its neighbours that way, which stand before it in `order`."""
     found = list(range(len(sides)))
     for node in order:
         common: int | None = None
@@ -226,7 +228,8 @@ def _meet(a: int, b: int, tree: Sequence[int], earlier: Callable[[int, int], boo
 
 
 class _Parser:
-    """One reading of a graph with one input and one result. Raises _Irregular at the innermost part that is no block."""
+    """One reading of a graph with one input and one result. Raises _Irregular at the innermost part that is no
+    block."""
 
     def __init__(self, nodes: Sequence[LayerProfile]) -> None:
         index = {node.name: i for i, node in enumerate(nodes)}
@@ -294,9 +297,9 @@ class _Parser:
 
 
 def _part(nodes: Sequence[LayerProfile], found: _Irregular) -> list[LayerProfile] | None:
-    """Where some of the branches meet before the others do, let them branch from a layer of their own that takes no time and
-    hands on what it gets; None where no branches meet so. In attention, written as products, queries and keys meet first,
-    and the values join them later."""
+    """Where some of the branches meet before the others do, let them branch from a layer of their own that takes no
+    time and hands on what it gets; None where no branches meet so. In attention, written as products, queries and keys
+    meet first, and the values join them later."""
     fork = nodes[found.first]
     inside = {nodes[i].name: nodes[i] for i in found.inside}
     readers = [node for node in nodes if fork.name in node.inputs]

@@ -24,8 +24,9 @@ SLACK = 1e-9  # so that rounding adds no GPU and no server
 
 
 def efficiency(gpus: int, overhead: float) -> float:
-    """Lemma 3.1: alpha = (1 + R_O) / (1 + G R_O), the part of G-fold speed that G GPUs give. `overhead` is R_O, the time that
-    is not hidden behind computation over computation, on one GPU. Raises ConfigError outside of G >= 1, R_O >= 0."""
+    """Lemma 3.1: alpha = (1 + R_O) / (1 + G R_O), the part of G-fold speed that G GPUs give. `overhead` is R_O, the
+    time that is not hidden behind computation over computation, on one GPU. Raises ConfigError outside of G >= 1, R_O
+    >= 0."""
     _check(gpus, overhead)
     return (1 + overhead) / (1 + gpus * overhead)
 
@@ -36,8 +37,8 @@ def speedup(gpus: int, overhead: float) -> float:
 
 
 def tolerable_overhead(gpus: int, wanted: float) -> float:
-    """The R_O at which `gpus` GPUs still have the efficiency `wanted` (0 to 1): (1 - alpha) / (alpha G - 1). inf where any
-    overhead would do. Raises ConfigError outside."""
+    """The R_O at which `gpus` GPUs still have the efficiency `wanted` (0 to 1): (1 - alpha) / (alpha G - 1). inf where
+    any overhead would do. Raises ConfigError outside."""
     _check(gpus, 0.0)
     if not 0 < wanted <= 1:
         raise ConfigError(f"an efficiency of {wanted}", "give more than 0 and at most 1")
@@ -45,7 +46,8 @@ def tolerable_overhead(gpus: int, wanted: float) -> float:
 
 
 def gpus_for(wanted: float, overhead: float) -> int | None:
-    """The fewest GPUs that are `wanted` times as fast as one; None where no number is: (1 + R_O) / R_O is never reached."""
+    """The fewest GPUs that are `wanted` times as fast as one; None where no number is: (1 + R_O) / R_O is never
+    reached."""
     _check(1, overhead)
     if not (isfinite(wanted) and wanted >= 1):
         raise ConfigError(f"a speed-up of {wanted}", "give 1 or more")
@@ -79,7 +81,8 @@ def _check(gpus: int, overhead: float) -> None:
 
 def servers(parameter_bytes: float, workers: int, bandwidth: float, compute_s: float) -> int:
     """Lemma 3.2: the fewest parameter servers, each with `bandwidth` bytes a second, that hide pulls and pushes of all
-    `workers` behind `compute_s` of computation: ceil(2 S_p N_w / (B_ps T_C)). Raises ConfigError unless all are above 0."""
+    `workers` behind `compute_s` of computation: ceil(2 S_p N_w / (B_ps T_C)). Raises ConfigError unless all are above
+    0."""
     _positive(parameter_bytes=parameter_bytes, workers=workers, bandwidth=bandwidth, compute_s=compute_s)
     return max(1, ceil(2 * parameter_bytes * workers / (bandwidth * compute_s) - SLACK))
 
@@ -87,8 +90,8 @@ def servers(parameter_bytes: float, workers: int, bandwidth: float, compute_s: f
 @dataclass(frozen=True)
 class Exchange:
     """One way to keep `workers` in step without servers. `nbytes`: what each sends in an iteration (and receives);
-    `seconds`: what that takes; `hidden`: whether it fits behind the computation; `bandwidth`: bytes a second with which it
-    just would."""
+    `seconds`: what that takes; `hidden`: whether it fits behind the computation; `bandwidth`: bytes a second with which
+    it just would."""
 
     name: str
     what: str
@@ -99,8 +102,8 @@ class Exchange:
 
 
 def exchanges(parameter_bytes: float, workers: int, bandwidth: float, compute_s: float) -> list[Exchange]:
-    """The lemma's condition, I/O no longer than computation, for what replaced parameter servers: every worker is the server
-    of 1/N_w of the parameters. Raises ConfigError unless all are above 0."""
+    """The lemma's condition, I/O no longer than computation, for what replaced parameter servers: every worker is the
+    server of 1/N_w of the parameters. Raises ConfigError unless all are above 0."""
     _positive(parameter_bytes=parameter_bytes, workers=workers, bandwidth=bandwidth, compute_s=compute_s)
     part = (workers - 1) / workers * parameter_bytes
     ways = (
@@ -125,7 +128,8 @@ def _positive(**values: float) -> None:
             raise ConfigError(f"{name.replace('_', ' ')} {value}", "give a finite number above 0")
 
 
-# ---- Memory of a convolutional network and of its convolution algorithms ("Distributed training guidelines", equations 1 to 5
+# ---- Memory of a convolutional network and of its convolution algorithms ("Distributed training guidelines", equations
+# 1 to 5
 # and table 2). Bytes; the paper counts bits. Reading a torch model imports torch.
 
 
@@ -164,8 +168,8 @@ class Convolution:
         return FLOAT * batch * (given + self.out_width * self.out_height * self.out_depth)
 
     def fft_bytes(self, batch: int) -> float:
-        """Table 2's numerator: half spectra of inputs, outputs and filters, each padded to the input's size: 2 B (H/2 + 1)
-        values."""
+        """Table 2's numerator: half spectra of inputs, outputs and filters, each padded to the input's size: 2 B (H/2 +
+        1) values."""
         planes = batch * (self.depth + self.out_depth) + self.depth * self.out_depth // self.groups
         return FLOAT * planes * 2 * self.width * (self.height // 2 + 1)
 
@@ -176,8 +180,8 @@ class Convolution:
         return FLOAT * PATCH**2 * (tiles * (self.depth + self.out_depth) + filters)
 
     def workspace(self, algorithm: str, batch: int) -> float:
-        """M(k, l) of equation 6: what the algorithm needs beside inputs and outputs, which equation 5 has set aside already.
-        An implicit GEMM needs nothing."""
+        """M(k, l) of equation 6: what the algorithm needs beside inputs and outputs, which equation 5 has set aside
+        already. An implicit GEMM needs nothing."""
         if algorithm == "gemm":
             return 0.0
         return self.fft_bytes(batch) if algorithm == "fft" else self.winograd_bytes(batch)
@@ -191,8 +195,9 @@ class Convolution:
         return algorithm == "fft" or (self.kernel == (3, 3) and self.stride == self.dilation == (1, 1))
 
     def seconds(self, algorithm: str, batch: int, spec: GpuSpec) -> float:
-        """T(k, l), forward and backward, modelled: three products of the same work, at the rate of float32 without tensor
-        cores for all algorithms, so that they compare; FFT and Winograd also transform what they read and write."""
+        """T(k, l), forward and backward, modelled: three products of the same work, at the rate of float32 without
+        tensor cores for all algorithms, so that they compare; FFT and Winograd also transform what they read and
+        write."""
         rate = spec.flops["float32"]
         pixels, n = batch * self.out_width * self.out_height, self.out_depth // self.groups
         k = self.depth // self.groups * prod(self.kernel)
@@ -216,8 +221,8 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Cnn:
-    """`convolutions` in order; `maps`: values of one sample's input and of every layer's output in the feature extraction
-    part; `dense`: neurons of the classification part, its input first."""
+    """`convolutions` in order; `maps`: values of one sample's input and of every layer's output in the feature
+    extraction part; `dense`: neurons of the classification part, its input first."""
 
     name: str
     convolutions: tuple[Convolution, ...]
@@ -229,7 +234,8 @@ class Cnn:
         return FLOAT * batch * sum(self.maps)
 
     def parameter_bytes(self) -> float:
-        """Equation 3: weights and biases of the convolutions, three times: a sample's gradients and the batch's beside them."""
+        """Equation 3: weights and biases of the convolutions, three times: a sample's gradients and the batch's beside
+        them."""
         return 3 * FLOAT * sum(c.parameters for c in self.convolutions)
 
     def classifier_bytes(self) -> float:
@@ -238,15 +244,16 @@ class Cnn:
         return FLOAT * (sum(self.dense) + 3 * weights + 3 * max(0, len(self.dense) - 1))
 
     def bound(self, batch: int, memory: float) -> float:
-        """Equation 5: what is left of a GPU's memory for the algorithms' workspaces; below 0 where the batch does not fit."""
+        """Equation 5: what is left of a GPU's memory for the algorithms' workspaces; below 0 where the batch does not
+        fit."""
         return memory - self.feature_bytes(batch) - self.parameter_bytes() - self.classifier_bytes()
 
 
 def read(traced: TracedModel) -> Cnn:
     """The network of a traced torch model: its convolutions and what lies between are the feature extraction, its dense
     layers the classification. A module that runs again is a layer again, NAME:2. Raises ConfigError for a model without
-    2d convolutions, and for one with convolutions that can't be told: functions, and those inside of a module that is one
-    layer."""
+    2d convolutions, and for one with convolutions that can't be told: functions, and those inside of a module that is
+    one layer."""
     from torch import nn
 
     from gpumux.plan.trace import tensors
@@ -304,9 +311,10 @@ def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
     return height, width
 
 
-# ---- Mini-batch size and convolution algorithms ("Distributed training guidelines", section 3.1.3): for each mini-batch an integer
-# program (equation 6) chooses every layer's algorithm within the memory that is left, and the mini-batch with the least time
-# a sample is suggested. scipy is an extra (`pip install scipy`), imported when a program is solved.
+# ---- Mini-batch size and convolution algorithms ("Distributed training guidelines", section 3.1.3): for each
+# mini-batch an integer
+# program (equation 6) chooses every layer's algorithm within the memory that is left, and the mini-batch with the least
+# time a sample is suggested. scipy is an extra (`pip install scipy`), imported when a program is solved.
 
 
 @dataclass(frozen=True)
@@ -320,8 +328,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mini-batch and each layer's algorithm. `seconds`: of all convolutions; `workspace`: bytes of them all, of `bound`
-    that there are."""
+    """A mini-batch and each layer's algorithm. `seconds`: of all convolutions; `workspace`: bytes of them all, of
+    `bound` that there are."""
 
     batch: int
     algorithms: Mapping[str, str]
@@ -335,8 +343,8 @@ class Choice:
 
 
 def choose(layers: Mapping[str, Sequence[Option]], bound: float) -> dict[str, Option] | None:
-    """Equation 6: each layer's algorithm such that all together take least time within `bound` bytes; None where not even
-    the smallest fit. Raises ConfigError where scipy is missing."""
+    """Equation 6: each layer's algorithm such that all together take least time within `bound` bytes; None where not
+    even the smallest fit. Raises ConfigError where scipy is missing."""
     try:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -378,8 +386,8 @@ def options(cnn: Cnn, batch: int, spec: GpuSpec, algorithms: Sequence[str] = ALG
 def suggest(
     cnn: Cnn, batches: Sequence[int], memory: float, spec: GpuSpec, algorithms: Sequence[str] = ALGORITHMS
 ) -> list[Choice]:
-    """The best choice for each of `batches` that fits into `memory` bytes, the suggested one first. Raises ConfigError where
-    none fits."""
+    """The best choice for each of `batches` that fits into `memory` bytes, the suggested one first. Raises ConfigError
+    where none fits."""
     found = []
     for batch in batches:
         if batch < 1:
@@ -408,7 +416,8 @@ def _bytes(nbytes: float) -> str:
     return f"{nbytes / scale:.3g} {unit}"
 
 
-# ---- R_O of lemma 3.1 from a trace that torch.profiler exported from somebody's own training loop (`export_chrome_trace`): the
+# ---- R_O of lemma 3.1 from a trace that torch.profiler exported from somebody's own training loop
+# (`export_chrome_trace`): the
 # time in which the device computes nothing, over the time in which it computes.
 
 
@@ -423,8 +432,8 @@ RECORD = "record one: torch.profiler.profile over some steps of your loop, then 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of the traced stretch: `total`, and `compute` of it. `device` is "cuda" where kernels were traced, else "cpu".
-    `loading`: seconds of data loading on the CPU (part of the overhead where the device waits meanwhile)."""
+    """Seconds of the traced stretch: `total`, and `compute` of it. `device` is "cuda" where kernels were traced, else
+    "cpu". `loading`: seconds of data loading on the CPU (part of the overhead where the device waits meanwhile)."""
 
     total: float
     compute: float
@@ -455,9 +464,9 @@ def load(path: Path) -> Overhead:
 
 
 def measure(trace: Any) -> Overhead:
-    """On a GPU, computation is whenever a kernel runs that is no collective. On the CPU, whenever an operator does, but for
-    those of data loading and collectives. The stretch is from the first operator to the end of the last. Raises ConfigError
-    for what is no trace, or shows no computation."""
+    """On a GPU, computation is whenever a kernel runs that is no collective. On the CPU, whenever an operator does, but
+    for those of data loading and collectives. The stretch is from the first operator to the end of the last. Raises
+    ConfigError for what is no trace, or shows no computation."""
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise ConfigError("this is no trace", RECORD)

@@ -6,9 +6,9 @@
      "layers": [{"name": "features.0", "kind": "Conv2d", "inputs": [], "output_bytes": 12845056, "parameter_bytes": 7168,
                  "flops": 1.7e8, "times": [[1, 2.1e-05, 4.0e-05], [2, 3.9e-05, 7.7e-05]], "source": "measured"}, ...]}
 
-Layers stand in an order in which they can run. `inputs` are the layers whose outputs one reads; the model's own input is
-not among them. `times` are [samples, forward, backward] on one device. Nothing is guessed when a file is read: a missing or
-unknown key, or a value out of range, is a ConfigError that names the place.
+Layers stand in an order in which they can run. `inputs` are the layers whose outputs one reads; the model's own input
+is not among them. `times` are [samples, forward, backward] on one device. Nothing is guessed when a file is read: a
+missing or unknown key, or a value out of range, is a ConfigError that names the place.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class ModelProfile:
         return sum(layer.parameter_bytes for layer in self.layers)
 
     def unsteady(self) -> str:
-        """A sentence where a smaller batch took much longer than a larger one, which no device does by itself; else ""."""
+        """A sentence where a smaller batch took much longer than a larger one, which no device does by itself; else
+        ""."""
         smallest = max(layer.times[0].samples for layer in self.layers)
         batches = [timing.samples for timing in self.layers[0].times if timing.samples >= smallest]
         times = [self.seconds(batch) for batch in batches]

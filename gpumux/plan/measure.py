@@ -33,8 +33,9 @@ def profile(
     whole: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """Every layer's median time over `repeats` runs (after one that warms up) at each of `batches`, rising. The model is on
-    `device` already. Raises CaptureError where it can't be traced or run, ConfigError for batches that make no sense."""
+    """Every layer's median time over `repeats` runs (after one that warms up) at each of `batches`, rising. The model
+    is on `device` already. Raises CaptureError where it can't be traced or run, ConfigError for batches that make no
+    sense."""
     if not batches or list(batches) != sorted(set(batches)) or batches[0] < 1:
         raise ConfigError(f"batches {list(batches)}", "give whole numbers from 1 up, rising")
     if repeats < 1:
@@ -195,7 +196,8 @@ def _detached(value: Any) -> Any:
     return value
 
 
-# ---- Layer times where nobody measured: the simulator's roofline over tiles (gpumux/device/sim/cost.py) for a named GPU. All
+# ---- Layer times where nobody measured: the simulator's roofline over tiles (gpumux/device/sim/cost.py) for a named
+# GPU. All
 # that is made here is marked as modelled. Imports torch.
 
 
@@ -203,7 +205,8 @@ BATCHES = tuple(1 << i for i in range(11))
 
 
 def roofline_profile(traced: TracedModel, spec: GpuSpec, batches: Sequence[int] = BATCHES) -> ModelProfile:
-    """Every layer modelled on that GPU, at each of `batches`. Raises CaptureError for one that mixes samples. float32 products run as TF32, as on the simulator."""
+    """Every layer modelled on that GPU, at each of `batches`. Raises CaptureError for one that mixes samples. float32
+    products run as TF32, as on the simulator."""
     layers = tuple(modelled(traced, layer, spec, batches) for layer in traced.layers)
     note = "Modelled from layer shapes by gpumux.plan.measure; nothing here was measured."
     return ModelProfile(traced.name, spec.name, layers, note=note)
@@ -228,8 +231,8 @@ def modelled(traced: TracedModel, layer: Traced, spec: GpuSpec, batches: Sequenc
 
 
 def node_seconds(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) -> tuple[float, float]:
-    """Seconds of one node forward and backward. Backward passes of products are two products, those of the rest read what
-    came in and what comes back, and write as much as went in. Modules with parameters inside move those, too."""
+    """Seconds of one node forward and backward. Backward passes of products are two products, those of the rest read
+    what came in and what comes back, and write as much as went in. Modules with parameters inside move those, too."""
     made = tensors(node.meta["val"])
     if not made or _free(traced, node):
         return 0.0, 0.0
@@ -268,8 +271,8 @@ def node_seconds(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) 
 def _products(
     rows: int, n: int, k: int, taps: int, item: int, peak: float, spec: GpuSpec, groups: int
 ) -> tuple[float, float]:
-    """A layer whose forward pass is [rows, k * taps] x [k * taps, n], `groups` times. What an implicit convolution reads
-    more than once stays in caches: it moves its image once, not once a tap."""
+    """A layer whose forward pass is [rows, k * taps] x [k * taps, n], `groups` times. What an implicit convolution
+    reads more than once stays in caches: it moves its image once, not once a tap."""
     nbytes = item * groups * (rows * k + k * taps * n + rows * n)
     forward = product(rows, n, k * taps, nbytes, peak, spec, groups).seconds
     given = product(rows, k, n * taps, nbytes, peak, spec, groups).seconds
@@ -286,14 +289,15 @@ def _free(traced: TracedModel, node: fx.Node) -> bool:
     return function_name(node) in VIEWS
 
 
-# ---- Layer times from steps that gpumux jobs ran: profiles as `gpumux jobs profile` writes them, one for each batch size, put
+# ---- Layer times from steps that gpumux jobs ran: profiles as `gpumux jobs profile` writes them, one for each batch
+# size, put
 # onto a traced model's layers. Imports torch.
 #
-# A profile names the module that each operator ran in, as the user's model does; the trace names its layers the same way. What runs
-# inside of a module that the trace takes for one layer is that layer's. Where several layers have a part in a module (a rectifier
-# used twice, what a block adds and multiplies itself), its time is shared out as it is modelled. Operators of no module, the
-# loss and the optimizer, are left out, as they are when layers are measured alone. A step that ran in microbatches says what one
-# of them takes.
+# A profile names the module that each operator ran in, as the user's model does; the trace names its layers the same
+# way. What runs inside of a module that the trace takes for one layer is that layer's. Where several layers have a part
+# in a module (a rectifier used twice, what a block adds and multiplies itself), its time is shared out as it is
+# modelled. Operators of no module, the loss and the optimizer, are left out, as they are when layers are measured
+# alone. A step that ran in microbatches says what one of them takes.
 
 
 SIZED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)  # one operator makes their output
@@ -305,8 +309,8 @@ RECORD = "record one of a training step with `gpumux jobs profile NAME -o FILE`,
 
 
 def steps_profile(traced: TracedModel, steps: Sequence[StepProfile]) -> ModelProfile:
-    """The model's layers with the times that `steps` have, one for each batch size, all of one device. Raises ConfigError
-    where one is of another model or input, of another device, has no layers or no backward pass."""
+    """The model's layers with the times that `steps` have, one for each batch size, all of one device. Raises
+    ConfigError where one is of another model or input, of another device, has no layers or no backward pass."""
     _check(steps)
     shares = _Shares(traced)
     found = sorted([shares.seconds(step) for step in steps], key=lambda each: each.samples)
@@ -454,8 +458,8 @@ class _Shares:
         return taking
 
     def _microbatches(self, what: str, ops: Mapping[str, Sequence[OpProfile]], batch: int) -> int:
-        """How many microbatches the step ran in: as often as the operator that makes a module's output ran for each time that
-        the trace calls the module. Over all samples it has to make as much as the trace's nodes do."""
+        """How many microbatches the step ran in: as often as the operator that makes a module's output ran for each
+        time that the trace calls the module. Over all samples it has to make as much as the trace's nodes do."""
         found: dict[int, str] = {}
         for path, those in ops.items():
             nodes = [part.node for part in self.modules[path].parts] if path in self.modules else []

@@ -1,9 +1,10 @@
 """The plan of least iteration time under the amplification limit, exactly.
 
 Amp(i, g) depends on the layer's own count and on the counts its input comes from, and on nothing else. So the limit
-forbids edges between states (layer, count), and never ways; a shortest path over the edges that are left is the optimum.
-DeepPool's Algorithm 1 tests instead the one way it kept to each state. Blocks (gpumux/plan/branches.py) become edges too.
-docs/planning.md has the proof. On chains of L layers and n counts this takes O(L n^2) time and O(L n) memory.
+forbids edges between states (layer, count), and never ways; a shortest path over the edges that are left is the
+optimum. DeepPool's Algorithm 1 tests instead the one way it kept to each state. Blocks (gpumux/plan/branches.py) become
+edges too. docs/planning.md has the proof. On chains of L layers and n counts this takes O(L n^2) time and O(L n)
+memory.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from gpumux.plan.plan import Placement, Rules, rules
 
 
 def search(graph: Graph, costs: Costs, limit: float, gpus: int) -> Placement:
-    """The optimum. `limit`: 1 or more (inf: none); with less, not even one GPU would do. Raises ConfigError where no plan
-    keeps the limit, which takes counts that leave out 1."""
+    """The optimum. `limit`: 1 or more (inf: none); with less, not even one GPU would do. Raises ConfigError where no
+    plan keeps the limit, which takes counts that leave out 1."""
     found = find(graph, costs, limit, gpus)
     if found is None:
         raise no_plan(costs.counts)
@@ -55,8 +56,8 @@ class _Search:
         self.rules = rules(tables, limit)
 
     def run(self, graph: Graph) -> Placement | None:
-        """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them, until
-        it leads through none that are not: then it is the shortest, since no bound is above the truth."""
+        """Shortest paths over blocks' lower bounds, which are made exact where the shortest path leads through them,
+        until it leads through none that are not: then it is the shortest, since no bound is above the truth."""
         chain = graph.chain
         tables = branches.tables(graph, self.rules, self.gpus)
         first = chain[0]

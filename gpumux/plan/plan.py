@@ -2,10 +2,10 @@
 
 Time (DeepPool, section 4.1): layers run one after the other; layer i takes T(i) = comm into it + comp + sync. Between a
 layer that branches and the one that joins, each branch is either at home, where the branches run one after the other
-on the first GPUs, or away, on GPUs of its own at the same time; then all its samples move there and back. The block takes
-as long as the home branches together or the longest branch away, whichever is more, the transfers into the joining layer
-included. A joining layer's T has the transfers from all its branches. Home and each branch that is away get a set of GPUs
-whose size is one of the counts that are considered, and all sets in use at once fit into the cluster.
+on the first GPUs, or away, on GPUs of its own at the same time; then all its samples move there and back. The block
+takes as long as the home branches together or the longest branch away, whichever is more, the transfers into the
+joining layer included. A joining layer's T has the transfers from all its branches. Home and each branch that is away
+get a set of GPUs whose size is one of the counts that are considered, and all sets in use at once fit into the cluster.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A layer on GPUs `first` to `first + gpus - 1`, `seconds` from `start` on: `comm` to get its input there, then comp,
-    then sync. A transfer into a joining layer has a row of its own, on the GPUs that send: `transfer` is True, and `layer` is
-    the one that sent."""
+    """A layer on GPUs `first` to `first + gpus - 1`, `seconds` from `start` on: `comm` to get its input there, then
+    comp, then sync. A transfer into a joining layer has a row of its own, on the GPUs that send: `transfer` is True,
+    and `layer` is the one that sent."""
 
     layer: int
     start: float
@@ -56,8 +56,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a placement comes to. `times`: T(i), seconds; `amplification`: T(i) * GPUs / comp(i, 1), None where that is 0/0;
-    `limit`: what it was to keep; `width`: the most GPUs set apart at once."""
+    """What a placement comes to. `times`: T(i), seconds; `amplification`: T(i) * GPUs / comp(i, 1), None where that is
+    0/0; `limit`: what it was to keep; `width`: the most GPUs set apart at once."""
 
     graph: Graph
     placement: Placement
@@ -139,8 +139,8 @@ def evaluate(
     limit: float = inf,
     algorithm: str = "given",
 ) -> Plan:
-    """The plan's times from the model above, computed from the placement alone. Raises ConfigError when a layer's count is
-    not among the costs', or more than `gpus` are in use at once."""
+    """The plan's times from the model above, computed from the placement alone. Raises ConfigError when a layer's count
+    is not among the costs', or more than `gpus` are in use at once."""
     if len(placement.gpus) != len(graph.layers) or not set(placement.gpus) <= set(costs.counts):
         raise ConfigError(f"GPU counts {sorted(set(placement.gpus))}", f"one of {tuple(costs.counts)} for each layer")
     run = _Run(costs, placement)
@@ -253,7 +253,8 @@ class _Run:
         return end, incoming
 
 
-# ---- What the amplification limit leaves of the edges between layers: T(i) depends on the counts of layer i and of those its
+# ---- What the amplification limit leaves of the edges between layers: T(i) depends on the counts of layer i and of
+# those its
 # input comes from, so the limit forbids edges and nothing else.
 
 
@@ -266,16 +267,16 @@ class Rules:
     room: Array
 
     def edges(self, before: slice | Sequence[int], behind: slice | Sequence[int]) -> Array:
-        """Seconds from each layer to the one behind it, [pairs, counts behind, counts before]: the transfer and the layer
-        behind itself, inf where the limit forbids it."""
+        """Seconds from each layer to the one behind it, [pairs, counts behind, counts before]: the transfer and the
+        layer behind itself, inf where the limit forbids it."""
         comm = self.tables.comm(before).transpose(0, 2, 1)
         edges: Array = comm + self.tables.work[behind][:, :, None]
         edges[comm > self.room[behind][:, :, None]] = inf
         return edges
 
     def transfers(self, before: Sequence[int], behind: Sequence[int]) -> tuple[Array, Array]:
-        """Transfers into or out of branches, [pairs, modes, counts before, counts behind]: inf where the limit forbids it
-        by itself; and as they are."""
+        """Transfers into or out of branches, [pairs, modes, counts before, counts behind]: inf where the limit forbids
+        it by itself; and as they are."""
         transfers = self.tables.transfers(before)
         room = self.room[behind][:, None, None]
         return np.where(transfers > room, inf, transfers), transfers

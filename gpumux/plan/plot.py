@@ -1,4 +1,5 @@
-"""Pictures of plans, and DeepPool's figures 1 to 3, 5 and 10 for any model. matplotlib is imported when one is drawn."""
+"""Pictures of plans, and DeepPool's figures 1 to 3, 5 and 10 for any model. matplotlib is imported when one is
+drawn."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ def over_limits(question: Question, limits: Sequence[float] = LIMITS) -> list[tu
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """A foreground job and background jobs on one cluster (figure 10). `speedup`: the foreground's over one GPU with the
-    same batch; `throughput`: samples a second of all, each background job on one GPU as fast as alone, so it is what sharing
-    could give at best."""
+    """A foreground job and background jobs on one cluster (figure 10). `speedup`: the foreground's over one GPU with
+    the same batch; `throughput`: samples a second of all, each background job on one GPU as fast as alone, so it is
+    what sharing could give at best."""
 
     name: str
     speedup: float
@@ -72,7 +73,8 @@ def over_sizes(question: Question, efficiency: SampleEfficiency) -> list[Scaled]
 def over_networks(
     question: Question, efficiency: SampleEfficiency, bandwidths: Sequence[float] = BANDWIDTHS
 ) -> list[tuple[float, Scaled]]:
-    """Every strategy on the largest count at every bandwidth in bytes a second, the network's latency as it is (figure 3)."""
+    """Every strategy on the largest count at every bandwidth in bytes a second, the network's latency as it is (figure
+    3)."""
     return [
         (bandwidth, each)
         for bandwidth in bandwidths
@@ -83,7 +85,8 @@ def over_networks(
 
 
 def layer_speedups(question: Question) -> list[list[float]]:
-    """comp(i, 1) / comp(i, g) of each layer and count, nothing but computation (figure 5). A layer without any has 1."""
+    """comp(i, 1) / comp(i, g) of each layer and count, nothing but computation (figure 5). A layer without any has
+    1."""
     found = []
     for layer in question.graph.layers:
         one = layer.at(question.batch).seconds
@@ -134,7 +137,8 @@ def _begin(row: Row, part: str) -> float:
 
 
 def scaling(found: Sequence[Scaled], name: str, path: Path) -> None:
-    """Figures 1 and 2: speed-up to accuracy over cluster sizes, and the samples a GPU that batch-optimal scaling chooses."""
+    """Figures 1 and 2: speed-up to accuracy over cluster sizes, and the samples a GPU that batch-optimal scaling
+    chooses."""
     drawn = figure(11.0, 4.0)
     speedups, samples = drawn.subplots(1, 2)
     sizes = sorted({each.gpus for each in found})

@@ -21,9 +21,10 @@ ALGORITHMS: dict[str, Callable[[Graph, Costs, float, int], Placement | None]] = 
 
 @dataclass(frozen=True)
 class Question:
-    """The quickest plan for `batch` samples of a graph's model on up to `gpus` GPUs, each layer on one of `counts`, under an
-    amplification limit, found by `algorithm`. `overlap`: see ProfiledCosts. Raises ConfigError for counts that the cluster has
-    not or the batch can't be divided among, for batches smaller than any that was timed, and for algorithms that do not exist."""
+    """The quickest plan for `batch` samples of a graph's model on up to `gpus` GPUs, each layer on one of `counts`,
+    under an amplification limit, found by `algorithm`. `overlap`: see ProfiledCosts. Raises ConfigError for counts that
+    the cluster has not or the batch can't be divided among, for batches smaller than any that was timed, and for
+    algorithms that do not exist."""
 
     graph: Graph
     batch: int

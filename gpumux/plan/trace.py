@@ -3,7 +3,8 @@
 torch's own modules are the leaves; what lies between them (additions, concatenations, attention) is traced operation by
 operation. A layer is named as its module is in the model. Views cost nothing and belong to what they are a view of.
 Activations, norms and other cheap operations belong to the layer before them where nobody else reads that, so a
-convolution, its batch norm and its rectifier are one layer, as in DeepPool's table 1. The loss and the optimizer are left out.
+convolution, its batch norm and its rectifier are one layer, as in DeepPool's table 1. The loss and the optimizer are
+left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpumux.errors import CaptureError, ConfigError
 from gpumux.plan.models import BUILT_IN, Loaded
 
-# ---- The nodes of a traced torch model as layers: which node belongs to which, what each reads, and how large it is. Imports torch.
+# ---- The nodes of a traced torch model as layers: which node belongs to which, what each reads, and how large it is.
+# Imports torch.
 
 
 CHEAP_MODULES = (
@@ -333,7 +335,8 @@ class _Operators(TorchDispatchMode):
 
 
 class _Shapes(fx.Interpreter):
-    """Runs the graph over fake tensors; each node keeps its result, its floating-point operations and its operators' names."""
+    """Runs the graph over fake tensors; each node keeps its result, its floating-point operations and its operators'
+    names."""
 
     def run_node(self, n: fx.Node) -> Any:
         with FlopCounterMode(display=False) as counter, _Operators() as operators:
@@ -355,8 +358,8 @@ def _recurrent(module: nn.Module, made: Sequence[torch.Tensor]) -> int:
 
 
 def _propagate(module: fx.GraphModule, loaded: Loaded, batch: int) -> None:
-    """Work out what every node makes of a batch, without computing anything: parameters and buffers stay as they are. Raises
-    CaptureError, which names the layer, where it takes no such batch."""
+    """Work out what every node makes of a batch, without computing anything: parameters and buffers stay as they are.
+    Raises CaptureError, which names the layer, where it takes no such batch."""
     plain = sdpa_kernel(SDPBackend.MATH)  # as products, which are counted whatever the device
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), plain, _quiet():
         shapes = _Shapes(module)

@@ -102,8 +102,8 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of `depths` blocks: bottlenecks, `widening` times as wide inside as they are named, or, at `widening` 0, basic
-    blocks. `stem`: channels of the first convolution and of the first stage's blocks."""
+    """Stages of `depths` blocks: bottlenecks, `widening` times as wide inside as they are named, or, at `widening` 0,
+    basic blocks. `stem`: channels of the first convolution and of the first stage's blocks."""
 
     def __init__(self, depths: Sequence[int], widening: int, classes: int = 1000, stem: int = 64) -> None:
         super().__init__()

@@ -86,8 +86,8 @@ _CONTIGUOUS = frozenset(
 )  # fmt: skip
 
 
-# Whose kernels take floating-point tensors of one type only, and whose shape rules take any: what a Program does with a batch of
-# another type would fail when it runs, and the job's state with it.
+# Whose kernels take floating-point tensors of one type only, and whose shape rules take any: what a Program does with a
+# batch of another type would fail when it runs, and the job's state with it.
 _ONE_TYPE = frozenset(
     (
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default, aten.mv.default,

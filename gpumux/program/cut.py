@@ -97,8 +97,8 @@ def _merged(op_seconds: Sequence[float], boundaries: list[int], min_s: float, ta
 # ---- How a Program that is to be compiled falls into units: what is compiled together, and never cut.
 #
 # Kernels that are fused round otherwise than kernels one by one, so where units begin must not hang on measured times:
-# it follows from the Program alone, and two runs of it compute the same bits however they are cut into pieces. A unit is
-# short, so that pieces can still be near what is aimed at: pieces are whole units. Pure: no torch.
+# it follows from the Program alone, and two runs of it compute the same bits however they are cut into pieces. A unit
+# is short, so that pieces can still be near what is aimed at: pieces are whole units. Pure: no torch.
 
 
 OPERATORS = 48  # of a unit at most

@@ -109,8 +109,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` operators from `first` on that belong to layer number `layer` of `Program.layers`: to its forward pass or,
-    with `backward`, to its backward pass and what that computes again."""
+    """`count` operators from `first` on that belong to layer number `layer` of `Program.layers`: to its forward pass
+    or, with `backward`, to its backward pass and what that computes again."""
 
     first: int
     count: int
@@ -385,8 +385,8 @@ class Label(NamedTuple):
 
 
 def spans(labels: Iterable[Label | None], first: int = 0) -> tuple[tuple[str, ...], tuple[Span, ...]]:
-    """`layers` and `spans` of a Program whose operators from `first` on have these labels. A name that no Program can hold
-    is left out, and so are those beyond as many as one can."""
+    """`layers` and `spans` of a Program whose operators from `first` on have these labels. A name that no Program can
+    hold is left out, and so are those beyond as many as one can."""
     names: dict[str, int] = {}
     found: list[Span] = []
     at = first

@@ -8,8 +8,9 @@
 
 An operator's `shapes` are the sizes of its tensor arguments, in order, then of its outputs (`op_shapes`), so
 that target and shapes together say which operator it is. `layer` and `backward` say which of the model's modules it is
-of, and in which pass; operators of none (the loss, the optimizer) have neither. Nothing in a profile is code, and nothing in it is guessed
-when it is read: a missing or unknown key, or a value out of range, is a ConfigError that names the place.
+of, and in which pass; operators of none (the loss, the optimizer) have neither. Nothing in a profile is code, and
+nothing in it is guessed when it is read: a missing or unknown key, or a value out of range, is a ConfigError that names
+the place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Reading JSON files that people may have edited: every mistake is a ConfigError that names the place and the remedy."""
+"""Reading JSON files that people may have edited: every mistake is a ConfigError that names the place and the
+remedy."""
 
 from __future__ import annotations
 

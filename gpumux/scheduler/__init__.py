@@ -1,4 +1,5 @@
-"""Which launch comes next: events in, commands out; pure. Start with `scheduler.py`; `guard/` decides whether low work may run now.
+"""Which launch comes next: events in, commands out; pure. Start with `scheduler.py`; `guard/` decides whether low work
+may run now.
 
 It may import `types`, `errors`, `access` and `program`. `RUNS` says whether its modules are Python or compiled.
 """

@@ -113,8 +113,8 @@ class TransferRequested:
 
 
 class PieceDone(NamedTuple):
-    """`answered`: the step ended with it, and the device has told the client. `suspended`: seconds between start and end in
-    which it stood still."""
+    """`answered`: the step ended with it, and the device has told the client. `suspended`: seconds between start and
+    end in which it stood still."""
 
     launch: LaunchId
     started: float
@@ -258,8 +258,8 @@ class AnnounceProgram:
 
 @dataclass(frozen=True, slots=True)
 class CutProgram:
-    """Have the device cut a loaded program into pieces of about `target_s`, None: as long as it makes them itself. If that
-    is another cut than the newest, ProgramReady says so, after a step of the newest."""
+    """Have the device cut a loaded program into pieces of about `target_s`, None: as long as it makes them itself. If
+    that is another cut than the newest, ProgramReady says so, after a step of the newest."""
 
     job: JobId
     program: ProgramId

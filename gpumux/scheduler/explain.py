@@ -32,7 +32,8 @@ def often(times: int) -> str:
 
 
 def by_itself(track: Track, others: Sequence[str]) -> list[str]:
-    """What makes it slower or faster and is nobody's to answer for: its own work, noise, and other high jobs, which are `others`."""
+    """What makes it slower or faster and is nobody's to answer for: its own work, noise, and other high jobs, which are
+    `others`."""
     model, lines = track.model, []
     drifts = sum([baseline.drifts for baseline in model.steps]) if model is not None else 0
     if drifts:
@@ -375,8 +376,8 @@ def _range(core: CoreState, high: JobId, model: HighModel, piece: int) -> str:
 
 
 def _operators(core: CoreState, job_id: JobId, operators: tuple[int, ...], key: str) -> str:
-    """[start, end) of the job's program with that key. Of the names those come first that are rarest in the program: they
-    tell the range from the others."""
+    """[start, end) of the job's program with that key. Of the names those come first that are rarest in the program:
+    they tell the range from the others."""
     start, end = operators
     job = core.jobs.get(job_id) if core.hidden(job_id) is None else None
     names: list[str] = []

@@ -98,7 +98,8 @@ class ReadyQueue:
         return None
 
     def following(self) -> list[Job]:
-        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after `first`."""
+        """The two jobs whose turn comes after the first's, in order, as far as there are so many. Asked right after
+        `first`."""
         if not self._found:
             self._look()
         second, third = self._second, self._third
@@ -107,7 +108,8 @@ class ReadyQueue:
         return [second] if third is None else [second, third]
 
     def _look(self) -> None:
-        """None below an entry in the heap comes before it, so few are looked at: each before those below it, left before right."""
+        """None below an entry in the heap comes before it, so few are looked at: each before those below it, left
+        before right."""
         heap = self._heap
         second: Job | None = None
         third: Job | None = None
@@ -132,8 +134,8 @@ class ReadyQueue:
         self._second, self._third, self._found = second, third, True
 
     def another(self, first: Job, than: list[Job]) -> Job | None:
-        """A ready job that is neither the first nor one of these few: the same one as before, until it was held so many times in
-        a row or launched often enough. None if there is none, or it was not found soon."""
+        """A ready job that is neither the first nor one of these few: the same one as before, until it was held so many
+        times in a row or launched often enough. None if there is none, or it was not found soon."""
         self._patience -= 1
         job = self._another
         if job is not None and self._patience > 0 and job is not first and job not in than:

@@ -58,8 +58,8 @@ class Story:
         return len(self._ring)
 
     def tell(self, job: JobId, step: StepId | None = None, newest: int | None = None) -> list[str]:
-        """What is still known of the job, oldest first, the `newest` so many lines at most; with `step`, of that step and of what
-        happened to its job while it was unanswered. Times are seconds on the core's clock."""
+        """What is still known of the job, oldest first, the `newest` so many lines at most; with `step`, of that step
+        and of what happened to its job while it was unanswered. Times are seconds on the core's clock."""
         records = [r for r in self._ring if r[1] == job]
         if step is not None:
             own = [i for i, r in enumerate(records) if r[2] == step]

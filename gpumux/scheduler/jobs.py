@@ -46,8 +46,8 @@ class PairKey:
         return hash(self.low)
 
 
-# The operators of a program's piece, whatever cut it belongs to: what is known of a launch is known by them. A word, as no key of a
-# dict is found faster: it is there once, and so is its hash.
+# The operators of a program's piece, whatever cut it belongs to: what is known of a launch is known by them. A word, as
+# no key of a dict is found faster: it is there once, and so is its hash.
 Span: TypeAlias = str
 
 
@@ -57,8 +57,8 @@ def spans(program: str, bounds: Sequence[int]) -> tuple[Span, ...]:
 
 
 class Piece:
-    """A low piece that the guard is asked about: operators of a program that take so many `seconds` alone. The same one as long
-    as it is."""
+    """A low piece that the guard is asked about: operators of a program that take so many `seconds` alone. The same one
+    as long as it is."""
 
     __slots__ = ("program", "seconds", "span")
 
@@ -114,7 +114,8 @@ class Program:
 
 
 class Step:
-    """`cut`, `pieces`, `bounds` and `spans` are fixed when the first piece is launched; a later cut is for later steps."""
+    """`cut`, `pieces`, `bounds` and `spans` are fixed when the first piece is launched; a later cut is for later
+    steps."""
 
     # Until then, and until it runs:
     cut = -1

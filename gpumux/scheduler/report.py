@@ -161,7 +161,8 @@ class Out(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A low job whose next piece waits for the sake of `high` since `since` (seconds), with a reason of scheduler/guard/answers.py."""
+    """A low job whose next piece waits for the sake of `high` since `since` (seconds), with a reason of
+    scheduler/guard/answers.py."""
 
     job: JobId
     high: JobId

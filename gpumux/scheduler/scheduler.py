@@ -559,7 +559,8 @@ class Core:
         if when < inf and not state.now < state.wake <= when:
             soon = state.now + SHORTEST_WAKE_S
             state.wake = when if when > soon else soon
-            # What a NamedTuple's constructor, a function of the interpreter, does: the guard asks after one event in ten.
+            # What a NamedTuple's constructor, a function of the interpreter, does: the guard asks after one event in
+            # ten.
             state.out.append(tuple.__new__(WakeAt, (state.wake,)))
 
     def _explain(self, job: Job) -> None:

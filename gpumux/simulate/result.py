@@ -119,8 +119,8 @@ class JobResult:
 
 @dataclass(slots=True)
 class Result:
-    """A whole run. `ended_at` is virtual seconds, `window_s` those that figures are about; `explanations` are the core's
-    sentences about each job at the end; `timeline` the latest launches, if they were asked for."""
+    """A whole run. `ended_at` is virtual seconds, `window_s` those that figures are about; `explanations` are the
+    core's sentences about each job at the end; `timeline` the latest launches, if they were asked for."""
 
     device: str
     policy: str
@@ -180,7 +180,8 @@ def percentile(samples: Sequence[float], share: float) -> float:
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else float("nan")
 
 
-# ---- Pictures of simulations. matplotlib is an extra: it is imported here, when a picture is asked for, and nowhere else.
+# ---- Pictures of simulations. matplotlib is an extra: it is imported here, when a picture is asked for, and nowhere
+# else.
 
 
 HIGH_COLOR, LOW_COLOR, LINE_COLOR = "#c44e52", "#4c72b0", "#555555"

@@ -90,8 +90,8 @@ class Client:
         self._work[number] = tuple([scale * seconds for seconds in pieces.seconds])
 
     def cut_anew(self, cut: int, piece: int, spec: GpuSpec) -> bool:
-        """After a piece: whether it is cut otherwise from now on, where that was asked for and a step of the newest cut has ended.
-        None of an older one is under way then."""
+        """After a piece: whether it is cut otherwise from now on, where that was asked for and a step of the newest cut
+        has ended. None of an older one is under way then."""
         if self.asked is None or cut != self.newest or piece < len(self.cuts[cut].seconds) - 1:
             return False
         (target_s,), self.asked = self.asked, None
@@ -181,8 +181,8 @@ class Scheduler(Protocol):
 
 class Simulation:
     """Jobs on one device under one policy. `run` may be called again and goes on where it was. Raises ConfigError for
-    jobs or settings that make no sense. Job ids are the workloads' places in hexadecimal. `core` decides in the place of
-    the daemon's own."""
+    jobs or settings that make no sense. Job ids are the workloads' places in hexadecimal. `core` decides in the place
+    of the daemon's own."""
 
     def __init__(
         self,
@@ -263,9 +263,10 @@ class Simulation:
         progress: Progress | None = None,
         enough: Enough | None = None,
     ) -> Result:
-        """Go on until `seconds` of virtual time from the start, until every high job (every job, if none is high) has `steps`
-        answered after the warm-up, or until `enough`, asked whenever a piece has ended, says so: whichever comes first. An interrupt
-        from the keyboard ends the run early: the result holds what is known. Raises ConfigError without `seconds` and `steps`."""
+        """Go on until `seconds` of virtual time from the start, until every high job (every job, if none is high) has
+        `steps` answered after the warm-up, or until `enough`, asked whenever a piece has ended, says so: whichever
+        comes first. An interrupt from the keyboard ends the run early: the result holds what is known. Raises
+        ConfigError without `seconds` and `steps`."""
         if seconds is None and steps is None:
             raise ConfigError("a simulation without an end", "give seconds, steps or both")
         self._warmup = warmup_steps

@@ -1,4 +1,5 @@
-"""Trials' states between rungs, in memory or as files. A file is whole or not there; reading one runs no code of its."""
+"""Trials' states between rungs, in memory or as files. A file is whole or not there; reading one runs no code of
+its."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class MemoryCheckpoints:
 
 
 class DiskCheckpoints:
-    """One file a trial in `folder`, `trial-7-at-81.pt`: the latest alone. Raises ConfigError when one can't be written."""
+    """One file a trial in `folder`, `trial-7-at-81.pt`: the latest alone. Raises ConfigError when one can't be
+    written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -85,7 +87,8 @@ class DiskCheckpoints:
             path.unlink(missing_ok=True)
 
 
-# ---- The state of a model with its optimizer as one dictionary, and back. Several of either are lists, as in client.Job.
+# ---- The state of a model with its optimizer as one dictionary, and back. Several of either are lists, as in
+# client.Job.
 
 
 def read(model: Any, optimizer: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The scheduler `concurrent`: every trial a job of its own of a running daemon, so many of them at a time.
 
-One thread feeds all jobs: whichever has room for a step gets its next batch. The daemon runs each in a process of its own.
+One thread feeds all jobs: whichever has room for a step gets its next batch. The daemon runs each in a process of its
+own.
 """
 
 from __future__ import annotations

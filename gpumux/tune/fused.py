@@ -1,7 +1,8 @@
 """The scheduler `fused`: trials that differ in fusible parameters only train as one array (HFTA, appendix E).
 
-A rung's trials are partitioned by their infusible values, each partition is cut into arrays of what fits into memory, and
-the trials' states and scores are taken apart again afterwards, so that the next rung's arrays are full however they mix.
+A rung's trials are partitioned by their infusible values, each partition is cut into arrays of what fits into memory,
+and the trials' states and scores are taken apart again afterwards, so that the next rung's arrays are full however they
+mix.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from gpumux.tune.space import Config, Space, Value
 from gpumux.tune.task import Batch, Task, blame
 from gpumux.tune.trainer import Checkpoints, Event, Outcome, Serial, Trainer, Watch, Work
 
-# ---- Which trials share an array: partitions by infusible values, cut to capacity, and put back in order (HFTA, appendix E).
+# ---- Which trials share an array: partitions by infusible values, cut to capacity, and put back in order (HFTA,
+# appendix E).
 #
 # After a rung the survivors are partitioned anew, so that arrays are full again however the losers were spread. Pure.
 
@@ -92,8 +94,8 @@ SETTLED = 2  # steps after which an array's Programs are made and their memory i
 
 class Fused:
     """most: models of an array at most. memory: bytes of an array at most; default: see `default_limit`. An array's
-    device seconds are shared evenly by its trials. endpoint: arrays are jobs of the daemon there, else they train in this process.
-    A trial that is alone in its array trains as `serial` (with an endpoint `concurrent`) trains it."""
+    device seconds are shared evenly by its trials. endpoint: arrays are jobs of the daemon there, else they train in
+    this process. A trial that is alone in its array trains as `serial` (with an endpoint `concurrent`) trains it."""
 
     name = "fused"
 

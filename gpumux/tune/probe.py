@@ -1,7 +1,9 @@
-"""What is known of a partition before its arrays train: whether its trials are of one kind, and how many fit into memory.
+"""What is known of a partition before its arrays train: whether its trials are of one kind, and how many fit into
+memory.
 
-Both are read off captured Programs; nothing runs. One trial of a partition is captured, and a mixture of the others that
-differs from it in all fusible parameters at once; only where these don't align is it worth to find out which parameter it was.
+Both are read off captured Programs; nothing runs. One trial of a partition is captured, and a mixture of the others
+that differs from it in all fusible parameters at once; only where these don't align is it worth to find out which
+parameter it was.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ def differ(task: Task, captured: Captured, work: Work, config: Config, batch: Ba
 
 
 def check(task: Task, space: Space, works: Sequence[Work], captured: Captured, batch: Batch) -> None:
-    """Whether trials of a partition, the first of which was captured, are of one kind. Raises ConfigError that names the
-    fusible parameters which change the step, or NotFusible where it is none of them alone."""
+    """Whether trials of a partition, the first of which was captured, are of one kind. Raises ConfigError that names
+    the fusible parameters which change the step, or NotFusible where it is none of them alone."""
     work = works[0]
     for mixed in mixtures(space, [each.config for each in works]):
         error = differ(task, captured, work, mixed, batch)
@@ -113,8 +115,8 @@ def check(task: Task, space: Space, works: Sequence[Work], captured: Captured, b
 
 
 def mixtures(space: Space, configs: Sequence[Config]) -> list[dict[str, Value]]:
-    """Configurations that differ from the first in as many fusible parameters at once as possible, with values of the others:
-    every choice there is at least once, and of numbers of a range one other."""
+    """Configurations that differ from the first in as many fusible parameters at once as possible, with values of the
+    others: every choice there is at least once, and of numbers of a range one other."""
     first = configs[0]
     others: dict[str, list[Value]] = {}
     for p in space.parameters:
@@ -135,7 +137,8 @@ def guess(captured: Captured) -> Memory:
 
 
 def predict(captured: Captured) -> Memory:
-    """Bytes of arrays of this step, from the fused Programs of two and of three models: what the third adds, each adds."""
+    """Bytes of arrays of this step, from the fused Programs of two and of three models: what the third adds, each
+    adds."""
     two, three = (
         array_bytes([fuse([captured.program] * models, [captured.values] * models).program]) for models in (2, 3)
     )
@@ -143,8 +146,8 @@ def predict(captured: Captured) -> Memory:
 
 
 def array_bytes(programs: Sequence[Program]) -> int:
-    """What an array takes whose models run in these fused Programs, one after another: their state twice, in the array and
-    in the models that the factory made; an arena and a batch each."""
+    """What an array takes whose models run in these fused Programs, one after another: their state twice, in the array
+    and in the models that the factory made; an arena and a batch each."""
     total = 0
     for program in programs:
         found = footprint(program, plan(program))

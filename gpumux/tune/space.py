@@ -1,8 +1,9 @@
-"""The space of hyper-parameters: what each may be, when it exists, and whether models that differ in it may share an array.
+"""The space of hyper-parameters: what each may be, when it exists, and whether models that differ in it may share an
+array.
 
 A parameter is *fusible* when its value changes numbers only (learning rates, betas, weight decay, seeds): models with
-different values run as one fused step. It is *infusible* when it changes the step's operators or shapes (batch size, the
-optimizer's class, widths). HFTA, appendix E and table 12. Pure: no torch, no files.
+different values run as one fused step. It is *infusible* when it changes the step's operators or shapes (batch size,
+the optimizer's class, widths). HFTA, appendix E and table 12. Pure: no torch, no files.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class Space:
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Space:
-        """The space that a TOML or JSON file describes: a table for each parameter, with `low` and `high` (`log`, `step`)
-        or `choices`, `fusible` and `when`. Raises ConfigError that names the parameter."""
+        """The space that a TOML or JSON file describes: a table for each parameter, with `low` and `high` (`log`,
+        `step`) or `choices`, `fusible` and `when`. Raises ConfigError that names the parameter."""
         if not body:
             raise ConfigError(
                 "the space has no parameters", "give each one a table: [lr] with low and high, or choices"

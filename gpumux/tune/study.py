@@ -1,7 +1,9 @@
-"""A sweep kept in an Optuna study: dashboards see it, and a killed one goes on. Optuna is an extra, imported here alone.
+"""A sweep kept in an Optuna study: dashboards see it, and a killed one goes on. Optuna is an extra, imported here
+alone.
 
-A configuration is one Optuna trial, a rung one intermediate value, a trial that a rung left behind PRUNED, one that diverged
-FAIL. Where `sampler` is "random" Optuna is handed what the space draws, so that a sweep is the same with and without storage.
+A configuration is one Optuna trial, a rung one intermediate value, a trial that a rung left behind PRUNED, one that
+diverged FAIL. Where `sampler` is "random" Optuna is handed what the space draws, so that a sweep is the same with and
+without storage.
 """
 
 from __future__ import annotations

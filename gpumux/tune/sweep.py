@@ -16,7 +16,8 @@ from gpumux.tune.fused import reorder
 from gpumux.tune.space import Config, Space, Value
 from gpumux.tune.trainer import Checkpoints, Outcome, Trainer, Watch, Work, seed_of
 
-# ---- What a sweep remembers: configurations proposed, scores at rungs, how trials ended. In memory here, in Optuna in `study`.
+# ---- What a sweep remembers: configurations proposed, scores at rungs, how trials ended. In memory here, in Optuna in
+# `study`.
 
 
 State: TypeAlias = Literal["running", "complete", "pruned", "failed"]
@@ -24,7 +25,8 @@ State: TypeAlias = Literal["running", "complete", "pruned", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A trial as it stands. `scores`: by steps behind it when it was scored. `device_s`: seconds of the device it took."""
+    """A trial as it stands. `scores`: by steps behind it when it was scored. `device_s`: seconds of the device it
+    took."""
 
     number: int
     config: Config
@@ -130,7 +132,8 @@ def sweep(
     algorithm: Algorithm, ledger: Ledger, trainer: Trainer, checkpoints: Checkpoints, listener: Listener, *,
     maximize: bool, seed: int,
 ) -> None:  # fmt: skip
-    """Run the algorithm to its end. KeyboardInterrupt and errors pass through; whatever was scored before is in the ledger."""
+    """Run the algorithm to its end. KeyboardInterrupt and errors pass through; whatever was scored before is in the
+    ledger."""
     best: Entry | None = None
     try:
         rung = next(algorithm)

@@ -1,4 +1,5 @@
-"""What is tuned: the user's module. It has a factory and, beside it, the functions below; docs/tuning.md has an example.
+"""What is tuned: the user's module. It has a factory and, beside it, the functions below; docs/tuning.md has an
+example.
 
     def factory(config):              # -> (step, model, optimizer), as for gpumux.fuse.Array and client.submit
     def batches(config, start):       # -> training batches (tuples of tensors) from step `start` on, endless

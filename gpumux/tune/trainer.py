@@ -56,8 +56,8 @@ class Trainer(Protocol):
     name: str
 
     def train(self, works: Sequence[Work], watch: Watch) -> Generator[Outcome, None, None]:
-        """Train each, put its checkpoint where the next rung finds it, and yield as each is scored. Outcomes come in any
-        order. Closing the generator, or an error in it, leaves nothing running; what was yielded is done."""
+        """Train each, put its checkpoint where the next rung finds it, and yield as each is scored. Outcomes come in
+        any order. Closing the generator, or an error in it, leaves nothing running; what was yielded is done."""
         ...
 
     def notes(self) -> dict[str, Any]:

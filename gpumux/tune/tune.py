@@ -77,8 +77,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a sweep came to. wall_s: seconds from begin to end, device_s: seconds the device worked for it (device_s / 3600
-    are GPU hours); both with those of earlier runs of a stored sweep. `notes`: of the scheduler."""
+    """What a sweep came to. wall_s: seconds from begin to end, device_s: seconds the device worked for it (device_s /
+    3600 are GPU hours); both with those of earlier runs of a stored sweep. `notes`: of the scheduler."""
 
     task: str
     algorithm: str
@@ -133,7 +133,8 @@ def tune(
         `endpoint`; "fused", arrays of trials that train as one, of at most `max_array` models and `memory` bytes;
         with an `endpoint` each is a job of that daemon.
     sampler: "random", or "tpe" (Optuna's; needs storage). seed: of configurations, weights and random draws.
-    storage: URL of an Optuna storage, such as sqlite:///sweep.db. The sweep of the same name (`study`) that is there goes
+    storage: URL of an Optuna storage, such as sqlite:///sweep.db. The sweep of the same name (`study`) that is there
+    goes
         on where it was: trials that were finished are not trained again. checkpoints: folder for the states of trials
         (default beside a sqlite storage, else ./gpumux-tune/STUDY); without storage they are kept in memory.
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Defaults, those of the configuration (gpumux/config.py), leave an honest client far away from every limit. Sizes are bytes, times seconds."""
+    """Defaults, those of the configuration (gpumux/config.py), leave an honest client far away from every limit. Sizes
+    are bytes, times seconds."""
 
     max_message_bytes: int = 256 << 20  # of any one frame; a larger one ends its connection
     max_control_bytes: int = 256 << 10  # of a message's first frame

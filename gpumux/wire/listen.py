@@ -1,10 +1,10 @@
 """How many connections a user may have, whatever is said on them, and how many descriptors are left.
 
 libzmq accepts whoever connects, and ends the whole process when it runs out of descriptors (an assertion in its
-listener). So it accepts through a `Turnstile`: one connection, of which its monitor tells us; the kernel says whose it is;
-one too many is shut down at once, which makes libzmq let go of it; then the next. While descriptors are short, or more
-connections are being shut down than fit, nobody is accepted: who comes waits in the kernel's line. A session needs one
-connection, so an honest user stays far below the bound.
+listener). So it accepts through a `Turnstile`: one connection, of which its monitor tells us; the kernel says whose it
+is; one too many is shut down at once, which makes libzmq let go of it; then the next. While descriptors are short, or
+more connections are being shut down than fit, nobody is accepted: who comes waits in the kernel's line. A session needs
+one connection, so an honest user stays far below the bound.
 
 Everything else the daemon opens for a client is asked for beforehand: `check_descriptors` keeps a part of the process's
 limit free, for what is under way; the turnstile needs the smaller half of that part.
@@ -50,11 +50,11 @@ from gpumux.wire.shared_memory import SideChannel
 
 # ---- A listening socket of libzmq's that hands out one connection at a time, and the next when we say so.
 #
-# libzmq's I/O thread accepts as fast as clients connect, and ends the whole process at the first `accept` for which there is no
-# descriptor (an assertion in the listener of ipc sockets). Whatever is told of connections afterwards may come too late. But the
-# thread is told of a waiting connection by its epoll set, and there a socket can be registered to be reported once (EPOLLONESHOT, epoll(7)):
-# then it sleeps until it is registered again. So between two connections libzmq waits for us, and knows nothing of it; who comes
-# meanwhile stands in the kernel's line.
+# libzmq's I/O thread accepts as fast as clients connect, and ends the whole process at the first `accept` for which
+# there is no descriptor (an assertion in the listener of ipc sockets). Whatever is told of connections afterwards may
+# come too late. But the thread is told of a waiting connection by its epoll set, and there a socket can be registered
+# to be reported once (EPOLLONESHOT, epoll(7)): then it sleeps until it is registered again. So between two connections
+# libzmq waits for us, and knows nothing of it; who comes meanwhile stands in the kernel's line.
 #
 # Which set that is, and what libzmq wants to be handed with the report, the kernel says in /proc/self/fdinfo (proc(5)).
 
@@ -85,8 +85,8 @@ class Turnstile:
 
     @classmethod
     def of(cls, fd: int, timeout: float) -> Turnstile | None:
-        """Closed from now on, but for one connection. None if nobody waits for `fd` with epoll within `timeout` seconds: another
-        libzmq, or no /proc."""
+        """Closed from now on, but for one connection. None if nobody waits for `fd` with epoll within `timeout`
+        seconds: another libzmq, or no /proc."""
         end = time.monotonic() + timeout
         while (found := _registration(fd)) is None:
             if time.monotonic() >= end:
@@ -150,8 +150,8 @@ _numbers = count()
 
 
 class Connections:
-    """Watches a ROUTER socket that is yet to be bound, from a thread of its own: libzmq accepts no faster than it looks, and
-    the dispatch loop has other things to do. `refused` counts those that were shut down."""
+    """Watches a ROUTER socket that is yet to be bound, from a thread of its own: libzmq accepts no faster than it
+    looks, and the dispatch loop has other things to do. `refused` counts those that were shut down."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listening: zmq.Socket[bytes], limits: Limits) -> None:
         address = f"inproc://gpumux-connections-{next(_numbers)}"
@@ -254,7 +254,8 @@ class Connections:
 
 
 def _copy(fd: int) -> socket.socket | None:
-    """A socket of our own for a descriptor of libzmq's; None if it is no socket any more: its number may be anything's."""
+    """A socket of our own for a descriptor of libzmq's; None if it is no socket any more: its number may be
+    anything's."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -292,7 +293,8 @@ def _reserve() -> int:
 
 
 def _lowest_free() -> int:
-    """The number the next descriptor will have. The kernel gives out the lowest that is free, so all below are in use."""
+    """The number the next descriptor will have. The kernel gives out the lowest that is free, so all below are in
+    use."""
     try:
         lowest = os.dup(2)
     except OSError:
@@ -302,8 +304,8 @@ def _lowest_free() -> int:
 
 
 def check_descriptors() -> None:
-    """Raises AdmissionRefused when the daemon should open nothing more for anybody: the lowest free number lies within the
-    reserve. As nothing begins then, the numbers above stay free."""
+    """Raises AdmissionRefused when the daemon should open nothing more for anybody: the lowest free number lies within
+    the reserve. As nothing begins then, the numbers above stay free."""
     limit = file_limit()
     if _lowest_free() >= limit - _reserve():
         raise AdmissionRefused(
@@ -472,8 +474,8 @@ class Sockets:
         return self.lanes.epoll
 
     def named(self, peer: Peer, key: str) -> Peer:
-        """The tcp peer that holds `key`, with the name of its key's file. Raises AccessDenied if that was removed since it
-        connected."""
+        """The tcp peer that holds `key`, with the name of its key's file. Raises AccessDenied if that was removed since
+        it connected."""
         found = self.gatekeeper.names.get(key) if self.gatekeeper is not None else None
         if found is None:
             raise AccessDenied("your key is no longer among those this daemon lets in", "ask its operator")

@@ -76,7 +76,8 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSaved:
-    """`seconds` from TakeSnapshot to the end of writing. With a `code` it could not be saved, and the one before stays."""
+    """`seconds` from TakeSnapshot to the end of writing. With a `code` it could not be saved, and the one before
+    stays."""
 
     job: str
     snapshot: int
@@ -515,8 +516,8 @@ class ProgramSeen(NamedTuple):
 
 
 class PieceRan(NamedTuple):
-    """Operators [first, end) of the program ran on the job's stream. `launched` is when the piece was handed to the device;
-    `how`: "done", "failed", "dropped" (the job was unloaded) or "running" (when the recording ended)."""
+    """Operators [first, end) of the program ran on the job's stream. `launched` is when the piece was handed to the
+    device; `how`: "done", "failed", "dropped" (the job was unloaded) or "running" (when the recording ended)."""
 
     job: str
     stream: int
@@ -533,7 +534,8 @@ class PieceRan(NamedTuple):
 
 
 class StepRan(NamedTuple):
-    """A step from its arrival to its answer; it waited `queue_s` for its first piece, and `device_s` is its pieces' time."""
+    """A step from its arrival to its answer; it waited `queue_s` for its first piece, and `device_s` is its pieces'
+    time."""
 
     job: str
     step: int
@@ -544,7 +546,8 @@ class StepRan(NamedTuple):
 
 
 class WasHeld(NamedTuple):
-    """A low job could have run, and the guard held it for the sake of `high`; reasons as in gpumux/scheduler/guard/answers.py."""
+    """A low job could have run, and the guard held it for the sake of `high`; reasons as in
+    gpumux/scheduler/guard/answers.py."""
 
     job: str
     high: str
@@ -554,7 +557,8 @@ class WasHeld(NamedTuple):
 
 
 class WasBanned(NamedTuple):
-    """`low` was banned from operators [first, end) of `high`, where work beside took `ratio` times as long; on a `share`."""
+    """`low` was banned from operators [first, end) of `high`, where work beside took `ratio` times as long; on a
+    `share`."""
 
     high: str
     low: str

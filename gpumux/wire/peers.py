@@ -87,8 +87,8 @@ def secure_client(socket: zmq.Socket[bytes], curve: ClientCurve) -> None:
 
 
 def allowed_keys(clients: Path, unusable: list[ConfigError]) -> dict[str, str]:
-    """The public keys (Z85) in a directory of NAME.key files, with their NAMEs. Of two names for one key the first counts. A
-    file that holds none or can't be read is left out and added to `unusable`."""
+    """The public keys (Z85) in a directory of NAME.key files, with their NAMEs. Of two names for one key the first
+    counts. A file that holds none or can't be read is left out and added to `unusable`."""
     found: dict[str, str] = {}
     try:
         names = sorted(os.listdir(clients))
@@ -284,7 +284,8 @@ class Gatekeeper:
         self.socket.send_multipart([*frames[:border], b"1.0", request, status, text, user.encode(), b""])
 
     def _allowed(self) -> dict[str, str]:
-        """The keys that count now. What is wrong with one is logged once: its holder is only told that it is unknown."""
+        """The keys that count now. What is wrong with one is logged once: its holder is only told that it is
+        unknown."""
         unusable: list[ConfigError] = []
         found = allowed_keys(self._clients, unusable)
         messages = {str(error) for error in unusable}

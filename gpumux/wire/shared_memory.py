@@ -380,8 +380,8 @@ class Segment:
 
 
 def _touch(fd: int, nbytes: int) -> None:
-    """Have the kernel clear the file's pages, which fallocate leaves to the first to write there: in a snapshot that is the executor,
-    while the job's next step waits."""
+    """Have the kernel clear the file's pages, which fallocate leaves to the first to write there: in a snapshot that is
+    the executor, while the job's next step waits."""
     with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
         window = (ctypes.c_char * nbytes).from_buffer(memory)
         ctypes.memset(window, 0, nbytes)

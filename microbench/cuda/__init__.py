@@ -1,5 +1,6 @@
 """Small experiments on one NVIDIA GPU, one question each (docs/gpu-notes.md has the questions and what follows from the
-answers). `python -m microbench.cuda.NAME` runs one; `python -m microbench.gpu_suite --part design --part details` runs all. smoke.py asks what is taken for granted."""
+answers). `python -m microbench.cuda.NAME` runs one; `python -m microbench.gpu_suite --part design --part details` runs
+all. smoke.py asks what is taken for granted."""
 
 NAMES = (
     "same_address", "rebuild", "priorities", "launch_cost", "boundary_gaps", "completion", "green", "capture", "piece_delay", "depth",

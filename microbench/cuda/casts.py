@@ -2,8 +2,8 @@
 
     python -m microbench.cuda.casts --out FILE.json    # seconds
 
-The calls of microbench/cuda/operators.py, and some more, are made under autocast on fake tensors of a GPU, forward and backward,
-and what reaches the backends is written down with the types of its tensors, by their first letters.
+The calls of microbench/cuda/operators.py, and some more, are made under autocast on fake tensors of a GPU, forward and
+backward, and what reaches the backends is written down with the types of its tensors, by their first letters.
 tests/client/test_casts.py holds what gpumux traces on the CPU against it.
 """
 

@@ -1,4 +1,5 @@
-"""What do copies from the host cost kernels that run beside them, and does a large copy delay a small, more urgent one?"""
+"""What do copies from the host cost kernels that run beside them, and does a large copy delay a small, more urgent
+one?"""
 
 from __future__ import annotations
 

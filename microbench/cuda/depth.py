@@ -23,8 +23,8 @@ CHILD_S = 120.0
 
 
 def measure(gpu: Gpu, repeats: int) -> list[Row]:
-    """The number of hardware queues is read when the driver starts, so each has a process of its own. This one's context
-    stays idle meanwhile."""
+    """The number of hardware queues is read when the driver starts, so each has a process of its own. This one's
+    context stays idle meanwhile."""
     rows: list[Row] = []
     for connections in CONNECTIONS:
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}

@@ -1,9 +1,10 @@
-"""What the experiments need of the CUDA driver: the primary context (the one torch uses), streams of any priority, kernels of a
-wanted length, graphs, and a counter in pinned memory that the host can watch.
+"""What the experiments need of the CUDA driver: the primary context (the one torch uses), streams of any priority,
+kernels of a wanted length, graphs, and a counter in pinned memory that the host can watch.
 
-cuda-bindings rather than ctypes: torch's CUDA builds depend on it, so it is there wherever the experiments can run, and it has
-the layouts of the driver's structures (kernel node parameters, resources, memory properties), which are long, change between
-versions, and corrupt memory when copied wrongly. It is imported when a Gpu is made: to list the experiments needs no driver.
+cuda-bindings rather than ctypes: torch's CUDA builds depend on it, so it is there wherever the experiments can run, and
+it has the layouts of the driver's structures (kernel node parameters, resources, memory properties), which are long,
+change between versions, and corrupt memory when copied wrongly. It is imported when a Gpu is made: to list the
+experiments needs no driver.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ class Stamps:
 
 
 class Gpu(Driver):
-    """Device `index` with its primary context current in this thread. `wave`: how many blocks of `spin` it holds at once."""
+    """Device `index` with its primary context current in this thread. `wave`: how many blocks of `spin` it holds at
+    once."""
 
     def __init__(self, index: int = 0, api: Any | None = None, nvrtc: Any | None = None) -> None:
         super().__init__(api)

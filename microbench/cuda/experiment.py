@@ -17,8 +17,8 @@ NO_DEVICE = 69  # EX_UNAVAILABLE
 
 @dataclass(frozen=True)
 class Experiment:
-    """`measure(gpu, repeats)` gives rows of equal keys, which end in their unit (`_us`, `_ms`, `_gib_s`, or none for ratios
-    and counts). `answer(rows)` says what they mean in a sentence."""
+    """`measure(gpu, repeats)` gives rows of equal keys, which end in their unit (`_us`, `_ms`, `_gib_s`, or none for
+    ratios and counts). `answer(rows)` says what they mean in a sentence."""
 
     name: str
     question: str
@@ -61,7 +61,8 @@ def cell(value: Any) -> str:
 
 
 def spread(samples: Sequence[float], name: str, unit: float = 1e6) -> Row:
-    """`name` is the median's key, `name_p99` and `name_max` those beside it; samples in seconds, shown in microseconds."""
+    """`name` is the median's key, `name_p99` and `name_max` those beside it; samples in seconds, shown in
+    microseconds."""
     base, _, suffix = name.rpartition("_")
     ordered = sorted(samples)
     return {

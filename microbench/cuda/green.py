@@ -119,8 +119,8 @@ def _p99(samples: Sequence[float]) -> float:
 
 def _elsewhere(gpu: Gpu, where: Part) -> float:
     """Time of a piece with as many blocks as the whole device holds, captured on the part and launched on an ordinary
-    stream, over its block's: 1 if the stream it is launched on decides where it runs, the share's inverse if the one it was
-    captured on does."""
+    stream, over its block's: 1 if the stream it is launched on decides where it runs, the share's inverse if the one it
+    was captured on does."""
     ordinary = gpu.stream(gpu.least)
     graph = captured(gpu, Part(where.stream, gpu.sms, where.context), LOW_S)
     took = median([gpu.timed(ordinary, lambda: gpu.launch(graph, ordinary)) for _ in range(5)])

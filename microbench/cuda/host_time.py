@@ -1,9 +1,11 @@
-"""What one piece costs the host: the device's own launch and look at its end (gpumux/device/cuda/launches.py), beside the same driver calls made
-with the binding alone, and each driver call through the wrapper beside the bare binding. On the stand-in, where streams can be held,
-also a piece that is queued behind another of its stream, as all are but the first of a step.
+"""What one piece costs the host: the device's own launch and look at its end (gpumux/device/cuda/launches.py), beside
+the same driver calls made with the binding alone, and each driver call through the wrapper beside the bare binding. On
+the stand-in, where streams can be held, also a piece that is queued behind another of its stream, as all are but the
+first of a step.
 
-Needs a libcuda: a card's, or the stand-in of tests/stub, where the driver's own part is nearly nothing and what is left is Python. Processor time of the
-thread, in turns, so that what else the machine does counts for little; the ratio is the figure to go by.
+Needs a libcuda: a card's, or the stand-in of tests/stub, where the driver's own part is nearly nothing and what is left
+is Python. Processor time of the thread, in turns, so that what else the machine does counts for little; the ratio is
+the figure to go by.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which priorities are there, and does a graph run with the priority of its nodes or of the stream it is launched on?"""
+"""Which priorities are there, and does a graph run with the priority of its nodes or of the stream it is launched
+on?"""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ ASIDE_S = 200e-6  # the filler's head start
 
 
 def measure(gpu: Gpu, repeats: int) -> list[Row]:
-    """The filler's priority lies between those of the test, so a test of the higher one overtakes it at the end of a wave, and
-    one of the lower waits until it is over."""
+    """The filler's priority lies between those of the test, so a test of the higher one overtakes it at the end of a
+    wave, and one of the lower waits until it is over."""
     between = (gpu.least + gpu.greatest) // 2
     if not gpu.least > between > gpu.greatest:
         raise RuntimeError(

@@ -1,4 +1,5 @@
-"""What GPU there is, asked in a process of its own so that who asks holds no context and survives a driver that crashes."""
+"""What GPU there is, asked in a process of its own so that who asks holds no context and survives a driver that
+crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Can a captured graph be built again, node by node, from the parameters the driver tells, and does it compute the same?"""
+"""Can a captured graph be built again, node by node, from the parameters the driver tells, and does it compute the
+same?"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ STEPS = 5
 
 @dataclass
 class Rebuilt:
-    """A graph with the nodes and edges of another. `kept`: argument bytes its nodes point to until it is instantiated."""
+    """A graph with the nodes and edges of another. `kept`: argument bytes its nodes point to until it is
+    instantiated."""
 
     graph: Any
     done: Counter[str] = field(default_factory=Counter)

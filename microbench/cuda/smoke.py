@@ -1,8 +1,9 @@
-"""What the CUDA device takes for granted, asked of one GPU in less than a minute: a line each, PASS or FAIL, with its microseconds and what
-the driver or torch said.
+"""What the CUDA device takes for granted, asked of one GPU in less than a minute: a line each, PASS or FAIL, with its
+microseconds and what the driver or torch said.
 
-Each assumption is asked by itself, so that one that fails hides no other. Those that need torch are skipped, by name, where torch can't
-use the GPU. What has been found is in the --out file after each line, also where one of them hangs, which ends the program.
+Each assumption is asked by itself, so that one that fails hides no other. Those that need torch are skipped, by name,
+where torch can't use the GPU. What has been found is in the --out file after each line, also where one of them hangs,
+which ends the program.
 
 Exit status: 0 all hold; 1 one does not; 3 none failed, some were skipped; 69 there is no GPU.
 """

@@ -1,4 +1,5 @@
-"""What smoke.py asks of the driver alone, and what it is asked with. Needs cuda-bindings, and the run-time compiler where kernels are needed."""
+"""What smoke.py asks of the driver alone, and what it is asked with. Needs cuda-bindings, and the run-time compiler
+where kernels are needed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def hold(condition: bool, otherwise: str) -> None:
 
 
 class Card:
-    """One GPU by the driver wrapper that the daemon has (`gpu`), and by the experiments' kernels (`kernels`). Raises NoDevice."""
+    """One GPU by the driver wrapper that the daemon has (`gpu`), and by the experiments' kernels (`kernels`). Raises
+    NoDevice."""
 
     def __init__(self) -> None:
         self.plain = Driver()
@@ -385,7 +387,8 @@ def capture_beside(card: Card) -> str:
 
 
 def gap(card: Card) -> str:
-    """Two pieces, the second queued behind the first, as the device queues them: an event on either side, a number behind."""
+    """Two pieces, the second queued behind the first, as the device queues them: an event on either side, a number
+    behind."""
     gpu, stream, number = card.kernels, card.gpu.stream(card.greatest), Number(card)
     graph = gpu.graph(lambda each: gpu.full(each, 200e-6), card.greatest)
     events = [card.gpu.event(timed=True) for _ in range(2 * CYCLES)]

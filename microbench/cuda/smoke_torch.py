@@ -1,5 +1,5 @@
-"""What smoke.py asks of torch on the GPU: captures and replays as the device makes them (gpumux/device/cuda/compute.py). Torch is imported
-when the first of them is asked."""
+"""What smoke.py asks of torch on the GPU: captures and replays as the device makes them
+(gpumux/device/cuda/compute.py). Torch is imported when the first of them is asked."""
 
 from __future__ import annotations
 

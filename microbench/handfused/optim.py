@@ -1,5 +1,5 @@
-"""Optimizers over stacked parameters [B, ...], each model with hyper-parameters of its own. Many parameters at once, as torch's
-own `foreach` implementations have it."""
+"""Optimizers over stacked parameters [B, ...], each model with hyper-parameters of its own. Many parameters at once, as
+torch's own `foreach` implementations have it."""
 
 from __future__ import annotations
 

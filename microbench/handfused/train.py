@@ -39,9 +39,9 @@ def hand_fused(workload: Workload, configs: Configs) -> tuple[Losses, dict[str, 
 
 
 def vmapped(workload: Workload, configs: Configs, compiled: bool = False) -> tuple[Losses, dict[str, Tensor]]:
-    """A training step by vmap over the models' gradients, and its stacked parameters by name. Dropout draws independently for
-    each model. Attention takes its mathematical form: the CPU's own kernel has no batching rule, and would loop. `compiled`: with
-    torch.compile. Raises ConfigError for a workload of several losses."""
+    """A training step by vmap over the models' gradients, and its stacked parameters by name. Dropout draws
+    independently for each model. Attention takes its mathematical form: the CPU's own kernel has no batching rule, and
+    would loop. `compiled`: with torch.compile. Raises ConfigError for a workload of several losses."""
     recipe = RECIPES[workload.name]
     if recipe.loss is None:
         raise ConfigError(f"{workload.name} has several losses", "take a workload that is one model")

@@ -2,8 +2,9 @@
 
     SOAK_CHECKS=FILE SOAK_FILES=4096 python -m microbench.soaking.checked serve ...
 
-A check looks at every job, so checking after every event would leave no time for anything else: it is done as often as a part of the
-time allows. FILE gets {"events", "checks"} when the daemon ends. SOAK_FILES: how many descriptors it may have.
+A check looks at every job, so checking after every event would leave no time for anything else: it is done as often as
+a part of the time allows. FILE gets {"events", "checks"} when the daemon ends. SOAK_FILES: how many descriptors it may
+have.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ PART = 0.1  # of the time, for checks
 
 
 class CheckedCore:
-    """A core that checks its invariants after an event, whenever the checks so far took less than PART of the time. It has one, and is
-    none, since a compiled class can't be derived from."""
+    """A core that checks its invariants after an event, whenever the checks so far took less than PART of the time. It
+    has one, and is none, since a compiled class can't be derived from."""
 
     events = 0
     checks = 0

@@ -1,7 +1,9 @@
-"""Clients that speak to the daemon by gpumux's session and hand-made Programs, without torch: many of them fit in a process.
+"""Clients that speak to the daemon by gpumux's session and hand-made Programs, without torch: many of them fit in a
+process.
 
-What a step must return is worked out beside it, with numpy in float32 or int64: the operators used here round each element once,
-so there is one right answer, to the bit. A step is right when its StepDone comes and its slot holds these bits.
+What a step must return is worked out beside it, with numpy in float32 or int64: the operators used here round each
+element once, so there is one right answer, to the bit. A step is right when its StepDone comes and its slot holds these
+bits.
 """
 
 from __future__ import annotations

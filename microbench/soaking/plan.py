@@ -1,9 +1,9 @@
 """What happens in a soak, and when: made of the seed alone, so that the same seed asks for the same things again.
 
-A soak has *tides*. In each one everybody comes, works and is disturbed; at its end everybody leaves, and what the daemon then
-holds is compared with what it held after the tide before. Clients are *seats*: whoever sits there lives for a while, leaves in one way
-or another, and somebody else comes. What the plan can't fix is who gets the processor when, so which step meets which
-pause differs from run to run.
+A soak has *tides*. In each one everybody comes, works and is disturbed; at its end everybody leaves, and what the
+daemon then holds is compared with what it held after the tide before. Clients are *seats*: whoever sits there lives for
+a while, leaves in one way or another, and somebody else comes. What the plan can't fix is who gets the processor when,
+so which step meets which pause differs from run to run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ STUN_S = 35.0  # a process that stands still for so long has lost its sessions
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """`size`: elements of state and batch. `pace_s`: the longest pause between two steps. `life_s`: of each life, at most."""
+    """`size`: elements of state and batch. `pace_s`: the longest pause between two steps. `life_s`: of each life, at
+    most."""
 
     number: int
     process: int
@@ -41,8 +42,8 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """At `at_s` of a tide. `what`: kill, stun (of process `which`), pause, priority, weight, stop, look (of a job: `which` picks one of
-    those that are there). `much`: seconds of a pause, a weight."""
+    """At `at_s` of a tide. `what`: kill, stun (of process `which`), pause, priority, weight, stop, look (of a job:
+    `which` picks one of those that are there). `much`: seconds of a pause, a weight."""
 
     at_s: float
     what: str

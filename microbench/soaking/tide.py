@@ -1,4 +1,5 @@
-"""One tide of a soak: processes of clients are started, killed, stunned and ended, and an operator meddles with jobs."""
+"""One tide of a soak: processes of clients are started, killed, stunned and ended, and an operator meddles with
+jobs."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class Running:
             )
 
     def _until_all_sat(self) -> None:
-        """The plan's clock begins when somebody sits on every seat: how long an import of torch takes is no part of it."""
+        """The plan's clock begins when somebody sits on every seat: how long an import of torch takes is no part of
+        it."""
         until = time.monotonic() + SIT_S
         while any(not self._ledger.get(seat.number, "lives") for seat in self.tide.seats):
             self.stage.alive()

@@ -1,5 +1,6 @@
-"""Clients that train real models with torch (microbench/killed.py), and what becomes of them afterwards: each acknowledged result is written
-to a file as it comes, so that a client that is killed has its say, and `verify` runs the same loops without a daemon. Imports torch.
+"""Clients that train real models with torch (microbench/killed.py), and what becomes of them afterwards: each
+acknowledged result is written to a file as it comes, so that a client that is killed has its say, and `verify` runs the
+same loops without a daemon. Imports torch.
 
     python -m microbench.soaking.trainers SPEC.json PROCESS
 """

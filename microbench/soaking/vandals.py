@@ -1,9 +1,11 @@
-"""Who sends what no client sends: bytes that are no ZeroMQ, messages that are none, sessions that lie, connections that never say
-a word and frames that are too large; as another user, where that can be had, also more connections than anybody may have.
+"""Who sends what no client sends: bytes that are no ZeroMQ, messages that are none, sessions that lie, connections that
+never say a word and frames that are too large; as another user, where that can be had, also more connections than
+anybody may have.
 
     python -m microbench.soaking.vandals ENDPOINT SECONDS SEED LARGEST UID
 
-UID is the user to become (0: stay who we are); LARGEST the daemon's max_message_bytes. At the end a line of JSON says how often each was done.
+UID is the user to become (0: stay who we are); LARGEST the daemon's max_message_bytes. At the end a line of JSON says
+how often each was done.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """`resident` bytes of the daemon and of each process it keeps, by what it is; `segments`: memory of memfds that is mapped or open
-    in the daemon."""
+    """`resident` bytes of the daemon and of each process it keeps, by what it is; `segments`: memory of memfds that is
+    mapped or open in the daemon."""
 
     resident: dict[str, int]
     descriptors: int

@@ -1,5 +1,5 @@
-"""A model with all that makes it hard to say whose layer an operator is: branches, a skip connection, a rectifier that is used
-twice, what the model computes itself."""
+"""A model with all that makes it hard to say whose layer an operator is: branches, a skip connection, a rectifier that
+is used twice, what the model computes itself."""
 
 from __future__ import annotations
 

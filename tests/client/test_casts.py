@@ -1,5 +1,6 @@
-"""Autocast of a step that is traced on the CPU for a GPU, beside torch's own: its kernels for a GPU are part of every build, and
-take fake tensors; what a CUDA build makes of whole calls, forward and backward, is recorded (microbench/cuda/casts.py)."""
+"""Autocast of a step that is traced on the CPU for a GPU, beside torch's own: its kernels for a GPU are part of every
+build, and take fake tensors; what a CUDA build makes of whole calls, forward and backward, is recorded
+(microbench/cuda/casts.py)."""
 
 from __future__ import annotations
 
@@ -274,7 +275,8 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("modes", ["gg", "nn", "gn", "ng", "ngn", "gng", "ig", "ing"])
 def test_a_weight_is_cast_once_and_has_its_gradient_whoever_casts_it_first(modes: str) -> None:
-    """As torch does on the CPU, by the code that it has for GPUs, too: with gradients, under no_grad, in inference mode."""
+    """As torch does on the CPU, by the code that it has for GPUs, too: with gradients, under no_grad, in inference
+    mode."""
     w, x = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4, dtype=torch.bfloat16)
     under_way = {"g": torch.enable_grad, "n": torch.no_grad, "i": torch.inference_mode}
 

@@ -225,7 +225,8 @@ def test_a_model_with_other_activations_is_another_model(recorded: list[str], ac
 
 
 def test_what_several_layers_share_is_shared_as_modelled(recorded: list[str]) -> None:
-    """blocks.0 is two layers: each has its own convolution, and of the rectifier, which both use, as much as is modelled."""
+    """blocks.0 is two layers: each has its own convolution, and of the rectifier, which both use, as much as is
+    modelled."""
     step, traced = load(Path(recorded[0])), traced_model()
     ops = tuple(
         replace(op, seconds=0.0 if op.layer != "blocks.0.relu" else 1.0 if op.backward else 3.0) for op in step.ops

@@ -1,4 +1,5 @@
-"""The local model while the daemon holds newer state: sync(), load_state(), state_dict(), and writes that are noticed."""
+"""The local model while the daemon holds newer state: sync(), load_state(), state_dict(), and writes that are
+noticed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a step for a GPU is traced as, beside what a CUDA build of torch chooses (microbench/cuda/operators.py): every call is
-the GPU's, or stands here as another, with why."""
+"""What a step for a GPU is traced as, beside what a CUDA build of torch chooses (microbench/cuda/operators.py): every
+call is the GPU's, or stands here as another, with why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""State goes to the daemon and comes back in portions: shared memory of a bounded size, whatever the size of the state."""
+"""State goes to the daemon and comes back in portions: shared memory of a bounded size, whatever the size of the
+state."""
 
 from __future__ import annotations
 

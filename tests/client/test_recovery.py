@@ -57,7 +57,8 @@ def turns(run: Run, count: int) -> None:
 
 
 def until_saved(run: Run, number: int = 1) -> None:
-    """Turns until a snapshot was confirmed; not as many as can be, as who writes it is the last to get the processor."""
+    """Turns until a snapshot was confirmed; not as many as can be, as who writes it is the last to get the
+    processor."""
     log = run.job._recovery.told.log
     while not any(point.saved and n >= number for n, point in log._points.items()):
         run.turn()
@@ -195,7 +196,8 @@ def one_death_of_three_jobs(victim: Phoenix, caplog: pytest.LogCaptureFixture) -
 
 
 def waiting_and_polling(run: Run, futures: list[Any]) -> None:
-    """Futures that wait get their values, and asking whether they have does not wait; a paused job comes back paused."""
+    """Futures that wait get their values, and asking whether they have does not wait; a paused job comes back
+    paused."""
     with run.job:
         assert not futures[1].done()
         with pytest.raises(TimeoutError):
@@ -262,7 +264,8 @@ def test_a_disk_that_takes_nothing(daemon: Phoenix, caplog: pytest.LogCaptureFix
 
 
 def test_a_job_that_was_kept_goes_on_in_another_program(daemon: Phoenix):
-    """Parameters, statistics, optimizer state, step counters, hyperparameters and the generator: all from the snapshot."""
+    """Parameters, statistics, optimizer state, step counters, hyperparameters and the generator: all from the
+    snapshot."""
     run = submit(gan(SEED), daemon.endpoint)
     turns(run, 9)
     run.results += [future.result() for future in run.futures]

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemons here have
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Held for as long as the test, also while no daemon listens: no other test or connection is given it meanwhile. Who
-    asks for it by number gets it, as libzmq's listeners set SO_REUSEADDR, too, and this socket does not listen."""
+    """Held for as long as the test, also while no daemon listens: no other test or connection is given it meanwhile.
+    Who asks for it by number gets it, as libzmq's listeners set SO_REUSEADDR, too, and this socket does not listen."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

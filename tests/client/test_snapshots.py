@@ -179,7 +179,8 @@ def test_when_it_can_be_saved_nowhere_it_goes_on(monkeypatch: pytest.MonkeyPatch
 def test_a_log_that_fills_behind_the_only_snapshot_waits_for_one_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """After it was given up, nothing older than the snapshot can go: what came while that was written fills it alone."""
+    """After it was given up, nothing older than the snapshot can go: what came while that was written fills it
+    alone."""
     job = Job(monkeypatch, max_bytes=400)
     job.log.give_up()
     job.steps(1)

@@ -25,8 +25,8 @@ def work(
     **config: Any,
 ) -> Work:  # fmt: skip
     """`steps` steps of one of NAMES under a schedule, on `device`. `reference`: with the optimizers of a reference run,
-    which on a GPU count their steps there and take their rates as tensors. `config`: of the workload (Workload.factory);
-    the demos have none."""
+    which on a GPU count their steps there and take their rates as tensors. `config`: of the workload
+    (Workload.factory); the demos have none."""
     config = {"seed": 3, "gamma": 0.5, "step_size": 2, "feature_transform": name == "pointnet_seg", **config}
     if name in DEMOS:
         models, optimizers, functions, data = _demo(name, device, dtype, config)
@@ -108,7 +108,8 @@ def _demo(
 
 @dataclass
 class Nearness:
-    """Of two runs. `equal`: in every bit; `off`: the largest difference, in parts of its tensor's largest element; `where`."""
+    """Of two runs. `equal`: in every bit; `off`: the largest difference, in parts of its tensor's largest element;
+    `where`."""
 
     equal: bool = True
     off: float = 0.0
@@ -124,8 +125,8 @@ GROWTH = 100  # of a difference, in a few steps
 
 
 def nearness(want: tuple[list[Any], list[Any]], got: tuple[list[Any], list[Any]]) -> Nearness:
-    """Of results and of the models' and optimizers' tensors, wherever they lie. Raises AssertionError where they differ in
-    anything but floating-point values."""
+    """Of results and of the models' and optimizers' tensors, wherever they lie. Raises AssertionError where they differ
+    in anything but floating-point values."""
     found = Nearness()
     a, b = _values(want), _values(got)
     assert a.keys() == b.keys()
@@ -164,10 +165,11 @@ def near_the_reference(
     name: str, endpoint: str, *, dtype: torch.dtype, home: str = "cpu", device: str = "cpu", steps: int = 5,
     dropout: float = 0.0,
 ) -> Nearness:  # fmt: skip
-    """How near a job's run comes to its reference run on `device`, with the model on `home` before it is submitted. With
-    `dropout` the masks have to be the reference run's, too, which takes a GPU's own operators for both. Raises AssertionError where the job claims bit-equality and is not, and where
-    its first results are further off than the tolerance it states, or in float64 all of it further than GROWTH times that:
-    one step starts from what the last one left, and what is narrower goes its own way soon, whatever computes it."""
+    """How near a job's run comes to its reference run on `device`, with the model on `home` before it is submitted.
+    With `dropout` the masks have to be the reference run's, too, which takes a GPU's own operators for both. Raises
+    AssertionError where the job claims bit-equality and is not, and where its first results are further off than the
+    tolerance it states, or in float64 all of it further than GROWTH times that: one step starts from what the last one
+    left, and what is narrower goes its own way soon, whatever computes it."""
 
     def make(where: str, reference: bool) -> Callable[[], Work]:
         return lambda: work(name, steps, device=where, dtype=dtype, reference=reference, dropout=dropout)

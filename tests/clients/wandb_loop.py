@@ -1,4 +1,5 @@
-"""A loop that logs for Weights & Biases, offline: python -m tests.clients.wandb_loop DIRECTORY [ENDPOINT]. Prints its losses as JSON."""
+"""A loop that logs for Weights & Biases, offline: python -m tests.clients.wandb_loop DIRECTORY [ENDPOINT]. Prints its
+losses as JSON."""
 
 from __future__ import annotations
 

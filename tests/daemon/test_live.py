@@ -286,8 +286,8 @@ def test_garbage_and_floods_harm_nobody(daemon, session):
 
 
 def seen_from_elsewhere(daemon):
-    """The jobs, by a process that sent no garbage: a message of this one's that is read late may cost it another connection, which
-    has the number of the one it came by (wire/peers.py)."""
+    """The jobs, by a process that sent no garbage: a message of this one's that is read late may cost it another
+    connection, which has the number of the one it came by (wire/peers.py)."""
     command = [sys.executable, "-m", "gpumux", "jobs", "--json", "--endpoint", daemon.endpoint]
     done = subprocess.run([*command, "--timeout", str(SOON_S)], capture_output=True, text=True, timeout=2 * SOON_S)
     assert done.returncode == 0, done.stderr

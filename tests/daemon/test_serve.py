@@ -114,8 +114,8 @@ def test_what_another_daemon_has_is_noticed_before_the_device_is_opened(
 
 @pytest.fixture
 def notified(runtime_dir):
-    """What a service manager hears, and its address; an abstract name needs no file. It is read all the time: the kernel
-    keeps a few messages only."""
+    """What a service manager hears, and its address; an abstract name needs no file. It is read all the time: the
+    kernel keeps a few messages only."""
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         name = f"gpumux-test-{os.getpid()}"

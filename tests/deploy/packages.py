@@ -26,7 +26,8 @@ class Unavailable(Exception):
 
 
 def need(program: str, package: str, *others: str) -> str:
-    """The path of `program`, or skip the test. `others`: packages it does not work without, unpacked to the same place."""
+    """The path of `program`, or skip the test. `others`: packages it does not work without, unpacked to the same
+    place."""
     try:
         return _find(program, package, *others)
     except Unavailable as error:

@@ -72,8 +72,8 @@ def mistakes(expression: str, recorded: Mapping[str, frozenset[str]]) -> list[st
 
 
 def recorded_labels(rules: list[dict[str, str]]) -> dict[str, frozenset[str]]:
-    """What recording rules make, in their order: a label an expression drops counts as there, which is settled by asking a
-    real Prometheus (test_live.py)."""
+    """What recording rules make, in their order: a label an expression drops counts as there, which is settled by
+    asking a real Prometheus (test_live.py)."""
     recorded: dict[str, frozenset[str]] = {}
     for rule in rules:
         parts = [labels_of(named.metric, recorded) or frozenset() for named in selectors(rule["expr"])]

@@ -75,7 +75,8 @@ def prometheus(directory, target):
 
 
 def misbehave(daemon):
-    """A request that is refused, a step that crashes its executor, a client that vanishes and one that sends nonsense."""
+    """A request that is refused, a step that crashes its executor, a client that vanishes and one that sends
+    nonsense."""
     with Session.connect(daemon.endpoint, SOON_S) as session:
         crashing = LiveJob(session, samples.crash_div(), name="crashing")
         with pytest.raises(GpumuxError):

@@ -59,8 +59,8 @@ def select_wait(device: Device) -> None:
 @dataclass(frozen=True)
 class Case:
     """`wide()` and `narrow()` make unopened devices; a narrow one has `parallel` 1. `computes`: results
-    are real numbers (a simulated device only keeps time). `give_up_s`: how long an event is waited for. `shares_process`: a library
-    of the device's opens descriptors of its own in this process."""
+    are real numbers (a simulated device only keeps time). `give_up_s`: how long an event is waited for.
+    `shares_process`: a library of the device's opens descriptors of its own in this process."""
 
     name: str
     wide: Callable[[], Device]
@@ -201,7 +201,8 @@ class Driver:
                 held.pieces[event.program], held.cut[event.program] = event.pieces, event.cut
 
     def wait_for(self, wanted: Callable[[DeviceEvent], bool]) -> DeviceEvent:
-        """The oldest unread event that is wanted; waited for, but not for ever: a device that is due all the time is never silent."""
+        """The oldest unread event that is wanted; waited for, but not for ever: a device that is due all the time is
+        never silent."""
         end = monotonic() + self.case.give_up_s
         while True:
             for index, event in enumerate(self.unread):

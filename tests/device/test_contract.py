@@ -48,7 +48,8 @@ def numbers(data: bytes) -> tuple[float, ...]:
 
 
 def descriptors(case: Case) -> dict[str, int]:
-    """How many there are: of the kinds a device makes itself, where a library opens others that stay for the process' life."""
+    """How many there are: of the kinds a device makes itself, where a library opens others that stay for the process'
+    life."""
     if case.shares_process:
         held = snapshot()
         return {kind: held.count(kind) for kind in ("eventfd", "epoll", "memfd")}

@@ -36,8 +36,8 @@ def sgd(parameters: Any, config: Config) -> torch.optim.Optimizer:
 
 
 def constant(parameters: Any, config: Config) -> torch.optim.Optimizer:
-    """SGD whose first step is as all others are: it has no momentum, and there are gradients to zero. Half of what another
-    one makes gpumux capture and fuse, where the optimizer is not what is looked at."""
+    """SGD whose first step is as all others are: it has no momentum, and there are gradients to zero. Half of what
+    another one makes gpumux capture and fuse, where the optimizer is not what is looked at."""
     held = list(parameters)
     for p in held:
         if p.requires_grad:
@@ -102,8 +102,8 @@ def check(
     per_model: bool = False, noise: Mapping[str, slice] | None = None, tolerance: float = TOLERANCE, **options: Any,
 ) -> fuse.Array:  # fmt: skip
     """Losses and state after `len(data)` steps, the array's against each model's alone. `per_model`: model b gets the
-    batches rotated by b. `noise`: elements of parameters, along their first dimension, whose true gradient is zero: what they
-    get is rounding, which is looked at, and they alone are left out. Returns the closed array."""
+    batches rotated by b. `noise`: elements of parameters, along their first dimension, whose true gradient is zero:
+    what they get is rounding, which is looked at, and they alone are left out. Returns the closed array."""
     noise = noise or {}
     given = configs() if given is None else given
     count = len(data)

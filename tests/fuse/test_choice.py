@@ -154,7 +154,8 @@ def normed() -> nn.Module:
 
 
 def test_what_is_only_rounding_is_no_wrong_rule(monkeypatch: pytest.MonkeyPatch):
-    """The gradient of a bias before a batch norm is truly zero: in each order of summation something else is left of it."""
+    """The gradient of a bias before a batch norm is truly zero: in each order of summation something else is left of
+    it."""
     with_times(monkeypatch, by_operator())
     array = check(
         steady(normed), batches(6, 5), choose="measured", noise=dict.fromkeys(["0.bias", "1.bias"], slice(None))

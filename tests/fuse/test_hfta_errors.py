@@ -193,7 +193,8 @@ def test_what_overflows_in_one_model_touches_no_other(bad: float, clip: bool):
 
 
 def test_a_loss_scale_of_each_model_backs_off_alone():
-    """What GradScaler does, as state of the model: a step whose gradients overflow is left out and the scale halved, for that model alone."""
+    """What GradScaler does, as state of the model: a step whose gradients overflow is left out and the scale halved,
+    for that model alone."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -55,7 +55,8 @@ def test_an_array_trains_each_model_as_if_alone(name: str):
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("alike", [False, True])
 def test_fused_optimizers(kind: type[torch.optim.Optimizer], alike: bool):
-    """With one learning rate for all SGD is one call. Kernels that take one number, or one step count, run once a model."""
+    """With one learning rate for all SGD is one call. Kernels that take one number, or one step count, run once a
+    model."""
     factory = training(small, lambda p, c: kind(p, lr=0.01 if alike else c.lr, fused=True))  # type: ignore[call-arg]
     found = ways(check(factory, batches(6, 5)))
     (target,) = [t for t in found if t.startswith("aten._fused_")]

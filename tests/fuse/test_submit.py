@@ -139,8 +139,8 @@ def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-
 
 
 def test_models_join_and_leave_a_job_and_change_nothing_for_the_others(endpoint: str):
-    """Another job of the same name goes on with their state, bit for bit. The one that joins takes its optimizer's first step
-    beside the others' eleventh."""
+    """Another job of the same name goes on with their state, bit for bit. The one that joins takes its optimizer's
+    first step beside the others' eleventh."""
     data = batches(6, 5, count=24)
     factory, given = training(dropping, adam), configs()
     with one_thread(), fuse.submit_array(factory, given, DATA[0], endpoint=endpoint, choose="fused") as array:
@@ -221,8 +221,8 @@ def test_where_a_changed_array_is_refused_the_old_one_goes_on(endpoint: str, mon
 
 
 def test_a_job_of_models_that_differ_in_a_block(endpoint: str):
-    """Each optimizer's first step is a Program of its own, and so is the first after a model has left: what one model alone
-    has lies in all of them where it belongs."""
+    """Each optimizer's first step is a Program of its own, and so is the first after a model has left: what one model
+    alone has lies in all of them where it belongs."""
 
     def module(config: Config) -> nn.Module:
         blocks = [nn.Tanh(), nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)), nn.Dropout(0.3)]
@@ -249,7 +249,8 @@ def test_a_job_of_models_that_differ_in_a_block(endpoint: str):
 
 
 def test_an_array_that_was_kept_goes_on_in_another_program(endpoint: str):
-    """State, random streams, step counters and learning rates of each model; one has just joined and has taken no step."""
+    """State, random streams, step counters and learning rates of each model; one has just joined and has taken no
+    step."""
     factory, more = training(dropping, listed), Config(9, 0.03)
     made: list[Any] = []
 

@@ -14,9 +14,9 @@ from tests.fuse.serial import STEPS, TOLERANCE, apart, array_of
 from tests.threads import one_thread
 
 MODELS = 2
-# Parameters of which elements have no true gradient: a shift before batch norm, which takes the mean off again (before a maximum
-# and then batch norm, too, where the maximum isn't cut off at zero), and what all keys of an attention have in common, which
-# softmax does not see. Their gradients are rounding alone, and so is what an optimizer makes of them.
+# Parameters of which elements have no true gradient: a shift before batch norm, which takes the mean off again (before
+# a maximum and then batch norm, too, where the maximum isn't cut off at zero), and what all keys of an attention have
+# in common, which softmax does not see. Their gradients are rounding alone, and so is what an optimizer makes of them.
 NOISE = {
     "pointnet_cls": r"(points\.[0367]|dense\.[03]|first\.0|rest\.[034]|^head\.[03])\.bias",
     "pointnet_seg": r"(points\.[0367]|dense\.[03]|first\.0|rest\.[034]|^head\.0\.[036])\.bias",
@@ -26,8 +26,9 @@ NOISE = {
 }
 ROUNDING = 1e-13  # above gradients that are rounding alone, far below any other
 RUNNING_MEAN = 1e-6  # the mean that a batch norm keeps is of inputs that such a bias is in
-# The optimizers take all parameters at once, as they do by default on a GPU: far fewer operators to capture. Without dropout an
-# attention is one operator on a CPU, with it a dozen: both occur. One PointNet with the feature transformation is enough.
+# The optimizers take all parameters at once, as they do by default on a GPU: far fewer operators to capture. Without
+# dropout an attention is one operator on a CPU, with it a dozen: both occur. One PointNet with the feature
+# transformation is enough.
 CONFIG = {"foreach": True}
 MORE = {"bert_medium": {"dropout": 0.0}, "pointnet_seg": {"feature_transform": False}}
 

@@ -2,8 +2,9 @@
 
     python -m tests.fuzz.decoders --seconds 60 [--seed N] [--target NAME] [--keep] [--out FILE.json]
 
-Each target runs in a process of its own for its part of the time. `--keep` adds the inputs that reached new code, and findings, to corpus/,
-which `make test` replays. What breaks a decoder is written to findings/ and reported; the exit code is then 1.
+Each target runs in a process of its own for its part of the time. `--keep` adds the inputs that reached new code, and
+findings, to corpus/, which `make test` replays. What breaks a decoder is written to findings/ and reported; the exit
+code is then 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The first inputs: one of each message, each sample Program, a recording. `python -m tests.fuzz.seeds` adds them to corpus/."""
+"""The first inputs: one of each message, each sample Program, a recording. `python -m tests.fuzz.seeds` adds them to
+corpus/."""
 
 from __future__ import annotations
 

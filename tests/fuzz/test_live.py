@@ -1,5 +1,6 @@
 """A real daemon under clients that lie: every message in valid sessions, changed; its step lane, lent or not; its side
-channel; bytes that are no ZeroMQ. Meanwhile an honest client's steps are right, and afterwards nothing is left behind."""
+channel; bytes that are no ZeroMQ. Meanwhile an honest client's steps are right, and afterwards nothing is left
+behind."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ SETTLE_S = 2.0  # nothing here takes longer to end, and a check that finds somet
 
 
 def prime() -> None:
-    """Have the driver and torch's libraries open what they keep open for the process' life, so that it is no test's leak: a context,
-    a stream, page-locked memory, and what cuBLAS and cuDNN make."""
+    """Have the driver and torch's libraries open what they keep open for the process' life, so that it is no test's
+    leak: a context, a stream, page-locked memory, and what cuBLAS and cuDNN make."""
     gpu = CudaDriver()
     facts = gpu.open(0)
     gpu.destroy_stream(gpu.stream(facts.priorities[0]))

@@ -1,4 +1,5 @@
-"""Operators that read their number from device memory, captured: none may ask the host, and each replay reads it anew."""
+"""Operators that read their number from device memory, captured: none may ask the host, and each replay reads it
+anew."""
 
 from __future__ import annotations
 

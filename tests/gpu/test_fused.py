@@ -1,4 +1,5 @@
-"""Attention and batch norm in the kernels that torch would choose: captured, beside the forms that need none of them."""
+"""Attention and batch norm in the kernels that torch would choose: captured, beside the forms that need none of
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a card is asked to run, beside what torch runs on it: operators by name, and attention with a mask or dropout, recurrent
-layers and norms in numbers."""
+"""What a card is asked to run, beside what torch runs on it: operators by name, and attention with a mask or dropout,
+recurrent layers and norms in numbers."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ def test_inference_equals_the_plain_run_on_the_gpu_bit_for_bit(name: str, endpoi
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_training_is_what_it_is_in_the_plain_run_on_the_gpu(name: str, endpoint: str) -> None:
-    """In float64 and to a tolerance: numbers that change from step to step are read from memory, which rounds once more."""
+    """In float64 and to a tolerance: numbers that change from step to step are read from memory, which rounds once
+    more."""
 
     def make(device: str) -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
         torch.manual_seed(0)
@@ -136,8 +137,8 @@ def cpu_endpoint() -> Iterator[str]:
 def test_a_model_that_lives_on_the_gpu_is_trained_by_any_daemon(
     where: str, options: dict[str, bool], request: pytest.FixtureRequest
 ) -> None:
-    """What lies on the GPU stays there: parameters, the optimizer's state, results. The second half of the steps runs in
-    a second job, which starts from the state that the first brought home."""
+    """What lies on the GPU stays there: parameters, the optimizer's state, results. The second half of the steps runs
+    in a second job, which starts from the state that the first brought home."""
 
     def make() -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
         torch.manual_seed(0)
@@ -233,8 +234,9 @@ AT_LEAST_S = 20e-3  # what a launch may take all the same: the operating system'
 def test_a_high_job_goes_on_while_a_big_low_one_is_admitted(
     driver: Driver, record_property: Callable[[str, object], None]
 ) -> None:
-    """From the low job's load to its captured pieces, no launch of the high job waits for it. How long each takes from the
-    launch to the device's word that it has ended is noted, beside the same without the admission; the bound is wide."""
+    """From the low job's load to its captured pieces, no launch of the high job waits for it. How long each takes from
+    the launch to the device's word that it has ended is noted, beside the same without the admission; the bound is
+    wide."""
     high = driver.open(priority=Priority.HIGH)
     urgent = high.load(samples.add_one())
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""Low jobs on parts of a real GPU. Whether nodes run where they were captured, and what confining buys, no fake can say."""
+"""Low jobs on parts of a real GPU. Whether nodes run where they were captured, and what confining buys, no fake can
+say."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The tiny workloads and the demos' models through a live daemon, beside their reference runs on the same GPU.
 
-A Program that was traced on the CPU is equivalent, not bit-equal (docs/gpu-notes.md, "Equal results"), and each job says so;
-how near it came, and which were equal in every bit all the same, is noted with each test.
+A Program that was traced on the CPU is equivalent, not bit-equal (docs/gpu-notes.md, "Equal results"), and each job
+says so; how near it came, and which were equal in every bit all the same, is noted with each test.
 """
 
 from __future__ import annotations

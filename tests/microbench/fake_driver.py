@@ -1,5 +1,5 @@
-"""A CUDA driver without a device, as far as the experiments call it: memory is host memory, kernels take virtual time and
-nothing else, streams run what they are given at once. It refuses what it does not know, as the real one does."""
+"""A CUDA driver without a device, as far as the experiments call it: memory is host memory, kernels take virtual time
+and nothing else, streams run what they are given at once. It refuses what it does not know, as the real one does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Collocation: what is measured in which order, what is kept and merged, what the table says; and the processes that run the jobs,
-at their tiny sizes on the CPU. How fast anything is means nothing here."""
+"""Collocation: what is measured in which order, what is kept and merged, what the table says; and the processes that
+run the jobs, at their tiny sizes on the CPU. How fast anything is means nothing here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The experiments' own logic, against a driver without a device: what they call it calls by the right names, in an order it
-accepts; each gives rows of equal keys, an answer and a file. What they find means nothing here."""
+"""The experiments' own logic, against a driver without a device: what they call it calls by the right names, in an
+order it accepts; each gives rows of equal keys, an answer and a file. What they find means nothing here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The GPU suite without a GPU: what it lists, how it keeps to its time, goes on where it was, and tells what happened. The
-programs it runs here are a line or two long."""
+"""The GPU suite without a GPU: what it lists, how it keeps to its time, goes on where it was, and tells what happened.
+The programs it runs here are a line or two long."""
 
 from __future__ import annotations
 

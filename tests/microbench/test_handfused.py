@@ -21,8 +21,8 @@ def same(a, b) -> bool:
 
 
 def true(name: str, value):
-    """What of a parameter has a true gradient: softmax does not see a term that all keys share, so the gradient of a key's
-    bias is rounding alone, and the optimizer makes steps of it."""
+    """What of a parameter has a true gradient: softmax does not see a term that all keys share, so the gradient of a
+    key's bias is rounding alone, and the optimizer makes steps of it."""
     if name.endswith("in_proj_bias"):
         q, _, v = value.chunk(3)
         return torch.cat([q, v])

@@ -1,4 +1,5 @@
-"""The pictures of the manual: what a terminal shows is drawn as it is, and a browser takes pictures of what it shows."""
+"""The pictures of the manual: what a terminal shows is drawn as it is, and a browser takes pictures of what it
+shows."""
 
 from __future__ import annotations
 

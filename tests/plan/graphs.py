@@ -111,8 +111,8 @@ class Amounts:
 
 
 class Walk:
-    """Any number of placements of a graph at once, from the definitions in docs/planning.md, written down once more. `chosen`
-    [layers, placements]: indices of counts. Branches in `away` are away in all of them."""
+    """Any number of placements of a graph at once, from the definitions in docs/planning.md, written down once more.
+    `chosen` [layers, placements]: indices of counts. Branches in `away` are away in all of them."""
 
     def __init__(self, amounts: Amounts, chosen: Numbers, away: Collection[tuple[int, int]]) -> None:
         self.amounts, self.chosen, self.away = amounts, chosen, away

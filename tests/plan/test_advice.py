@@ -60,7 +60,8 @@ def test_equations_2_to_5_for_alexnet():
 
 
 class Uneven(nn.Module):
-    """Filters that are not square, have gaps or uneven strides, one that runs three times, and pools that are functions."""
+    """Filters that are not square, have gaps or uneven strides, one that runs three times, and pools that are
+    functions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -161,7 +161,8 @@ def test_the_documented_example_where_published_is_not_optimal():
 
 
 def test_published_may_exceed_the_limit():
-    """The other example there: every way Algorithm 1 keeps to the last layer exceeds the limit, and one GPU would not."""
+    """The other example there: every way Algorithm 1 keeps to the last layer exceeds the limit, and one GPU would
+    not."""
     graph = chain_graph(2)
     single, compute = np.array([10.0, 1.0]), np.array([[10.0, 5.0], [1.0, 2.0]])
     between = np.zeros((2, 2, 2))

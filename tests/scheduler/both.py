@@ -2,8 +2,8 @@
 
     python -m tests.scheduler.both FILE
 
-Every command of every event, with the time, and in the end all the core says of itself. So the first line that differs names the
-first event that was handled otherwise.
+Every command of every event, with the time, and in the end all the core says of itself. So the first line that differs
+names the first event that was handled otherwise.
 """
 
 from __future__ import annotations

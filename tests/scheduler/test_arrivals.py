@@ -1,4 +1,5 @@
-"""High steps that come in bursts, now and then, or never soon: the promise is kept, and what is left of the device is used."""
+"""High steps that come in bursts, now and then, or never soon: the promise is kept, and what is left of the device is
+used."""
 
 from __future__ import annotations
 

@@ -153,7 +153,8 @@ def test_a_job_that_does_not_fit_into_the_rest_of_a_gap_leaves_it_to_who_does() 
 
 
 def test_a_finer_cut_of_a_held_low_program_is_asked_about_at_once() -> None:
-    """What is held is 2 ms long; cut anew, its first piece takes 0.5 ms, which fits before the high step that is expected."""
+    """What is held is 2 ms long; cut anew, its first piece takes 0.5 ms, which fits before the high step that is
+    expected."""
     world = World("guarded")
     pausing(world, 13, {"long": (2e-3,)})
     known_by_now(world)
@@ -165,7 +166,8 @@ def test_a_finer_cut_of_a_held_low_program_is_asked_about_at_once() -> None:
 
 
 def test_nobody_is_held_for_an_idle_job_that_is_no_longer_looked_out_for() -> None:
-    """Of many idle high jobs the newest few count: a hold for the sake of another is over when so many came after it."""
+    """Of many idle high jobs the newest few count: a hold for the sake of another is over when so many came after
+    it."""
     now = 1.0
     rare = track("rare", [0.1 * count for count in range(1, 25)], now - 0.01)
     guard, board = guard_of(rare), Board("fair")

@@ -1,4 +1,5 @@
-"""The compiled core does what the interpreted one does, to the last bit of every time and the last word of every sentence."""
+"""The compiled core does what the interpreted one does, to the last bit of every time and the last word of every
+sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A launch that outlasts the step it began in: what the next step loses by it, where that one is there at times and at times not."""
+"""A launch that outlasts the step it began in: what the next step loses by it, where that one is there at times and at
+times not."""
 
 from __future__ import annotations
 
@@ -95,8 +96,8 @@ def of_profile(name: str, priority: Priority, **rest: float) -> Workload:
 
 
 def test_a_slow_launch_late_in_a_step_costs_no_step_behind_it_too_much() -> None:
-    """Operators of 0.9 ms last 7 ms on a quarter of the device, beyond the end of 5 ms steps that come at random. One step in four
-    comes while another runs, and lost up to 0.16 of its time; the launches cost little on average."""
+    """Operators of 0.9 ms last 7 ms on a quarter of the device, beyond the end of 5 ms steps that come at random. One
+    step in four comes while another runs, and lost up to 0.16 of its time; the launches cost little on average."""
     jobs = [of_profile("vgg16-b4-burst", Priority.HIGH, rate=50.0), of_profile("vgg16-b4", Priority.LOW)]
     simulation = Simulation(jobs, A100, "guarded", seed=1)
     result = simulation.run(steps=1500, warmup_steps=300)

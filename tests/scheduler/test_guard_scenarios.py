@@ -310,7 +310,8 @@ def test_a_piece_as_long_as_the_pause_begins_with_it(timed: bool, monkeypatch: p
 
 
 def test_a_piece_does_not_begin_with_a_pause_that_is_sometimes_short() -> None:
-    """Steps come at random moments: now and then there is no pause, and the step after it would wait for most of the piece."""
+    """Steps come at random moments: now and then there is no pause, and the step after it would wait for most of the
+    piece."""
     full = Kernel("full", 108, 50e-6, 1, 0)
     simulation = world(high((full,) * 10, rate=900.0), low((Kernel("long", 108, 490e-6, 1, 0),)))
     result = simulation.run(steps=600, warmup_steps=200)
@@ -415,7 +416,8 @@ def test_low_jobs_that_can_not_run_do_not_keep_others_from_it() -> None:
 
 
 def test_many_low_programs_are_remembered() -> None:
-    """As many as one user may have jobs, on each share: what was known of them is not forgotten before their next turn."""
+    """As many as one user may have jobs, on each share: what was known of them is not forgotten before their next
+    turn."""
     full = Kernel("full", 432, 100e-6, 4, 0)
     lows = [low((Kernel("other", 100 + i, 30e-6, 1, 0),) * 3, f"low{i}") for i in range(100)]
     result = Simulation([high((full,) * 20), *lows], A100, "guarded").run(steps=900, warmup_steps=500)

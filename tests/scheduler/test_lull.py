@@ -30,7 +30,8 @@ def test_a_launch_shorter_than_what_a_step_may_lose_is_answered_behind_the_last_
 
 
 def bearable_at(gaps: Gaps, waited: float, seconds: float, *cost: float) -> list[float]:
-    """The moments behind a gap, and before the next, at which the launch may run, by trying each; the longest gap counts in any case."""
+    """The moments behind a gap, and before the next, at which the launch may run, by trying each; the longest gap
+    counts in any case."""
     found = []
     for gap, coming in pairwise(gaps.sorted):
         at = gap + ASIDE_S

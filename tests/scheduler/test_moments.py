@@ -74,7 +74,8 @@ def test_the_end_of_a_step_is_waited_for_whatever_the_step_has_lost(more: bool) 
 
 
 def test_a_launch_dearer_than_an_account_can_hold_is_waited_for_when_it_is_full() -> None:
-    """What it costs is spread over many steps, none of which loses more than it may: nothing would ever pay for it else."""
+    """What it costs is spread over many steps, none of which loses more than it may: nothing would ever pay for it
+    else."""
     dear = planned(1, Place(0.25, 20 * 0.05 * STEP_S, 1e-6, 0.0, True))
     full, half = track(full=True), track(balance=0.0)
     assert appointment(running(full, 0, False), dear, scene(), 0.0, REACH_S) == pytest.approx(REFS[0] - REACH_S)

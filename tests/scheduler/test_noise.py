@@ -1,4 +1,5 @@
-"""Steps that lose much without low work: what of it is charged to low work beside others, and what is believed of that."""
+"""Steps that lose much without low work: what of it is charged to low work beside others, and what is believed of
+that."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def account() -> Account:
 
 
 def live(of: Account, random: Random, *, often: float, beside: float, steps: int = 4000, shift: float = 0.0) -> None:
-    """Steps of which one in four is alone; `often`, `beside`: how many of these, and of the others, lose half of a step by
-    noise; `shift`: what the others lose besides, always."""
+    """Steps of which one in four is alone; `often`, `beside`: how many of these, and of the others, lose half of a step
+    by noise; `shift`: what the others lose besides, always."""
     for _ in range(steps):
         if random.random() < 0.25:
             late = 0.5 * SOLO_S if random.random() < often else 0.0
@@ -125,7 +126,8 @@ def known(doubts: int) -> Track:
 
 
 def end(track: Track, late: float) -> bool:
-    """A step beside low work takes so much longer. Whether the next one is watched for another reason than that it is its turn."""
+    """A step beside low work takes so much longer. Whether the next one is watched for another reason than that it is
+    its turn."""
     track.began, track.shared = 0.0, True
     track.end_step(Step(StepId(0), Program(ProgramId(0), Footprint(0, 0, 0)), 0.0, 0), SOLO_S + late)
     return track.watched_until > track.steps
@@ -158,8 +160,8 @@ FULL = low(tuple(Kernel(f"k{i}", 216, (10 + 2 * (i % 7)) * 1e-6, 1, 0) for i in 
 
 @pytest.mark.parametrize(("other", "least"), [(MANY, 0.25), (FULL, 0.17)])
 def test_low_work_is_not_held_for_noise(other: object, least: float) -> None:
-    """A step in five loses more alone than low work may ever cost one. Without regard to that, nothing was known of low work
-    for good that ran once at such a moment: of what it does in quiet a fifteenth was left, and a seventh."""
+    """A step in five loses more alone than low work may ever cost one. Without regard to that, nothing was known of low
+    work for good that ran once at such a moment: of what it does in quiet a fifteenth was left, and a seventh."""
     important = high((SMALL,) * 16, max_slowdown=1.10)
     alone = run(important, every=5e-3).run(seconds=1.2).job("high").step_seconds
     noisy = run(important, other, every=5e-3)

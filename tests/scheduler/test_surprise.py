@@ -86,8 +86,8 @@ LATE_S = 2e-3
 
 @pytest.mark.parametrize("caught", [True, False])
 def test_what_a_step_loses_by_coming_is_what_it_loses_beside_what_relied_on_it_not_to(caught: bool) -> None:
-    """A step comes long before it was expected, while a low piece is out; or as soon as that has ended, and another one is launched
-    beside it."""
+    """A step comes long before it was expected, while a low piece is out; or as soon as that has ended, and another one
+    is launched beside it."""
     world = World("guarded")
     pausing(world, 13, {"low": (2e-3,)})
     track = world.core._state.guard.tracks["high"]

@@ -1,4 +1,5 @@
-"""Low work runs without a question only where no high work can be met: however a high step came to run, it is asked about."""
+"""Low work runs without a question only where no high work can be met: however a high step came to run, it is asked
+about."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ GAP_S = 10e-3
 
 
 def pausing(world: World, steps: int, lows: dict[str, tuple[float, ...]]) -> None:
-    """A high job that pauses for 10 ms after each step, known by now, and low ones of which nothing was ever submitted."""
+    """A high job that pauses for 10 ms after each step, known by now, and low ones of which nothing was ever
+    submitted."""
     world.job("high", priority="high", pieces=(1e-3,))
     for name, pieces in lows.items():
         world.job(name, pieces=pieces, max_inflight=64)

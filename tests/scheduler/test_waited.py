@@ -20,7 +20,8 @@ SOLO_S = 1e-3
 
 
 class Listening:
-    """The core of a simulation, and for how long each step of a job had been there when it heard of it: as long as it is told, if it is."""
+    """The core of a simulation, and for how long each step of a job had been there when it heard of it: as long as it
+    is told, if it is."""
 
     def __init__(self, core: Core, job: JobId, told: float | None = None) -> None:
         self.core = core

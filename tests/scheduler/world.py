@@ -99,8 +99,8 @@ class World:
             assert self.wake_at <= max(min(until), self.now + SHORTEST_WAKE_S), (self.wake_at, until, self.now)
 
     def elapse(self, seconds: float, wake: bool = True) -> None:
-        """Time passes, and the core is woken if it asked for that: before whatever happens next, not in the middle of it,
-        unless whoever wakes it is `late`."""
+        """Time passes, and the core is woken if it asked for that: before whatever happens next, not in the middle of
+        it, unless whoever wakes it is `late`."""
         self.now += seconds
         if self.wake_at <= self.now and not (wake and self.late()):
             self.wake_at = inf
@@ -179,7 +179,8 @@ class World:
         return self.give(ev.TransferEnded(job, transfer, fault))
 
     def done(self, launch: int, seconds: float = 1e-4, suspended: float = 0.0) -> list[cmd.Command]:
-        """The device finishes a launch it has; `seconds` is what it measured, in the last `suspended` of which it stood still."""
+        """The device finishes a launch it has; `seconds` is what it measured, in the last `suspended` of which it stood
+        still."""
         piece = self.launches.pop(launch)
         view = self.jobs[piece.job]
         assert view.out[0] == launch, "the test's device broke the order of a job"
@@ -221,7 +222,8 @@ class World:
         return self.give(ev.ResumeRequested(job))
 
     def change(self, job: str, priority: str = "", weight: float | None = None) -> list[cmd.Command]:
-        """Ask for another priority ("": as it is) or weight. Whether the answer came is in `changes` of the job's view."""
+        """Ask for another priority ("": as it is) or weight. Whether the answer came is in `changes` of the job's
+        view."""
         view, wanted = self.jobs[job], Priority[priority.upper()] if priority else None
         if not view.unloading:
             view.wanted = wanted if wanted is not None else view.wanted

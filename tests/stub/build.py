@@ -1,4 +1,5 @@
-"""What the tests on the stand-in for libcuda need: the library itself, compiled, and releases of cuda-bindings, each in a folder of its own.
+"""What the tests on the stand-in for libcuda need: the library itself, compiled, and releases of cuda-bindings, each in
+a folder of its own.
 
 `python -m tests.stub.build` installs the releases ahead, so that no test waits for a package index.
 """
@@ -15,7 +16,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-# The last of each minor version that pyproject.toml allows and the index still has, and the one that torch 2.11 for CUDA 13 asks for.
+# The last of each minor version that pyproject.toml allows and the index still has, and the one that torch 2.11 for
+# CUDA 13 asks for.
 RELEASES = ("12.8.0", "12.9.10", "13.0.3", "13.1.1", "13.2.0", "13.3.1", "13.4.4", "13.5.0")
 PATHFINDER = "1.9.0"  # what finds CUDA's libraries for most of them
 INSTALL_S = 100.0
@@ -38,7 +40,8 @@ def libraries(directory: Path) -> Path:
 
 
 def release(version: str) -> Path:
-    """The folder that has this cuda-bindings, which is installed if it is not there. Raises Unavailable where the index can't be reached."""
+    """The folder that has this cuda-bindings, which is installed if it is not there. Raises Unavailable where the index
+    can't be reached."""
     kept = Path(sys.prefix) / "cuda-bindings"
     found = kept / version
     if found.exists():

@@ -1,4 +1,5 @@
-"""The stand-in for libcuda, compiled once a run. Its `inside` and `device` are collected where it is the process' libcuda alone."""
+"""The stand-in for libcuda, compiled once a run. Its `inside` and `device` are collected where it is the process'
+libcuda alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Run Python with the stand-in as its libcuda: python -m tests.stub.run RELEASE -m microbench.cuda.host_time, for example."""
+"""Run Python with the stand-in as its libcuda: python -m tests.stub.run RELEASE -m microbench.cuda.host_time, for
+example."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Run tests on several releases of cuda-bindings: one process a release, forked where pytest is imported, which takes longer than the tests.
+"""Run tests on several releases of cuda-bindings: one process a release, forked where pytest is imported, which takes
+longer than the tests.
 
-python -m tests.stub.runner RELEASE=DIRECTORY... -- PYTEST ARGUMENTS. The last line is a JSON object, the status of each.
+python -m tests.stub.runner RELEASE=DIRECTORY... -- PYTEST ARGUMENTS. The last line is a JSON object, the status of
+each.
 """
 
 from __future__ import annotations

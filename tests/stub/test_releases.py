@@ -1,4 +1,5 @@
-"""The driver wrapper, `smoke` and the experiments on a stand-in for libcuda, through the real cuda-bindings, in processes of their own."""
+"""The driver wrapper, `smoke` and the experiments on a stand-in for libcuda, through the real cuda-bindings, in
+processes of their own."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def first_contact(part: str, environment: dict[str, str], out: Path, **more: str
 
 
 def test_a_first_contact_is_rehearsed(libraries: Path, tmp_path: Path):
-    """The script on the stand-in: short steps are run, long ones listed; what fails stops no other, and all of it is packed."""
+    """The script on the stand-in: short steps are run, long ones listed; what fails stops no other, and all of it is
+    packed."""
     environment = build.environment(libraries, bindings(NEWEST))
     python = tmp_path / "python"  # importing everything takes long, and has a test of its own
     python.write_text(

@@ -1,8 +1,8 @@
 """The casts that torch.autocast("cuda") makes, for steps that are traced on the CPU and run on a GPU.
 
-Torch makes them in kernels of its own (aten/src/ATen/autocast_mode.h), and for tensors that lie on a GPU only, which those of
-a traced step don't. So they are made again here, by the same lists and rules: tests/client/test_casts.py holds every operator
-against torch's own kernel. Which operators are cast at all is asked of the torch that runs.
+Torch makes them in kernels of its own (aten/src/ATen/autocast_mode.h), and for tensors that lie on a GPU only, which
+those of a traced step don't. So they are made again here, by the same lists and rules: tests/client/test_casts.py holds
+every operator against torch's own kernel. Which operators are cast at all is asked of the torch that runs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Cast:
         self._weights.clear()
 
     def to(self, dtype: torch.dtype, value: Any) -> Any:
-        """A tensor, or each of a list, as `dtype` if it is to be cast. A weight is cast once for all uses, if to the lower type."""
+        """A tensor, or each of a list, as `dtype` if it is to be cast. A weight is cast once for all uses, if to the
+        lower type."""
         if isinstance(value, (list, tuple)):
             return [self.to(dtype, each) for each in value]
         if not eligible(value) or value.dtype == dtype:
@@ -195,9 +196,9 @@ def rules() -> dict[str, Callable[[Call], Call]]:
 
 # ---- One autocast for a step that is traced for a GPU: the GPU's, by whatever name.
 #
-# A step says `torch.autocast("cuda")`, or names the device of a tensor. Traced, its tensors say that they lie on the CPU, so for
-# the length of a trace both names mean the same state, as both mean the job's device elsewhere (devices.py). Torch
-# turns `autocast("cuda")` off where it sees no GPU; here it stays on. What is cast, casts.py says.
+# A step says `torch.autocast("cuda")`, or names the device of a tensor. Traced, its tensors say that they lie on the
+# CPU, so for the length of a trace both names mean the same state, as both mean the job's device elsewhere
+# (devices.py). Torch turns `autocast("cuda")` off where it sees no GPU; here it stays on. What is cast, casts.py says.
 
 
 _Autocast = torch.amp.autocast_mode.autocast
@@ -206,7 +207,8 @@ _missing: Callable[[], bool] = _common.amp_definitely_not_available
 
 
 def refuse_around(gpu: bool) -> None:
-    """A step that begins under autocast would find its cache of casted weights, and leave its own. Raises CaptureError."""
+    """A step that begins under autocast would find its cache of casted weights, and leave its own. Raises
+    CaptureError."""
     on = torch.is_autocast_enabled("cpu") or (gpu and torch.is_autocast_enabled("cuda"))
     if on and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
         raise CaptureError(
@@ -217,7 +219,8 @@ def refuse_around(gpu: bool) -> None:
 
 @contextmanager
 def autocast_of_a_gpu(gpu: bool, home: torch.device | None) -> Iterator[None]:
-    """For the length of a trace, in the thread that traces. `gpu`: whether one is concerned; `home`: where the local model lies."""
+    """For the length of a trace, in the thread that traces. `gpu`: whether one is concerned; `home`: where the local
+    model lies."""
     if not gpu:
         yield
         return
@@ -329,7 +332,8 @@ def _named(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_lost_scaling(method: str) -> None:
-    """A scaler that is off, in a step that casts to float16: torch turns one off where it sees no GPU. Raises CaptureError."""
+    """A scaler that is off, in a step that casts to float16: torch turns one off where it sees no GPU. Raises
+    CaptureError."""
     if torch.float16 in current.lowered and _missing():
         raise CaptureError(
             f"{user_line()} calls {method} of a scaler that is off, as torch has it where it sees no GPU, and the step casts to "

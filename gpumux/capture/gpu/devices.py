@@ -82,8 +82,8 @@ class Twins:
 #
 # A step says `x.to("cuda")` or `torch.zeros(3, device="cuda")` because that is where it runs without gpumux. It is
 # traced on the CPU, and the Program names no device (ir.Tag). So while it is traced, such names are turned into the
-# tracing device's before torch sees them, and nothing of the step makes a context on a GPU. Tensors say that they lie on
-# the tracing device.
+# tracing device's before torch sees them, and nothing of the step makes a context on a GPU. Tensors say that they lie
+# on the tracing device.
 
 
 _NAME = re.compile(r"cuda(?::(\d+))?$")

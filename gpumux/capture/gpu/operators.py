@@ -1,10 +1,11 @@
 """What torch would run on a GPU, chosen while a step is traced on the CPU.
 
 Torch makes most choices by device below autograd, in kernels. Some it makes above, so that another device gets other
-operators: dropout, attention, recurrent layers. While a step for a GPU is traced, such operators are met at a dispatch key of
-their own, above autograd and below Python, whoever calls them, cast as autocast has it there (casts.py), and told as torch
-tells them for a GPU. The key is one that torch reserves for a device it no longer has; nothing is registered under it but
-this, and nothing reaches it but a trace. What was looked for, and how, is in docs/gpu-notes.md ("Operators by device").
+operators: dropout, attention, recurrent layers. While a step for a GPU is traced, such operators are met at a dispatch
+key of their own, above autograd and below Python, whoever calls them, cast as autocast has it there (casts.py), and
+told as torch tells them for a GPU. The key is one that torch reserves for a device it no longer has; nothing is
+registered under it but this, and nothing reaches it but a trace. What was looked for, and how, is in docs/gpu-notes.md
+("Operators by device").
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def _run(
     mode: int, x: Tensor, start: State, weights: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The last layer's outputs, and what each state is at the end. Between layers dropout is torch's: what cuDNN would draw
-    can't be captured, and comes of no generator."""
+    """The last layer's outputs, and what each state is at the end. Between layers dropout is torch's: what cuDNN would
+    draw can't be captured, and comes of no generator."""
     ways = 2 if bidirectional else 1
     each = len(weights) // (num_layers * ways)
     drops = train and dropout > 0 and num_layers > 1
@@ -173,8 +174,8 @@ _told = True
 
 @contextmanager
 def as_on_a_gpu(tape: RngTape, gpu: bool, told: bool = True) -> Iterator[None]:
-    """For the length of a trace, in the thread that traces. `gpu`: whether a GPU is concerned, whose autocast is the step's;
-    `told`: whether operators are the GPU's, too."""
+    """For the length of a trace, in the thread that traces. `gpu`: whether a GPU is concerned, whose autocast is the
+    step's; `told`: whether operators are the GPU's, too."""
     global _tape, _told
     if not gpu:
         yield
@@ -279,8 +280,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """scaled_dot_product_attention. Which fused kernel a GPU takes is left to the daemon that has it (device/cuda/kernels.py);
-    here is decided whether one can take it at all."""
+    """scaled_dot_product_attention. Which fused kernel a GPU takes is left to the daemon that has it
+    (device/cuda/kernels.py); here is decided whether one can take it at all."""
     operator = aten.scaled_dot_product_attention.default
     if (
         enable_gqa
@@ -289,7 +290,8 @@ def attention(
         and q.shape[1] % k.shape[1] == 0
         and k.shape[1] == v.shape[1]
     ):
-        # As torch does before products. What it costs to repeat keys and values is little beside the scores, which are kept then.
+        # As torch does before products. What it costs to repeat keys and values is little beside the scores, which are
+        # kept then.
         k, v, enable_gqa = _repeated(k, q.shape[1]), _repeated(v, q.shape[1]), False
     if enable_gqa or (mask is not None and is_causal) or q.dim() != k.dim() or q.dim() != v.dim():
         return _as_products(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
@@ -395,7 +397,8 @@ def _kernel(operator: Any, rule: Callable[[autocast.Call], autocast.Call] | None
 
 
 def _as_it_is(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """None of what autocast has rules for is made of an operator that is told otherwise; so nothing in it need be met."""
+    """None of what autocast has rules for is made of an operator that is told otherwise; so nothing in it need be
+    met."""
     with as_they_are(), torch._C.DisableTorchFunction():
         return operator(*args, **kwargs)
 

@@ -166,8 +166,8 @@ class Objects(abc.ABC):
         self.watches: list[Watch] = []
         self.modules: list[torch.nn.Module] = []
         self.strangers: list[tuple[str, Any]] = []  # optimizers that are reached but were not given
-        # Where a step may leave tensors: attributes, globals and dictionaries, with what names an entry and the keys that are
-        # looked after elsewhere; slots and attributes of classes; lists; and variables of closures.
+        # Where a step may leave tensors: attributes, globals and dictionaries, with what names an entry and the keys
+        # that are looked after elsewhere; slots and attributes of classes; lists; and variables of closures.
         self.spaces: list[tuple[Callable[[Any], str], dict[Any, Any], frozenset[str]]] = []
         self.fields: list[tuple[str, Any, tuple[str, ...]]] = []
         self.lists: list[tuple[str, Any]] = []

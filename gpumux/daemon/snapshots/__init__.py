@@ -1,1 +1,2 @@
-"""Snapshots of jobs: asked for, written by a process of their own, and read again. Start with `requests.py`; `store.py` is the disk."""
+"""Snapshots of jobs: asked for, written by a process of their own, and read again. Start with `requests.py`; `store.py`
+is the disk."""

@@ -198,8 +198,8 @@ class Store:
         return old
 
     def make_room(self, owner: Owner, nbytes: int, limit: int, living: frozenset[Owner]) -> None:
-        """Have the owner's user hold `limit` bytes at most with `nbytes` more: kept jobs that are not open give way, the
-        oldest first. Raises SnapshotFailed where that is not enough."""
+        """Have the owner's user hold `limit` bytes at most with `nbytes` more: kept jobs that are not open give way,
+        the oldest first. Raises SnapshotFailed where that is not enough."""
         held = sorted(self.kept(owner.uid), key=lambda kept: kept.saved)
         # Of the job itself one snapshot stays beside the new one.
         total = nbytes + sum(k.nbytes // len(k.numbers) if k.owner == owner else k.nbytes for k in held)
@@ -294,7 +294,8 @@ def _umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-# ---- How a job's state lies in a segment: its buffers end to end, each on 64 bytes, as in transfers; then its generator.
+# ---- How a job's state lies in a segment: its buffers end to end, each on 64 bytes, as in transfers; then its
+# generator.
 
 
 def places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

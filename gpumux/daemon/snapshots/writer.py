@@ -296,7 +296,8 @@ def _mapped(fd: int, write: bool = False) -> Iterator[mmap.mmap]:
         try:
             mapping.close()
         except BufferError:
-            pass  # an error on its way out keeps the arrays of where it arose, and with them the mapping: they go together
+            # an error on its way out keeps the arrays of where it arose, and with them the mapping: they go together
+            pass
 
 
 def main() -> None:

@@ -88,8 +88,8 @@ class Answers:
     def ran(
         self, launch: int, step: int, piece: int, submitted: float, started: float, ended: float, suspended: float
     ) -> bool:
-        """A piece ran, and stood still for `suspended` seconds. `submitted` is -1 unless it ends its step and the step may be
-        answered. Whether it was."""
+        """A piece ran, and stood still for `suspended` seconds. `submitted` is -1 unless it ends its step and the step
+        may be answered. Whether it was."""
         if piece == 0:
             self._started, self._device_s = started, 0.0
         self._device_s += max(0.0, ended - started - suspended)
@@ -331,7 +331,8 @@ class Executor:
     def _transfer(self, body: Any, fds: list[int]) -> None:
         transfer, buffers, nbytes, into_device = body
         try:
-            # Its pages are there; mapped all at once, the copy takes three fifths of the time, while the job's steps wait.
+            # Its pages are there; mapped all at once, the copy takes three fifths of the time, while the job's steps
+            # wait.
             with mmap.mmap(fds[0], nbytes, flags=_POPULATED) if nbytes else mmap.mmap(-1, ALIGN) as memory:
                 self._copy(memory, buffers, nbytes, into_device)
         except (GpumuxError, RuntimeError, ValueError, IndexError, OSError) as error:

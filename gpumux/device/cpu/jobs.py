@@ -179,8 +179,8 @@ class Executor(Charges):
 
     @property
     def memory(self) -> int:
-        """What its programs declare, or what it was measured to hold, if that is more: gaps in its heap count, too. A few
-        megabytes that every process has beside its tensors are not charged."""
+        """What its programs declare, or what it was measured to hold, if that is more: gaps in its heap count, too. A
+        few megabytes that every process has beside its tensors are not charged."""
         return max(self.charged + max(self.transients.values(), default=0), self.measured - OWN_BYTES)
 
     def answered(self, launch: Launch) -> LaunchDone | None:

@@ -1,9 +1,10 @@
 """How much memory an executor really takes for its job: the most it held during a step. No torch.
 
-Counted is what the process has of its own: its anonymous memory, less what it had at birth (pages of the fork server that it
-copies are the interpreter's), and shared memory that is mapped meanwhile. Linux keeps the highest value (VmHWM in
-/proc/PID/status) and begins anew when asked (/proc/PID/clear_refs, proc(5)); where it may not be asked, the highest value
-since the process began stands in for it. A look takes about a tenth of a millisecond, so not every step is looked at.
+Counted is what the process has of its own: its anonymous memory, less what it had at birth (pages of the fork server
+that it copies are the interpreter's), and shared memory that is mapped meanwhile. Linux keeps the highest value (VmHWM
+in /proc/PID/status) and begins anew when asked (/proc/PID/clear_refs, proc(5)); where it may not be asked, the highest
+value since the process began stands in for it. A look takes about a tenth of a millisecond, so not every step is looked
+at.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class PeakMemory:
 
 
 class Heap:
-    """Gives the kernel back what the heap holds free where a job takes more than was planned for it: glibc keeps blocks of tens of
-    megabytes that it could use again, and those of one batch shape do not fit another's. Taking pages again costs the next
-    step time, so it is done the more rarely the less it helps."""
+    """Gives the kernel back what the heap holds free where a job takes more than was planned for it: glibc keeps blocks
+    of tens of megabytes that it could use again, and those of one batch shape do not fit another's. Taking pages again
+    costs the next step time, so it is done the more rarely the less it helps."""
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone

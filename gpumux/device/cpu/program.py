@@ -36,7 +36,8 @@ from gpumux.program.cut import GUESSED_OP_SECONDS, Unit, cut, cut_units, piece_s
 from gpumux.program.ir import Program, View, labels
 from gpumux.program.profile import OpProfile, StepProfile, batch_size, of_layer, op_nbytes, op_shapes
 
-# ---- A program that is to be compiled, in an executor: units instead of operators (program/cut.py, device/inductor.py).
+# ---- A program that is to be compiled, in an executor: units instead of operators (program/cut.py,
+# device/inductor.py).
 
 
 _CPU = torch.device("cpu")
@@ -68,9 +69,8 @@ class CompiledProgram:
         return {op.target: "not compiled" for u in self.units if not u.compiled for op in ops[u.start : u.stop]}
 
     def run(self, frame: Frame, start: int, stop: int, *, watch: Stopwatch | None = None) -> list[float]:
-        """Run the units between two of their boundaries. Seconds of each operator, if there is a watch: a unit's are put
-        down to its first.
-        Raises JobFailed."""
+        """Run the units between two of their boundaries. Seconds of each operator, if there is a watch: a unit's are
+        put down to its first. Raises JobFailed."""
         seconds: list[float] = []
         for unit in self.units:
             if not start <= unit.start < stop:

@@ -65,8 +65,8 @@ class Compute(Protocol):
         """What is left in it goes back with the next `trim` after its last graph."""
 
     def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> Graph:
-        """The operators that `body` calls as one graph. They are not run. `draws`: one of them may draw random numbers. Raises
-        what `body` does, JobFailed."""
+        """The operators that `body` calls as one graph. They are not run. `draws`: one of them may draw random numbers.
+        Raises what `body` does, JobFailed."""
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
         """`call(*arguments)`, which launches kernels of its own past torch's operators."""
@@ -82,8 +82,8 @@ class Compute(Protocol):
 
 
 class CudaGraph:
-    """A torch.cuda.CUDAGraph: its replay also moves the job's random stream on. `executable`: of one that does nothing with
-    that stream, which is launched without torch; 0 where torch does not tell it."""
+    """A torch.cuda.CUDAGraph: its replay also moves the job's random stream on. `executable`: of one that does nothing
+    with that stream, which is launched without torch; 0 where torch does not tell it."""
 
     def __init__(
         self, graph: Any, on: Callable[[int], AbstractContextManager[None]], driver: Driver, executable: int = 0
@@ -165,8 +165,8 @@ class CudaCompute:
             default.graphsafe_set_state(before)
 
     def pool(self) -> Any:
-        # torch counts the uses of a pool. One use is held for the job: it takes no pool that was used and is so no more,
-        # as after a first capture that failed.
+        # torch counts the uses of a pool. One use is held for the job: it takes no pool that was used and is so no
+        # more, as after a first capture that failed.
         pool = torch.cuda.graph_pool_handle()
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, pool)
         torch._C._cuda_endAllocateToPool(self.device.index, pool)

@@ -32,8 +32,8 @@ LEAST_OP_S = 0.5e-6
 
 
 class Cuts:
-    """`target_s`, `least_s`: how long pieces should be, and below what they join a neighbour. `units`: what is not to be
-    cut, of a program that is compiled."""
+    """`target_s`, `least_s`: how long pieces should be, and below what they join a neighbour. `units`: what is not to
+    be cut, of a program that is compiled."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class Cuts:
         return self.newest == 0 and self._steps < TIMED_STEPS
 
     def timed(self, start: int, op_s: Sequence[float]) -> None:
-        """What operators from `start` on took, while `timing`. The least of each counts: another job's kernels may have been in
-        between, and a piece thought far longer than it is would never be let in beside a high job."""
+        """What operators from `start` on took, while `timing`. The least of each counts: another job's kernels may have
+        been in between, and a piece thought far longer than it is would never be let in beside a high job."""
         for op, seconds in enumerate(op_s, start):
             self._timed[op] = max(min(self._timed[op], seconds), LEAST_OP_S)
 
@@ -162,17 +162,18 @@ class Cuts:
 
 # ---- Operator times from captured pieces: an instrumented twin of a program's graphs.
 #
-# A program's pieces are captured once more, with events between the operators, and for a few steps the twin runs in their
-# place: the same operators on the same state, in a step that somebody wanted. Nothing is run for the measurement's sake.
-# The events stay between the kernels, so what they cost is measured at the head of each piece and taken off.
+# A program's pieces are captured once more, with events between the operators, and for a few steps the twin runs in
+# their place: the same operators on the same state, in a step that somebody wanted. Nothing is run for the
+# measurement's sake. The events stay between the kernels, so what they cost is measured at the head of each piece and
+# taken off.
 
 
 STEPS = 5  # that a twin runs; each operator's time is the median
 
 
 class Twin:
-    """`graphs` are the pieces of cut `cut`, None for pieces of nothing. `marks`: for each piece the events in the order it
-    passes them: two at its head with nothing between, then one behind each operator. `runs` is for the thread that
+    """`graphs` are the pieces of cut `cut`, None for pieces of nothing. `marks`: for each piece the events in the order
+    it passes them: two at its head with nothing between, then one behind each operator. `runs` is for the thread that
     launches, `read` and `drop` for the worker's, while no step runs through it."""
 
     def __init__(

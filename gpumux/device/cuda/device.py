@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 # ---- What becomes of a job's commands: launched here, or given to the worker, each when its turn has come.
 #
-# A job's commands keep their order. Those for the worker start when nothing of the job is in the air, and nothing of the
-# job is launched until they are over. A lost job's commands are all answered; what it holds is given back once the GPU
-# has done with it, and only then is the job said to be gone.
+# A job's commands keep their order. Those for the worker start when nothing of the job is in the air, and nothing of
+# the job is launched until they are over. A lost job's commands are all answered; what it holds is given back once the
+# GPU has done with it, and only then is the job said to be gone.
 
 
 ANY_NUMBER = 1 << 20
@@ -57,8 +57,8 @@ Flown = tuple[CudaJob, Launch, bool]  # the last: it ends its step
 
 
 class Dispatch:
-    """The jobs of a device and their commands. `_worker`, `_engine`, `_flights`, `_running`, `_keeper` and `_profiles` are
-    there while it is open."""
+    """The jobs of a device and their commands. `_worker`, `_engine`, `_flights`, `_running`, `_keeper` and `_profiles`
+    are there while it is open."""
 
     _worker: Worker
     _engine: Engine
@@ -289,8 +289,8 @@ class Dispatch:
         self._profiles.recut(job, program)
         self._events.append(dev.Recut(job.id, program, cuts.newest, cuts.seconds(cuts.newest), bounds))
 
-    # A high job that has the device to itself runs its steps as one graph each: nothing could go between its pieces. Both
-    # cuts stay captured, so that it is in pieces again from its next step when another job comes.
+    # A high job that has the device to itself runs its steps as one graph each: nothing could go between its pieces.
+    # Both cuts stay captured, so that it is in pieces again from its next step when another job comes.
 
     def _alone(self, job: CudaJob) -> bool:
         others = (other for other in self._jobs.values() if other is not job and not other.over)
@@ -315,8 +315,8 @@ class Dispatch:
         before = len(self._events)
         for job in self._jobs.values():
             for program, loaded in job.programs.items():
-                # A capture under way makes a new cut as well. Two at once, and a step that was sent meanwhile would find
-                # neither its cut nor the one before the newest.
+                # A capture under way makes a new cut as well. Two at once, and a step that was sent meanwhile would
+                # find neither its cut nor the one before the newest.
                 switching = loaded.merged and loaded.cuts.stepped_through and not job.over
                 if switching and not job.captures(program):
                     self._recut(job, program, loaded.switch(False))

@@ -218,8 +218,8 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """The real one. Calls that every piece makes are bound once (`_Hot`): what Python adds to a call is more than the driver's
-    own part of it."""
+    """The real one. Calls that every piece makes are bound once (`_Hot`): what Python adds to a call is more than the
+    driver's own part of it."""
 
     def __init__(self) -> None:
         self._api: Any = None
@@ -387,7 +387,8 @@ class CudaDriver:
 
 
 class _Handles(dict[int, Any]):
-    """The binding's object for each handle, made when first asked for: it takes a number as well, and makes one each time."""
+    """The binding's object for each handle, made when first asked for: it takes a number as well, and makes one each
+    time."""
 
     def __init__(self, kind: Callable[[int], Any]) -> None:
         super().__init__()
@@ -434,7 +435,8 @@ def check(api: Any, call: str, status: Any, *, opening: bool = False) -> None:
 
 
 def scattered(sizes: Sequence[int], align: int = 256) -> tuple[tuple[int, ...], int]:
-    """Offsets of pieces laid end to end, each on `align` bytes (what the GPU's allocator promises), and the bytes in all."""
+    """Offsets of pieces laid end to end, each on `align` bytes (what the GPU's allocator promises), and the bytes in
+    all."""
     offsets, at = [], 0
     for nbytes in sizes:
         offsets.append(at)

@@ -42,9 +42,10 @@ CHUNK = 4 << 20
 
 
 class Engine:
-    """`priorities`: the driver's number for each class of job; `partitions`: what low jobs can be confined to. `copies`:
-    for each stream that pieces run on, the one on which batches come in. A copy waits until a step has taken what lies
-    where it goes, and others behind it on its stream wait too, so jobs that run on streams of their own share none."""
+    """`priorities`: the driver's number for each class of job; `partitions`: what low jobs can be confined to.
+    `copies`: for each stream that pieces run on, the one on which batches come in. A copy waits until a step has taken
+    what lies where it goes, and others behind it on its stream wait too, so jobs that run on streams of their own share
+    none."""
 
     def __init__(
         self, driver: Driver, compute: Compute, priorities: dict[int, int], partitions: Partitions, *,
@@ -179,7 +180,8 @@ class Engine:
         return self._captures(job, loaded, begin, lambda run: run.graphs)
 
     def instrumenting(self, job: CudaJob, loaded: LoadedProgram) -> Callable[[], Any]:
-        """Work for the thread, done piece by piece: a twin of the newest cut (cuts.py), and bytes it made torch hold."""
+        """Work for the thread, done piece by piece: a twin of the newest cut (cuts.py), and bytes it made torch
+        hold."""
 
         def begin() -> CaptureRun:
             bounds = loaded.cuts.bounds(loaded.cuts.newest)
@@ -207,7 +209,8 @@ class Engine:
                 more = run.part()
             if more is not None:
                 return more
-            # Before a capture torch sets the generator's position on the stream it captures on; launches do so on others.
+            # Before a capture torch sets the generator's position on the stream it captures on; launches do so on
+            # others.
             for stream in (job.capture_stream, *job.confined.values()):
                 wait(self._driver, stream)
             return made(run), max(0, self._compute.reserved() - before)

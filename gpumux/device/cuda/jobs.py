@@ -32,7 +32,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A program is to be cut anew; no caller asked for it. `whole`: for as long as the job is alone, beside the cut there is."""
+    """A program is to be cut anew; no caller asked for it. `whole`: for as long as the job is alone, beside the cut
+    there is."""
 
     program: ProgramId
     bounds: tuple[int, ...]

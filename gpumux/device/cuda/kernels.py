@@ -2,12 +2,12 @@
 
 A Program that was traced on the CPU has the CPU's operators for both, forward and backward apart, with what the forward
 one leaves for the other as tensors of the Program. On a GPU torch chooses by shape and type between kernels of several
-libraries; here the same choice is made again, by torch's own rules. Each pair of kernels leaves the same two things behind
-as the CPU's does (attention: the logarithm of the softmax's sums; batch norm: mean and inverse deviation), so a
+libraries; here the same choice is made again, by torch's own rules. Each pair of kernels leaves the same two things
+behind as the CPU's does (attention: the logarithm of the softmax's sums; batch norm: mean and inverse deviation), so a
 backward may follow any forward, and nothing else has to cross from piece to piece:
 
-- what the kernels keep of random numbers is for dropout, which the CPU's operator never has. Attention with dropout, or with
-  a mask, comes as a GPU's operator (capture/gpu/operators.py), which leaves that for its backward;
+- what the kernels keep of random numbers is for dropout, which the CPU's operator never has. Attention with dropout, or
+  with a mask, comes as a GPU's operator (capture/gpu/operators.py), which leaves that for its backward;
 - efficient attention wants its rows of sums padded to ROW: they are padded again;
 - cuDNN's batch norm may want a block of its own kept (for channels-last). Where it does, the native kernels are used.
 """

@@ -1,10 +1,10 @@
 """Launches on their way: when each began and ended, without ever waiting for the GPU.
 
 A launch is a *flight*: an event before it, its work, an event behind it, and a number that the GPU stores in
-page-locked memory (`Ring`). Streams are in order, so only the oldest flight of each is looked at, and one that was queued
-behind another of its own stream needs no event of its own before it: it begins when that one ends. The GPU's
-clock is tied to the host's by an *anchor*: an event recorded on a stream of its own at a known host time, at
-most ANCHOR_S old, because the driver gives times between events as single-precision milliseconds.
+page-locked memory (`Ring`). Streams are in order, so only the oldest flight of each is looked at, and one that was
+queued behind another of its own stream needs no event of its own before it: it begins when that one ends. The GPU's
+clock is tied to the host's by an *anchor*: an event recorded on a stream of its own at a known host time, at most
+ANCHOR_S old, because the driver gives times between events as single-precision milliseconds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gpumux.errors import DeviceLost, GpumuxError, JobFailed
 
 # ---- Places in page-locked memory where the GPU says that a launch is over. Pure: it is given the memory.
 #
-# A launch takes a number that no earlier launch had, and the place that the number gives; the GPU stores the number there when the
-# launch's stream reaches it, and the host compares, at the price of reading its own memory. Launches of several streams end in any
-# order: a number whose place is still taken is left out.
+# A launch takes a number that no earlier launch had, and the place that the number gives; the GPU stores the number
+# there when the launch's stream reaches it, and the host compares, at the price of reading its own memory. Launches of
+# several streams end in any order: a number whose place is still taken is left out.
 
 
 LAST = 0xFFFFFFFF  # numbers are 32 bits; 0 means nothing was ever here
@@ -136,9 +136,9 @@ class Flights(Generic[T]):
         return len(self._ring)
 
     def launch(self, what: T, stream: int, expected_s: float, work: Callable[[], None], *, waits: bool = True) -> None:
-        """Give the stream `work`, with the times taken around it. `waits`: the stream has been told to wait for something
-        since its last flight, or `work` does, which is no time of this flight's. Raises what `work` does, and JobFailed
-        when there are PLACES flights in the air already."""
+        """Give the stream `work`, with the times taken around it. `waits`: the stream has been told to wait for
+        something since its last flight, or `work` does, which is no time of this flight's. Raises what `work` does, and
+        JobFailed when there are PLACES flights in the air already."""
         ring = self._ring
         stores = ring.take()
         if stores is None:

@@ -107,8 +107,9 @@ def refuse(index: int, op: Op) -> None:
 
 # ---- The steps of torch's fused optimizers in operators over lists, for hyperparameters that lie in device memory.
 #
-# torch's fused kernels read the learning rate from memory, and no other number. Where another one changes from step to step (momentum
-# under OneCycleLR), the same formulas run operator by operator: as exact as the kernels, in the precision they compute in, and slower.
+# torch's fused kernels read the learning rate from memory, and no other number. Where another one changes from step to
+# step (momentum under OneCycleLR), the same formulas run operator by operator: as exact as the kernels, in the
+# precision they compute in, and slower.
 
 
 Value = Tensor | float | int
@@ -450,7 +451,8 @@ def _addcdiv_list(xs: list[Tensor], a: list[Tensor], b: list[Tensor], value: Ten
 
 
 def _fused(name: str) -> Callable[..., None]:
-    """A fused optimizer with the learning rate in memory: torch has kernels that read it there, and not the other numbers."""
+    """A fused optimizer with the learning rate in memory: torch has kernels that read it there, and not the other
+    numbers."""
     kernel = getattr(torch.ops.aten, name).tensor_lr
 
     def run(*lists: list[Tensor], lr: Scalar, **others: Any) -> None:
@@ -620,8 +622,8 @@ def kept_draws(program: Program) -> frozenset[int]:
 
 
 def unsized(program: Program) -> frozenset[int]:
-    """Temporary storages that are as large as a kernel wants them, which a Program states as empty: what cuDNN's recurrent
-    layers keep for their backward."""
+    """Temporary storages that are as large as a kernel wants them, which a Program states as empty: what cuDNN's
+    recurrent layers keep for their backward."""
     found: set[int] = set()
     for op in program.ops:
         outs: Sequence[Out] = ()

@@ -188,16 +188,16 @@ class LoadedProgram:
 
     @property
     def partly_captured(self) -> bool:
-        """Whether pieces of the newest cut stay operator by operator. They begin and end where that cut's graphs do, so a twin's
-        graphs can't run among them."""
+        """Whether pieces of the newest cut stay operator by operator. They begin and end where that cut's graphs do, so
+        a twin's graphs can't run among them."""
         return self.cuts.newest in self._graphs and bool(self._graphs[self.cuts.newest].uncaptured)
 
     def expected(self, cut: int, piece: int) -> float:
         return self.cuts.seconds(cut)[piece]
 
     def share(self, step: int, cut: int, piece: int, wanted: float) -> float:
-        """Where a captured piece will run: on the share wanted, or on the whole if it was not captured for that, or while
-        its operators are measured."""
+        """Where a captured piece will run: on the share wanted, or on the whole if it was not captured for that, or
+        while its operators are measured."""
         if piece == 0 and self.twin is not None:
             self.twin.begins(step, cut)
         if self._measured_by(step) is not None:
@@ -325,8 +325,8 @@ class LoadedProgram:
             raise
 
     def recapture(self, before: Frame, after: Frame, start: int, stop: int, stream: int, pool: Any) -> Graph | None:
-        """Capture a piece again for another share: it begins with what crossed into it, `before`, and leaves what crosses
-        out of it where the first capture did, `after`. Raises JobFailed."""
+        """Capture a piece again for another share: it begins with what crossed into it, `before`, and leaves what
+        crosses out of it where the first capture did, `after`. Raises JobFailed."""
         frame = before.copy()
 
         def body() -> None:
@@ -352,8 +352,8 @@ class LoadedProgram:
     # ---- the daemon's thread
 
     def accept(self, bounds: tuple[int, ...], graphs: Captured, *, whole: bool = False) -> list[Captured]:
-        """The captured pieces are the newest cut. `whole`: the cut before stays beside them (`switch`). Returns those that no
-        step can use any more, to be dropped when nothing of the job runs."""
+        """The captured pieces are the newest cut. `whole`: the cut before stays beside them (`switch`). Returns those
+        that no step can use any more, to be dropped when nothing of the job runs."""
         before = self.cuts.bounds(self.cuts.newest)
         if whole and before is not None:
             self._parted, self._whole = (before, self._graphs[self.cuts.newest]), (bounds, graphs)

@@ -63,8 +63,8 @@ log = logging.getLogger(__name__)
 
 
 class Partitions:
-    """`wanted`: parts of the GPU, as fractions. `shares` are those there are, largest first, 1.0 always; hardware rounds
-    them up. Where driver or card have no such thing, that is logged and there is the whole alone."""
+    """`wanted`: parts of the GPU, as fractions. `shares` are those there are, largest first, 1.0 always; hardware
+    rounds them up. Where driver or card have no such thing, that is logged and there is the whole alone."""
 
     def __init__(self, driver: Driver, facts: Facts, wanted: Sequence[float], priority: int) -> None:
         self._driver, self._priority = driver, priority
@@ -116,7 +116,8 @@ class Partitions:
         self.turns[share] = Turns({int(Priority.LOW): [self.stream(share) for _ in range(RUN_STREAMS)]})
 
 
-# ---- Which stream a job runs on, when it may change from one share of the multiprocessors to another between two pieces.
+# ---- Which stream a job runs on, when it may change from one share of the multiprocessors to another between two
+# pieces.
 
 
 class Running:

@@ -52,8 +52,8 @@ class Worker:
             self._change.notify()
 
     def finished(self) -> bool:
-        """Call `done` of everything that is; whether there was anything. On the thread that submits. Raises DeviceLost where
-        the thread could not begin."""
+        """Call `done` of everything that is; whether there was anything. On the thread that submits. Raises DeviceLost
+        where the thread could not begin."""
         if self._broken is not None:
             raise self._broken
         found = False

@@ -94,8 +94,8 @@ class Context:
 #
 # A low job's processes give way to others' (low_nice), so by the clock an operator of theirs may seem to take a hundred
 # times as long as it does, beside a high job or anything else on the machine. Linux counts what a thread waits, in
-# /proc/thread-self/schedstat (proc_pid_schedstat(5)). Where it doesn't, the time by the clock is all there is. What torch's
-# own threads wait for a core is not taken off.
+# /proc/thread-self/schedstat (proc_pid_schedstat(5)). Where it doesn't, the time by the clock is all there is. What
+# torch's own threads wait for a core is not taken off.
 
 
 _STATISTICS = "/proc/thread-self/schedstat"

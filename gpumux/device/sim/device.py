@@ -203,8 +203,8 @@ class Request:
 
 class LoadedProgram:
     """Cut 0 is by the roofline alone; after one step follows cut 1, by what the kernels really take here, which
-    is something else where a profile says so; later ones by `target_s`. Steps keep the cut they began with, so the one before
-    the newest stays."""
+    is something else where a profile says so; later ones by `target_s`. Steps keep the cut they began with, so the one
+    before the newest stays."""
 
     def __init__(self, passed: Passed, slots: int, spec: GpuSpec, job: JobSpec, known: Iterable[StepProfile]) -> None:
         program = passed.program

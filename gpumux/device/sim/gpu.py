@@ -427,8 +427,8 @@ def rate(bound: float, f: float) -> float:
 
 
 class Multiprocessors:
-    """`running` are the streams with a kernel on the device, most preferred first. All show the same moment: the last one that
-    `settle` or `begin` was called for."""
+    """`running` are the streams with a kernel on the device, most preferred first. All show the same moment: the last
+    one that `settle` or `begin` was called for."""
 
     def __init__(self, units: int, bandwidth: float) -> None:
         self._units = units
@@ -489,8 +489,8 @@ class Multiprocessors:
         return over
 
     def dispatch(self) -> None:
-        """Give what room there is to pending blocks, the most preferred first, and say what comes next: when the next blocks
-        end whose room another stream could take, or that end a kernel. All are settled."""
+        """Give what room there is to pending blocks, the most preferred first, and say what comes next: when the next
+        blocks end whose room another stream could take, or that end a kernel. All are settled."""
         running, free, units = self.running, self._room, self._units
         resident = []
         for stream in running:
@@ -534,8 +534,8 @@ class Multiprocessors:
         self.next_at = next_at
 
     def _room_in_share(self, stream: Stream, free: int) -> int:
-        """Units of those `free` that it may take now. Launches confined to a share have that part of the multiprocessors in
-        common, as partitions of one device do."""
+        """Units of those `free` that it may take now. Launches confined to a share have that part of the
+        multiprocessors in common, as partitions of one device do."""
         room = cap = stream.work.cap
         for other in self.running:
             if other.resident and other.work.cap <= cap:

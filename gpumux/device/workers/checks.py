@@ -1,7 +1,7 @@
 """Checks under way: a bounded number of short-lived processes, the rest in line. No torch.
 
-What a check finds depends on the Program's bytes and the daemon's settings alone. So what passed is remembered by a digest of the
-bytes for a while: the jobs of a sweep have equal Programs, and come at the same moment.
+What a check finds depends on the Program's bytes and the daemon's settings alone. So what passed is remembered by a
+digest of the bytes for a while: the jobs of a sweep have equal Programs, and come at the same moment.
 """
 
 from __future__ import annotations

@@ -125,13 +125,15 @@ class WarmProcess:
 
 
 def _heap() -> str:
-    """How glibc is to manage the memory of this process and of those it forks (mallopt(3)); other libraries look at nothing of it.
+    """How glibc is to manage the memory of this process and of those it forks (mallopt(3)); other libraries look at
+    nothing of it.
 
-    Tensors are allocated on 64 bytes, which leaves a small gap before and after each. A gap that lies in a cache of free blocks
-    (tcache, fast bins), or is given to something small that stays, keeps the place of the tensor from being joined again and
-    from being used for an equal one in the next step: the heap grew to twice what a step holds. And large blocks come from
-    the heap, as they would otherwise be mapped anew in each step, page by page (a fifth of a step of GPT-2).
-    peak.py gives back what is free where the heap has grown beyond what was planned. What the environment says counts more."""
+    Tensors are allocated on 64 bytes, which leaves a small gap before and after each. A gap that lies in a cache of
+    free blocks (tcache, fast bins), or is given to something small that stays, keeps the place of the tensor from being
+    joined again and from being used for an equal one in the next step: the heap grew to twice what a step holds. And
+    large blocks come from the heap, as they would otherwise be mapped anew in each step, page by page (a fifth of a
+    step of GPT-2). peak.py gives back what is free where the heap has grown beyond what was planned. What the
+    environment says counts more."""
     usual = ("tcache_count=0", "mxfast=0", "mmap_max=0", f"trim_threshold={1 << 30}")
     own = ":".join(f"glibc.malloc.{setting}" for setting in usual)
     said = os.environ.get(TUNABLES)

@@ -1,9 +1,9 @@
 """The warm process: torch imported, nothing run. It forks an executor for each job and a checker for
 each check, and tells the daemon how they ended.
 
-Run as `python -m gpumux.device.workers.zygote FD [OPERATOR...]`; the operators are looked up. It stays single-threaded and runs no parallel region:
-a fork after OpenMP has started its threads hangs in the child. When the daemon goes, its socket
-ends and so does this process, and the kernel kills the children with it.
+Run as `python -m gpumux.device.workers.zygote FD [OPERATOR...]`; the operators are looked up. It stays single-threaded
+and runs no parallel region: a fork after OpenMP has started its threads hangs in the child. When the daemon goes, its
+socket ends and so does this process, and the kernel kills the children with it.
 """
 
 from __future__ import annotations

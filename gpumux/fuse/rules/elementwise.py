@@ -176,7 +176,8 @@ def full(call: Call) -> Any:
     return call.vector(value, dtype, len(size)).expand(call.models, *size).clone(memory_format=torch.contiguous_format)
 
 
-# ---- Optimizers over lists of tensors: the same operator on stacked lists, or, where numbers differ between models, one
+# ---- Optimizers over lists of tensors: the same operator on stacked lists, or, where numbers differ between models,
+# one
 # operator for each tensor (which is what a CPU does with such lists in any case).
 
 
@@ -236,8 +237,8 @@ def norms(call: Call) -> Any:
 
 @rule("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 def fused_optimizer(call: Call) -> Any:
-    """One call over stacked lists. The kernels walk memory, so that every tensor must lie as its parameter does, and they take
-    one step count a parameter."""
+    """One call over stacked lists. The kernels walk memory, so that every tensor must lie as its parameter does, and
+    they take one step count a parameter."""
     if call.varies:
         raise Declined("its numbers differ between models")
     params = [o.all() for o in call["self"]]

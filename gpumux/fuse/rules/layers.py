@@ -90,8 +90,8 @@ def layer_norm(call: Call) -> Any:
 
 @rule("native_layer_norm_backward")
 def layer_norm_backward(call: Call) -> Any:
-    """The gradient of the input is the kernel's, without weights. Those of weights and biases are sums over each model's
-    own samples, which the kernel would add up over all models."""
+    """The gradient of the input is the kernel's, without weights. Those of weights and biases are sums over each
+    model's own samples, which the kernel would add up over all models."""
     x, weight, shape = call["input"], call["weight"], call["normalized_shape"]
     wants_x, wants_weight, wants_bias = call["output_mask"]
     samples = list(range(1, 1 + x.dim - len(shape)))
@@ -100,7 +100,8 @@ def layer_norm_backward(call: Call) -> Any:
     if wants_x:
         dense, back, order = by_memory(x.all(), len(shape))
         scaled = g if weight is None else g * weight.all(x.dim)
-        # The kernel copies what is not dense, and lays its result out so; fake tensors follow whichever operand comes first.
+        # The kernel copies what is not dense, and lays its result out so; fake tensors follow whichever operand comes
+        # first.
         changes = {
             "grad_out": scaled.permute(order).contiguous(),
             "input": dense.contiguous(),
@@ -215,7 +216,8 @@ def trilinear(call: Call) -> Any:
     return call.invoke(changes | {"unroll_dim": call["unroll_dim"] + 1})
 
 
-# ---- Operators that treat every channel of every sample alike and by itself: pooling, resampling, padding by what is there.
+# ---- Operators that treat every channel of every sample alike and by itself: pooling, resampling, padding by what is
+# there.
 #
 # Models go among the samples or among the channels, whichever the operands lie ready for.
 

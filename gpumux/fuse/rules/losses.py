@@ -70,7 +70,8 @@ class Samples:
 
 
 def _weights(call: Call) -> torch.Tensor | None:
-    """How much each label counts, [B, N, ...]: the weight of its class, 0 where it is to be ignored. None: all the same."""
+    """How much each label counts, [B, N, ...]: the weight of its class, 0 where it is to be ignored. None: all the
+    same."""
     weight, labels = call["weight"], call["target"].all()
     if weight is None:
         return None
@@ -125,7 +126,8 @@ def nll_backward(call: Call) -> Any:
 
 
 def _labels(call: Call) -> torch.Tensor:
-    """[B, N], or [B, N, C] where a sample has several; [B] of a single sample, which may have its label in a list of one."""
+    """[B, N], or [B, N, C] where a sample has several; [B] of a single sample, which may have its label in a list of
+    one."""
     labels: torch.Tensor = call["target"].all()
     return labels.reshape(call.models) if call["self"].dim == 1 and "weight" in call.args else labels
 

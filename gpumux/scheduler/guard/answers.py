@@ -150,7 +150,8 @@ class Answer:
         return self.held(Hold(reason, track.job.id, piece, ban, until), track)
 
     def untried(self, track: Track, piece: int) -> Answer:
-        """The same where nothing is known of the piece and nothing may be risked, which is so for the rest of the high step."""
+        """The same where nothing is known of the piece and nothing may be risked, which is so for the rest of the high
+        step."""
         self.refused("learning", track, piece)
         self.turn, self.seen, self.need = track.whole, track.whole.count, inf
         return self
@@ -165,8 +166,8 @@ class Answer:
 
 
 class Rest:
-    """Everybody who could launch was asked, and is held: `first`, whose turn it is, and others. `until`: one of them is to be asked
-    again; `low`: the low class's version."""
+    """Everybody who could launch was asked, and is held: `first`, whose turn it is, and others. `until`: one of them is
+    to be asked again; `low`: the low class's version."""
 
     __slots__ = ("_entered", "_first", "_low", "_low_seen", "_others", "_seen", "_step", "_turn", "partial", "until")
 
@@ -194,7 +195,8 @@ class Rest:
             self._low_seen = answer.low_seen
 
     def lasts(self, ready: ReadyQueue, low: int, now: float) -> bool:
-        """Whether nobody has to be asked again: neither those nor anybody who was not ready then. `low`: the low class's version."""
+        """Whether nobody has to be asked again: neither those nor anybody who was not ready then. `low`: the low
+        class's version."""
         first = self._first
         if now >= self.until or ready.entered != self._entered or not first.entry:
             return False

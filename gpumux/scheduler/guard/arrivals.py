@@ -72,8 +72,9 @@ NOT_LOOKED_FOR: Final = (1 << 30, 0, 0.0)
 
 class Gaps:
     """The pauses between a job's steps: the newest ones, in order of time and of length. `usual` is the median one,
-    `short` one that nine of ten exceed, `least` one that all but one in a hundred do; a job away for more than `longest` is idle:
-    for longer than ever, or, unless it is `erratic`, for many usual ones. All are 0.0 while none is known."""
+    `short` one that nine of ten exceed, `least` one that all but one in a hundred do; a job away for more than
+    `longest` is idle: for longer than ever, or, unless it is `erratic`, for many usual ones. All are 0.0 while none is
+    known."""
 
     __slots__ = ("_behind", "_newest", "_widest", "erratic", "least", "longest", "short", "sorted", "usual")
 
@@ -133,8 +134,8 @@ class Gaps:
         self.longest = (most if self.erratic or most < usual else usual) * 1.01
 
     def soonest(self, behind: int) -> float:
-        """The shortest known gap but `behind` that were no longer than the wait so far, or half of it where few are known; 0.0:
-        anything may be."""
+        """The shortest known gap but `behind` that were no longer than the wait so far, or half of it where few are
+        known; 0.0: anything may be."""
         left = len(self.sorted) - behind
         if left >= MANY:
             return self.sorted[behind]
@@ -159,7 +160,8 @@ class Gaps:
         return found < apart
 
     def passed(self, waited: float, behind: int) -> int:
-        """How many of the gaps were no longer than `waited`, where at least `behind` were: mostly just so many, or a few more."""
+        """How many of the gaps were no longer than `waited`, where at least `behind` were: mostly just so many, or a
+        few more."""
         known, beyond, stride = self.sorted, len(self.sorted), 1
         while behind < beyond:
             if waited < known[behind]:
@@ -181,8 +183,8 @@ class Gaps:
         return behind
 
     def within(self, behind: int, waited: float, seconds: float) -> float:
-        """How probable it is that a job idle for `waited` seconds, which `behind` of the gaps were no longer than, comes within the
-        next `seconds`."""
+        """How probable it is that a job idle for `waited` seconds, which `behind` of the gaps were no longer than,
+        comes within the next `seconds`."""
         known, until = self.sorted, waited + seconds
         left = len(known) - behind
         if left <= 0:
@@ -195,8 +197,8 @@ class Gaps:
 
 
 def _before(known: list[float], seconds: float) -> int:
-    """How many of these, in order, are less. The library's bisection compares objects of any kind, which costs four times as much
-    where this is compiled."""
+    """How many of these, in order, are less. The library's bisection compares objects of any kind, which costs four
+    times as much where this is compiled."""
     first, beyond = 0, len(known)
     while first < beyond:
         middle = (first + beyond) >> 1
@@ -208,7 +210,8 @@ def _before(known: list[float], seconds: float) -> int:
 
 
 def _widest(known: list[float], start: int) -> tuple[int, float]:
-    """After which of these, in order, from `start` on the next one is farthest away, and how far; 0.0 where there are no more."""
+    """After which of these, in order, from `start` on the next one is farthest away, and how far; 0.0 where there are
+    no more."""
     at, found, last = start, 0.0, len(known) - 1
     if start < last:
         one = known[start]
@@ -222,12 +225,12 @@ def _widest(known: list[float], start: int) -> tuple[int, float]:
 
 # ---- Whether the gaps there were tell when a high job's next step comes.
 #
-# Low work that is taken to be over before the next step, or to be met by one so seldom that it does not count, runs at the risk
-# of being wrong. Steps that come at about the same time prove that right; of steps that come at random (a server's requests) there
-# is always a gap that none came after so far. So what steps lose *because they came while low work was out* is counted by itself:
-# as for all steps, so many may lose too much (tokens), and on average they may lose the credit. What they lose later, beside
-# work that was let out with them there, is none of it. A few too many are held against the programs they were lost to: one of short
-# pieces does not wait for what another one's long pieces did.
+# Low work that is taken to be over before the next step, or to be met by one so seldom that it does not count, runs at
+# the risk of being wrong. Steps that come at about the same time prove that right; of steps that come at random (a
+# server's requests) there is always a gap that none came after so far. So what steps lose *because they came while low
+# work was out* is counted by itself: as for all steps, so many may lose too much (tokens), and on average they may lose
+# the credit. What they lose later, beside work that was let out with them there, is none of it. A few too many are held
+# against the programs they were lost to: one of short pieces does not wait for what another one's long pieces did.
 
 
 TOKENS: Final = 1.0  # steps that may lose too much on arrival, to begin with
@@ -255,8 +258,9 @@ class Surprise:
         return self.trusted or (self._few and program not in self._blamed)
 
     def step(self, lost: float, to: Iterable[str], excess: float, most: float, credit: float, noise: float) -> None:
-        """A step lost `excess` seconds, of which `lost` on arrival, to these low programs. `most`: what it may lose, and no more
-        than `credit` on average; `noise`: how probable it is that a step loses more by what is not low work's doing."""
+        """A step lost `excess` seconds, of which `lost` on arrival, to these low programs. `most`: what it may lose,
+        and no more than `credit` on average; `noise`: how probable it is that a step loses more by what is not low
+        work's doing."""
         tokens = self.tokens + TOKEN_RATE
         if lost > 0.0:
             tokens += noise

@@ -65,8 +65,8 @@ class Recent:
         self.open = still
 
     def end_step(self, out: dict[LaunchId, Launch]) -> bool:
-        """A high step ended: what follows is another one's loss. True if it may still be one of a launch that was made to find out
-        what it costs."""
+        """A high step ended: what follows is another one's loss. True if it may still be one of a launch that was made
+        to find out what it costs."""
         tried = False
         for launch in out.values():
             if launch.here > launch.peak:
@@ -105,8 +105,8 @@ def beside(out: dict[LaunchId, Launch], recent: Recent, start: float, end: float
 
 
 def trusting(found: Found, left: float, arrived: float, programs: set[str]) -> float:
-    """The part of the time beside the launches that was beside those which relied on a job idle from `left` on not to come when it
-    did. Their programs are added."""
+    """The part of the time beside the launches that was beside those which relied on a job idle from `left` on not to
+    come when it did. Their programs are added."""
     relied = total = 0.0
     longest: Launch | None = None
     for launch in found:
@@ -129,7 +129,8 @@ def others(out: dict[LaunchId, Launch], job: Job, before: float) -> bool:
 
 
 def share_out(model: HighModel, piece: int, excess: float, found: Found, account: Account) -> Found:
-    """Charge `excess` seconds of the piece to the launches beside it. Those that may have to be banned for it, or freed."""
+    """Charge `excess` seconds of the piece to the launches beside it. Those that may have to be banned for it, or
+    freed."""
     least = LEAST_OVERLAP * model.refs[piece]
     if least < LEAST_S:
         least = LEAST_S
@@ -197,7 +198,8 @@ def early(found: Found, arrived: float) -> tuple[Found, Found]:
 
 
 def unforeseen(found: Found, arrived: float) -> float:
-    """Seconds for which a launch was out after the step came that was taken to be over before: it took longer than predicted."""
+    """Seconds for which a launch was out after the step came that was taken to be over before: it took longer than
+    predicted."""
     late = 0.0
     for launch in found:
         if launch.due <= arrived and launch.spots is None and launch.gaps is None and launch.ended - arrived > late:

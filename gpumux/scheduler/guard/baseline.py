@@ -90,7 +90,8 @@ class Baseline:
         return False
 
 
-# ---- How often a high job's steps lose much without low work: somebody else's doing, which low work has no part in beside a step
+# ---- How often a high job's steps lose much without low work: somebody else's doing, which low work has no part in
+# beside a step
 # either. On a CPU that other programs use every fourth step may; on a GPU of its own next to none.
 
 
@@ -125,8 +126,8 @@ class Noise:
         self._newest = None
 
     def doubts(self) -> int:
-        """How many launches in a row have to seem to cost much before that is believed: so many that it happens by chance
-        once in a hundred times, but not more than a few."""
+        """How many launches in a row have to seem to cost much before that is believed: so many that it happens by
+        chance once in a hundred times, but not more than a few."""
         if self.over <= CHANCE:
             return 1
         return min(ceil(log(CHANCE) / log(min(self.over, LIKELY))), MOST_DOUBTS)

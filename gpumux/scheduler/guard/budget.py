@@ -4,10 +4,11 @@
 collects credits and pays what low work was measured to cost; a launch whose expected cost it can't pay
 has to wait. So the mean is held whatever the estimates are worth. A *tail limit* holds single steps: a
 step loses at most twice the credit, scaled by a factor that falls when a step that should not have
-exceeded it did, and recovers slowly: balanced at about one step in 180. Whatever the cause, steps over the limit are paid from
-*tokens*, of which there is one in 170 steps: with some, what is not known may be tried; owing some, steps may lose less.
-Steps that would lose as much without low work are not charged to it: of those beside low work as many tokens are given
-back as they would cost, had each lost besides what a step may lose on average (baseline.py), and the mean is over such steps' mean.
+exceeded it did, and recovers slowly: balanced at about one step in 180. Whatever the cause, steps over the limit are
+paid from *tokens*, of which there is one in 170 steps: with some, what is not known may be tried; owing some, steps may
+lose less. Steps that would lose as much without low work are not charged to it: of those beside low work as many tokens
+are given back as they would cost, had each lost besides what a step may lose on average (baseline.py), and the mean is
+over such steps' mean.
 
 The *price* says how many low seconds one high second is worth waiting for. A low piece costs least
 beside certain ranges; anywhere else it may run as long as what that costs more, at the price, is less
@@ -39,7 +40,8 @@ MOST_OWED: Final = 100.0
 LENT: Final = 0.5  # tokens that may be owed; beyond that no step may lose as much as it could
 OWED: Final = 0.85  # of the limit, for each token owed beyond those
 LEAST_OWED: Final = 0.5  # of the limit, however many they are
-UNPAID: Final = 8.0  # credits lost beyond what an account can owe that cost a token: a token in 200 steps makes that 4 % of the credit
+# credits lost beyond what an account can owe that cost a token: a token in 200 steps makes that 4 % of the credit
+UNPAID: Final = 8.0
 TOKEN_RATE: Final = 0.006  # for each step
 PRICE_START: Final = 1.0
 PRICE_RISE: Final = 1.05  # for a step in which low work waited for credit
@@ -151,8 +153,8 @@ class Account:
         waited: float = 0.0,
     ) -> None:  # fmt: skip
         """A step ended `excess` seconds late; `shared`: low work ran beside it, so that the loss is ours;
-        `foreseen`: none of it was there to find out what it costs; `unseen`: seconds that one like it may wait for the core;
-        `waited`: those for which it did; `late`: by how much such steps are late on average without low work."""
+        `foreseen`: none of it was there to find out what it costs; `unseen`: seconds that one like it may wait for the
+        core; `waited`: those for which it did; `late`: by how much such steps are late on average without low work."""
         self.unseen = unseen
         credit, tokens, tail, balance = self.credit, self.tokens, self.tail, self.balance
         owes, bank = DEBT * credit, BANK * credit

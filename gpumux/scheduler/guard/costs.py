@@ -1,12 +1,12 @@
 """At which moment of a high step, and on which share of the device, a low piece costs least.
 
 A launch that can't be called back costs what it takes from the operators it happens to meet, so the same low piece may
-cost next to nothing or more than a step may lose, by when it begins. High steps repeat: a launch that begins together with
-a high piece (`START`) meets the same operators every time, and costs the same again. So each high piece, with each share, is a
-*place* for each low piece. Where the high job pauses between its steps, so is the end of the step, as if one more piece
-began there. What launches cost there is measured; where there was none yet it is expected to be in the
-proportion in which other low pieces' costs there differ from what they cost elsewhere, and taken to be better than that, as
-otherwise nobody would find out.
+cost next to nothing or more than a step may lose, by when it begins. High steps repeat: a launch that begins together
+with a high piece (`START`) meets the same operators every time, and costs the same again. So each high piece, with each
+share, is a *place* for each low piece. Where the high job pauses between its steps, so is the end of the step, as if
+one more piece began there. What launches cost there is measured; where there was none yet it is expected to be in the
+proportion in which other low pieces' costs there differ from what they cost elsewhere, and taken to be better than
+that, as otherwise nobody would find out.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Why: TypeAlias = Literal["tail", "price"]
 
 @dataclass(slots=True, eq=False)
 class Ban:
-    """`operators` are [start, end) of the high program, whose key is `program`; `ratio` is shared over solo time of that range;
-    `why`: one launch beside it costs more than a step may lose (tail), or other ranges give more low
-    work for the same loss (price). Times are seconds on the core's clock."""
+    """`operators` are [start, end) of the high program, whose key is `program`; `ratio` is shared over solo time of
+    that range; `why`: one launch beside it costs more than a step may lose (tail), or other ranges give more low work
+    for the same loss (price). Times are seconds on the core's clock."""
 
     high: JobId
     low: JobId
@@ -111,8 +111,9 @@ FORGET: Final = 0.98
 SURE: Final = 0.94
 
 
-# A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was out), whether together
-# with it (`places.START`) or in which half of it, and the low piece's span (queue.Span). Made for every question: no class.
+# A launch as it repeats: the high piece it was made beside (GAP: none, and a step came while it was out), whether
+# together with it (`places.START`) or in which half of it, and the low piece's span (queue.Span). Made for every
+# question: no class.
 Spot: TypeAlias = tuple[int, int, Span]
 
 GAP: Final = -1
@@ -181,8 +182,8 @@ class Mean:
 
 
 class Cell(Mean):
-    """What a range of a high program loses in a second beside low work. `rate` and `most` are what the look-ahead takes that to be,
-    expected and at worst; where there is no sample, what other ranges lose."""
+    """What a range of a high program loses in a second beside low work. `rate` and `most` are what the look-ahead takes
+    that to be, expected and at worst; where there is no sample, what other ranges lose."""
 
     __slots__ = ("ban", "most", "rate", "speed")
 
@@ -279,8 +280,9 @@ MOVED: Final = 0.05
 
 
 class Place:
-    """What a launch at a moment of a high step, or at its end, is taken to do. `cost`: high seconds it is expected to cost; `upper`: what
-    a step seldom loses more of; `score`: low seconds that stand for both cost and time; `tried`: it was measured."""
+    """What a launch at a moment of a high step, or at its end, is taken to do. `cost`: high seconds it is expected to
+    cost; `upper`: what a step seldom loses more of; `score`: low seconds that stand for both cost and time; `tried`: it
+    was measured."""
 
     __slots__ = ("cost", "score", "share", "tried", "upper")
 
@@ -289,8 +291,9 @@ class Place:
 
 
 class Plan:
-    """Of one low piece: the best share at each moment of each high piece (`at[3 * piece + moment]`) and at the end of the step (the last
-    of `at`), if any will do, the best of those that were tried (`tried`), and the least score and cost of all."""
+    """Of one low piece: the best share at each moment of each high piece (`at[3 * piece + moment]`) and at the end of
+    the step (the last of `at`), if any will do, the best of those that were tried (`tried`), and the least score and
+    cost of all."""
 
     __slots__ = (
         "_lightest", "_limit", "_price", "_rest", "_seconds", "_timed", "at", "cost", "made", "score", "tried", "version",
@@ -315,8 +318,8 @@ class Plan:
 
     @property
     def timed(self) -> dict[int, list[tuple[int, float, float]]]:
-        """By high piece, places that a timer has to mark and that are worth waiting for: the moment, what each takes of what a step
-        may lose (-inf: it was never tried) and costs."""
+        """By high piece, places that a timer has to mark and that are worth waiting for: the moment, what each takes of
+        what a step may lose (-inf: it was never tried) and costs."""
         found = self._timed
         if found is None:
             found, end = {}, len(self.at) // 3
@@ -342,8 +345,8 @@ class Plan:
         return age >= OLD or abs(price - self._price) > MOVED * price or abs(limit - self._limit) > MOVED * limit
 
     def rest(self, index: int) -> float:
-        """The least that a launch at a place behind `index` takes of what the step may lose: -inf where it was never tried, inf
-        where there is none in this step."""
+        """The least that a launch at a place behind `index` takes of what the step may lose: -inf where it was never
+        tried, inf where there is none in this step."""
         least = self._rest
         if least is None:
             least, lightest = [inf], inf
@@ -387,8 +390,9 @@ class Places:
         return found
 
     def learn(self, spot: Spot, effects: dict[int, float], cost: float, count: int, moved: bool) -> None:
-        """A launch at `spot`, the `count`-th there, cost so many seconds. Where launches are often is where they cost little: so that
-        this does not pass for what they cost anywhere, each place counts about once. `moved`: what is known of it is no longer what it was."""
+        """A launch at `spot`, the `count`-th there, cost so many seconds. Where launches are often is where they cost
+        little: so that this does not pass for what they cost anywhere, each place counts about once. `moved`: what is
+        known of it is no longer what it was."""
         fresh = 1.0 / count
         if cost < 0.0:
             cost = 0.0
@@ -420,10 +424,10 @@ class Places:
         self, low: Span, seconds: float, price: float, limit: float, step: int, daring: int, from_idle: bool,
         refs: Sequence[float], pause: float,
     ) -> Plan:  # fmt: skip
-        """Where the low piece of so many seconds may begin at the price (low seconds for a high second), no step losing more than
-        `limit`, as of the high job's step `step`. `daring`: places may be tried where a step might: CAREFUL, IF_STUCK, ALWAYS.
-        `from_idle`: nothing runs before the high step begins that could mark that moment. `refs`: seconds of its pieces, alone; `pause`:
-        those for which it is idle after each step, 0.0 if it is not."""
+        """Where the low piece of so many seconds may begin at the price (low seconds for a high second), no step losing
+        more than `limit`, as of the high job's step `step`. `daring`: places may be tried where a step might: CAREFUL,
+        IF_STUCK, ALWAYS. `from_idle`: nothing runs before the high step begins that could mark that moment. `refs`:
+        seconds of its pieces, alone; `pause`: those for which it is idle after each step, 0.0 if it is not."""
         kind, way = self.of(low), daring + (ALWAYS + 1 if from_idle else 0)
         plan = kind.plans[way]
         if (
@@ -450,8 +454,8 @@ class Places:
         return plan
 
     def _tried(self, low: Span, limit: float, price: float, seconds: float, pauses: bool) -> list[Place | None]:
-        """By place, the best share of those with which launches of the low piece were seen to cost no step more than `limit`.
-        `pauses`: the end of the step is one of the places."""
+        """By place, the best share of those with which launches of the low piece were seen to cost no step more than
+        `limit`. `pauses`: the end of the step is one of the places."""
         count = 3 * len(self.pairs[0].cells)
         found: list[Place | None] = [None] * (count + 1)
         for pair in self.pairs:
@@ -471,9 +475,9 @@ class Places:
         self, at: list[Place | None], low: Span, price: float, feared: float, limit: float, step: int, seconds: float,
         left: Sequence[float], from_idle: bool,
     ) -> None:  # fmt: skip
-        """Put what may be better into `at`: where there was none yet, or long ago, and one may be made as a step is not expected
-        to lose more than `feared`. `left`: where none of those that were tried will do, seconds from each high piece to the end
-        of the step."""
+        """Put what may be better into `at`: where there was none yet, or long ago, and one may be made as a step is not
+        expected to lose more than `feared`. `left`: where none of those that were tried will do, seconds from each high
+        piece to the end of the step."""
         kind = self.of(low)
         base, fear = kind.base, WORSE * kind.worst
         moments = MOMENTS if left else (START, HEARD)  # what only a timer marks is looked at where the others won't do
@@ -617,8 +621,8 @@ class Pair:
         return LEAST_HARM if harm < LEAST_HARM else MOST_HARM if harm > MOST_HARM else harm
 
     def believes(self, spot: Spot, peak: float, doubts: int, much: float) -> bool:
-        """Whether a launch that was blamed for `peak` in a step is to be learned from. One that seems to have cost `much` is not,
-        until `doubts` of its kind have in a row: steps are that late without low work, too."""
+        """Whether a launch that was blamed for `peak` in a step is to be learned from. One that seems to have cost
+        `much` is not, until `doubts` of its kind have in a row: steps are that late without low work, too."""
         low = spot[2]
         if peak <= much:
             self.doubted.pop(low, None)
@@ -738,8 +742,8 @@ class HighModel:
         self.pairs: dict[PairKey, Pair] = {}
         self.fresh: list[Pair] = []  # those that something was learned of since `guess`
         self.places: dict[str, Places] = {}  # by low program
-        # What `delay` found for low pieces on the whole device, until more is known of one: a single look, where the way there
-        # through all that is known of its pair is ten, and none of these is near.
+        # What `delay` found for low pieces on the whole device, until more is known of one: a single look, where the
+        # way there through all that is known of its pair is ten, and none of these is near.
         self._felt: dict[Span, Launched] = {}
 
     def delay(self, key: PairKey, span: Span) -> Launched | None:

@@ -1,9 +1,9 @@
 """How finely low programs are cut.
 
-Every piece costs a launch and an event, so pieces are as long as the device likes them. Beside a high job whose steps are
-short that is too long: a piece that is launched can't be called back, and one that a step can't bear wherever it begins is
-never launched, nor is what comes behind it. So while such a job steps, low programs are cut finer; when none has for a while,
-as they were.
+Every piece costs a launch and an event, so pieces are as long as the device likes them. Beside a high job whose steps
+are short that is too long: a piece that is launched can't be called back, and one that a step can't bear wherever it
+begins is never launched, nor is what comes behind it. So while such a job steps, low programs are cut finer; when none
+has for a while, as they were.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ AWAY_S: Final = 10.0  # after its newest step a high job is served so long: a cu
 
 
 class Cutting:
-    """`usual_s`: seconds of a low piece as the device makes them; `finest`: no gap tells when steps come, so that any piece may be met, or too much is lost
-    by those that are met."""
+    """`usual_s`: seconds of a low piece as the device makes them; `finest`: no gap tells when steps come, so that any
+    piece may be met, or too much is lost by those that are met."""
 
     __slots__ = ("changed", "finest", "high", "until", "usual_s")
 

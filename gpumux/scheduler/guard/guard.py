@@ -260,7 +260,8 @@ class Guard(Waiting):
         return answer
 
     def _spent(self, high: Running, place: Place, piece: Piece, scene: Scene) -> bool:
-        """Whether what the step may still lose is less than a launch at the place was seen to cost, and nothing else matters."""
+        """Whether what the step may still lose is less than a launch at the place was seen to cost, and nothing else
+        matters."""
         track = high.track
         pending = scene.pending if scene.pending > high.late else high.late
         if track.account.used + pending + place.upper <= track.account.limit or track.calibrating:
@@ -280,8 +281,8 @@ class Guard(Waiting):
         return best
 
     def promoted(self, job: Job, begun: Step | None, now: float) -> None:
-        """A low job, of which nothing is out, is a high one from now on. `begun`: its step of which pieces ran already; the
-        whole of it tells nothing, since its beginning had nobody's care."""
+        """A low job, of which nothing is out, is a high one from now on. `begun`: its step of which pieces ran already;
+        the whole of it tells nothing, since its beginning had nobody's care."""
         self.version += 1
         track = job.track = self.tracks[job.id] = Track(job)
         track.ended = now  # it has waited for the guard, and not for the host
@@ -334,8 +335,8 @@ class Guard(Waiting):
     def _cost(
         self, high: Running, pair: Pair, piece: Piece, scene: Scene, lasts: float, answer: Answer, now: float
     ) -> tuple[Cost, bool, Spot]:
-        """By the ranges it will meet, or by what launches of the same kind cost, where there were some; whether it begins
-        with the next step only; and where."""
+        """By the ranges it will meet, or by what launches of the same kind cost, where there were some; whether it
+        begins with the next step only; and where."""
         refs, start, span = high.model.refs, scene.free_at, piece.span
         at, wraps, moment, until = high.where or where(high, scene, now, self.reach)
         spot = (at, moment, span)

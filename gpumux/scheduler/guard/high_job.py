@@ -87,8 +87,8 @@ class Track:
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
-        # What every decision reads lies together, as it is laid out where this is compiled: a line of memory fetched for one is
-        # there for the next.
+        # What every decision reads lies together, as it is laid out where this is compiled: a line of memory fetched
+        # for one is there for the next.
         self.job = job
         self.gaps = Gaps()
         self.model: HighModel | None = None  # of the newest step launched
@@ -143,7 +143,8 @@ class Track:
         self._ask_again()
 
     def moved(self) -> None:
-        """Its step went on to another piece: so is whoever may run beside what is left of it. Nobody is while it calibrates."""
+        """Its step went on to another piece: so is whoever may run beside what is left of it. Nobody is while it
+        calibrates."""
         if not self.calibrating and self.account.used + self.awaited <= self.account.limit:
             self._ask_again()
 
@@ -169,15 +170,15 @@ class Track:
         return model.total if self.beside else model.step_seconds(self.from_idle)
 
     def pause(self) -> float:
-        """Seconds between its steps, where each leaves about as many: what begins with the pause then costs the next step what it did
-        before. 0.0: there are none, or they differ by more than a step may lose."""
+        """Seconds between its steps, where each leaves about as many: what begins with the pause then costs the next
+        step what it did before. 0.0: there are none, or they differ by more than a step may lose."""
         gaps = self.gaps
         steady = OVERLAPPING * (gaps.usual - gaps.least) <= UNSTEADY * self.account.limit
         return gaps.short if self.from_idle and steady else 0.0
 
     def came(self, step: Step, waited: float, now: float, low_heard: float) -> None:
-        """A step came that found the job idle, having lain unseen for `waited` seconds. `low_heard`: when anything of low work last
-        began or ended."""
+        """A step came that found the job idle, having lain unseen for `waited` seconds. `low_heard`: when anything of
+        low work last began or ended."""
         step.from_idle = True
         if waited > 0.0:
             step.waited = waited
@@ -188,8 +189,9 @@ class Track:
         self.left, self.idle_since, self.arrived = self.idle_since, inf, now
 
     def may_meet(self, beyond: float) -> float:
-        """Seconds of the next step that a launch which outlasts this one by `beyond` meets at times, and at times not: what launches
-        cost on average doesn't say what that step loses. 0.0: it meets it nearly always, which is known then, or never."""
+        """Seconds of the next step that a launch which outlasts this one by `beyond` meets at times, and at times not:
+        what launches cost on average doesn't say what that step loses. 0.0: it meets it nearly always, which is known
+        then, or never."""
         if beyond <= 0.0:
             return 0.0
         queued, gaps = self.queued, self.gaps
@@ -203,7 +205,8 @@ class Track:
         return seconds if RARE < chance < USUAL else 0.0
 
     def daring(self, fed: int) -> int:
-        """Whether places may be tried where a step may lose more than it should, by low work that was launched last in step `fed`."""
+        """Whether places may be tried where a step may lose more than it should, by low work that was launched last in
+        step `fed`."""
         account = self.account
         if self.steps < LEARNING_STEPS or (account.tokens >= SPARE and account.price > LEAST_PRICE):
             return ALWAYS

@@ -67,7 +67,8 @@ def judge(bans: Bans, model: HighModel, track: Track, low: Launch, piece: int, n
 
 
 def recut(bans: Bans, high: JobId, model: HighModel, cuts: Collection[HighModel]) -> None:
-    """The high job runs `model` from now on, one of `cuts` of the same program. A ban that is none there would never be probed."""
+    """The high job runs `model` from now on, one of `cuts` of the same program. A ban that is none there would never be
+    probed."""
     if len(cuts) == 1:
         return
     mine = [ban for ban in bans.active if ban.high == high and ban.program == model.key]

@@ -35,7 +35,8 @@ class Running:
 
 class Scene:
     """`running` and `idle` high jobs, when the low launches that are out should be over (`free_at`), and
-    what high seconds they are still expected to cost (`pending`), all as of the last look. Until `calm` no high step is expected."""
+    what high seconds they are still expected to cost (`pending`), all as of the last look. Until `calm` no high step is
+    expected."""
 
     __slots__ = (
         "_idle",
@@ -64,7 +65,8 @@ class Scene:
         self.low_out = False
 
     def left(self, track: Track) -> None:
-        """A high job became idle. So one that is so for longer may be looked out for no more: nobody is held for its sake."""
+        """A high job became idle. So one that is so for longer may be looked out for no more: nobody is held for its
+        sake."""
         idle = self._idle
         idle.append(track)
         if len(idle) > MAX_IDLE:

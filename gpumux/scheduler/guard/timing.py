@@ -1,4 +1,5 @@
-"""When a launch may run between a high job's steps: what an arrival would lose by it, and how long to wait for a better moment.
+"""When a launch may run between a high job's steps: what an arrival would lose by it, and how long to wait for a better
+moment.
 
 While a job stays away, the chance that it comes within the next so many seconds only rises, until one of
 the gaps it took before has passed without it. So a launch that has to wait may have another answer right
@@ -39,14 +40,14 @@ HOPELESS: Final = 1.25  # times what a step may lose: a piece that costs more wh
 
 
 def may_risk(track: Track) -> bool:
-    """Whether a launch of which nothing is known may be made: while the job is new, and later one a step as long as there is a
-    token to lose by it. So programs nobody knows may be as many as they like."""
+    """Whether a launch of which nothing is known may be made: while the job is new, and later one a step as long as
+    there is a token to lose by it. So programs nobody knows may be as many as they like."""
     return track.steps < LEARNING_STEPS or (track.account.tokens >= 1.0 and track.explored_step < track.steps)
 
 
 def may_look(track: Track) -> bool:
-    """Whether it is the time to let out one launch that should not be made while the job is new: one a step, and not where the
-    job has lost what it may."""
+    """Whether it is the time to let out one launch that should not be made while the job is new: one a step, and not
+    where the job has lost what it may."""
     return track.account.balance > 0.0 and track.explored_step < track.steps
 
 
@@ -54,8 +55,8 @@ def may_try(
     track: Track, plan: Plan | None, pair: Pair, spot: Spot, ban: Ban | None, now: float, felt: float = 1.0
 ) -> bool:
     """Whether one launch is let out where it should not, to find out what it costs: where a ban has expired,
-    and what is not known while the job is new, or low work starves, or long after it was known. `plan`: where the low piece may
-    begin, beside high work; `felt`: the part of the launch that high work is there to feel."""
+    and what is not known while the job is new, or low work starves, or long after it was known. `plan`: where the low
+    piece may begin, beside high work; `felt`: the part of the launch that high work is there to feel."""
     learning = track.steps < LEARNING_STEPS
     if not learning and (track.account.tokens < 1.0 or track.explored_step >= track.steps):
         return False  # one a step, or a token would buy as many tries as there are low jobs
@@ -100,8 +101,8 @@ AHEAD: Final = 16  # moments weighed: then it is time to look again
 def between(
     track: Track, key: PairKey, span: Span, answer: Answer, scene: Scene, end: float, soonest: float, now: float
 ) -> Hold | None:
-    """Why a launch of the low program that is `span` and runs until `end` has to wait for an idle job's next step, which is not
-    expected before `soonest` (`foreseen`)."""
+    """Why a launch of the low program that is `span` and runs until `end` has to wait for an idle job's next step,
+    which is not expected before `soonest` (`foreseen`)."""
     gaps, since, model = track.gaps, track.idle_since, track.model
     if model is None or since == inf:
         return None
@@ -182,9 +183,9 @@ def foreseen(track: Track, key: PairKey) -> float:
 def bearable(
     chance: float, most: float, mean: float, worst: float, room: float, budget: float, rare: float = RARE
 ) -> bool:
-    """Whether a launch may run that costs a step which comes during it, with probability `chance`, `mean` seconds, `worst` at
-    worst, but no more than `most`. `room`: seconds a step may still lose; `budget`: seconds the job can pay on average. An
-    arrival that is no more probable than `rare` counts for the budget only."""
+    """Whether a launch may run that costs a step which comes during it, with probability `chance`, `mean` seconds,
+    `worst` at worst, but no more than `most`. `room`: seconds a step may still lose; `budget`: seconds the job can pay
+    on average. An arrival that is no more probable than `rare` counts for the budget only."""
     if chance > rare and (worst if worst < most else most) > room:
         return False
     return chance * (mean if mean < most else most) <= budget
@@ -205,9 +206,9 @@ def wait(
     budget: float,
     rare: float = RARE,
 ) -> float:
-    """How long a job that has been away for longer than `first` of its gaps has to have been so to be asked about again: until a
-    launch of `seconds` is bearable right after a gap has passed, or there is so much to look at that it is left for then. After
-    `gaps.longest` it is bearable, whatever it costs."""
+    """How long a job that has been away for longer than `first` of its gaps has to have been so to be asked about
+    again: until a launch of `seconds` is bearable right after a gap has passed, or there is so much to look at that it
+    is left for then. After `gaps.longest` it is bearable, whatever it costs."""
     known, count, longest = gaps.sorted, len(gaps.sorted), gaps.longest + ASIDE_S
     if first >= count or (rare <= 0.0 and worst > room):
         return longest
@@ -249,9 +250,9 @@ def wait(
 
 # ---- When a low launch would begin in a high step, and when to make one so that it begins at a moment that repeats.
 #
-# The device is reached some time after the core decides, and nothing but a timer marks most moments: so the core asks to be
-# woken that much earlier. High steps repeat, and while low work is held they run as they do alone: when their pieces begin is
-# known to a few microseconds.
+# The device is reached some time after the core decides, and nothing but a timer marks most moments: so the core asks
+# to be woken that much earlier. High steps repeat, and while low work is held they run as they do alone: when their
+# pieces begin is known to a few microseconds.
 
 
 TIMED_S: Final = 8e-6  # a launch that begins so close to a moment begins at it
@@ -259,8 +260,9 @@ HEARD_S: Final = 100e-6  # one that begins no later is launched as soon as the h
 
 
 def where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, bool, int, float]:
-    """Where in the high step a launch made now would begin: the piece (one more than there are: at its end, before a pause),
-    whether the step after the one that runs loses by it, START or the half of it, and the piece's end. Worked out once a look."""
+    """Where in the high step a launch made now would begin: the piece (one more than there are: at its end, before a
+    pause), whether the step after the one that runs loses by it, START or the half of it, and the piece's end. Worked
+    out once a look."""
     found = high.where
     if found is None:
         found = high.where = _where(high, scene, now, reach)
@@ -293,7 +295,8 @@ def _where(high: Running, scene: Scene, now: float, reach: float) -> tuple[int, 
 
 
 def appointment(high: Running, plan: Plan, scene: Scene, now: float, reach: float) -> float:
-    """When to ask again, so that the launch begins together with the next high piece where it may; inf: an event will come."""
+    """When to ask again, so that the launch begins together with the next high piece where it may; inf: an event will
+    come."""
     account, refs = high.track.account, high.model.refs
     if not plan.timed:
         return inf
@@ -322,8 +325,8 @@ def appointment(high: Running, plan: Plan, scene: Scene, now: float, reach: floa
 
 
 def exposed(high: Running, at: int, until: float, start: float, lasts: float) -> float:
-    """The part of a launch from `start` on, beside piece `at` that ends at `until`, that the high job is there to feel: the rest
-    falls between its steps."""
+    """The part of a launch from `start` on, beside piece `at` that ends at `until`, that the high job is there to feel:
+    the rest falls between its steps."""
     pause = high.track.gaps.short
     if high.more or pause <= 0.0 or lasts <= 0.0:
         return 1.0
@@ -346,8 +349,9 @@ def leaves(high: Running, at: int, until: float) -> float:
 
 
 def next_loses(high: Running, cells: list[Cell], begins: float, ends: float) -> float:
-    """What the next step may lose by a launch from `begins`, while this one runs or soon after, until `ends`, of a pair with these cells: 0.0
-    where such a launch meets it nearly always, as what such launches cost says that then, or never."""
+    """What the next step may lose by a launch from `begins`, while this one runs or soon after, until `ends`, of a pair
+    with these cells: 0.0 where such a launch meets it nearly always, as what such launches cost says that then, or
+    never."""
     assert high.where is not None
     at, wraps, _, until = high.where
     refs = high.model.refs

@@ -1,5 +1,5 @@
-"""Rows R1 to R9 of docs/architecture.md, "Between two steps": random draws of a job are those of the plain script, and the script
-finds torch's generator where the plain script would.
+"""Rows R1 to R9 of docs/architecture.md, "Between two steps": random draws of a job are those of the plain script, and
+the script finds torch's generator where the plain script would.
 
 Each script runs twice: with the step itself, and with `job.step`.
 """
@@ -83,7 +83,8 @@ def _values(results: list[Any]) -> list[Any]:
 
 @pytest.fixture(params=["skipped", "waited for"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator is brought behind a step by skipping, and by waiting for the answer: whichever is quicker is chosen."""
+    """The generator is brought behind a step by skipping, and by waiting for the answer: whichever is quicker is
+    chosen."""
     waits = request.param == "waited for"
     monkeypatch.setattr(client_generator, "waits", lambda words, step_s: waits or words is None)
 

@@ -163,7 +163,8 @@ def test_m19_until_a_step_ran_it_is_what_it_was(endpoint: str) -> None:
 def test_m19_a_step_that_uses_what_it_wrote_is_the_plain_one_and_so_is_what_the_script_does_with_the_place(
     endpoint: str,
 ) -> None:
-    """An evaluation writes it, reads it, and the next step leaves it unknown again; other batch sizes are other cases."""
+    """An evaluation writes it, reads it, and the next step leaves it unknown again; other batch sizes are other
+    cases."""
 
     def script(s: Script) -> Any:
         out: list[Any] = []

@@ -136,7 +136,8 @@ def test_m2_a_torch_function_by_whatever_reference(reference: Any, early: bool, 
     same(script, endpoint, make=network_with_alias)
 
 
-# What asks no `__torch_function__`, by torch.overrides.get_ignored_functions() or for want of a tensor among its arguments.
+# What asks no `__torch_function__`, by torch.overrides.get_ignored_functions() or for want of a tensor among its
+# arguments.
 UNASKED = {
     "tensor": lambda p: torch.tensor(p),
     "as_tensor": lambda p: torch.as_tensor(p),
@@ -233,7 +234,8 @@ _NOT_SEEN = {f"torch.{name}" for name in ("arange", "eye", "full", "randperm", "
 
 
 def test_m2_functions_that_ask_no_torch_function_are_all_known() -> None:
-    """All of torch's list: also those that a new torch adds. In a process of its own, since some change torch's settings."""
+    """All of torch's list: also those that a new torch adds. In a process of its own, since some change torch's
+    settings."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.client.between.unasked"], capture_output=True, text=True, timeout=300
     )

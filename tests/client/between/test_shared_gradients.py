@@ -1,4 +1,5 @@
-"""Row G3 of docs/architecture.md, "Between two steps": gradients that share memory, and gradients that are put away and put back."""
+"""Row G3 of docs/architecture.md, "Between two steps": gradients that share memory, and gradients that are put away and
+put back."""
 
 from __future__ import annotations
 
@@ -445,7 +446,8 @@ WAYS = [given_before_each, given_once, given_as_windows, given_and_replaced_late
 @pytest.mark.parametrize("step", [without_zeroing, whole, functional, zeroing_last], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("script", WAYS, ids=lambda f: f.__name__)
 def test_g3_what_is_given_is_added_to_by_steps_that_add_in_place_alone(script: Any, step: Any, endpoint: str) -> None:
-    """A step that adds to it and then takes the gradient away leaves the sum in the script's tensor, which never comes back."""
+    """A step that adds to it and then takes the gradient away leaves the sum in the script's tensor, which never comes
+    back."""
     lost = step is zeroing_last or (step is without_zeroing and script is given_as_windows)
     (refused if lost else same)(script, endpoint, make=linear, step=step, optimize=momentum)
 

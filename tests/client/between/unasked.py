@@ -1,4 +1,5 @@
-"""Prints the functions of torch that never ask a tensor's class, and into whose results its values come all the same, unfetched."""
+"""Prints the functions of torch that never ask a tensor's class, and into whose results its values come all the same,
+unfetched."""
 
 from __future__ import annotations
 

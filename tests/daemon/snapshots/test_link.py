@@ -118,7 +118,8 @@ def test_failures_are_answers(asker: Asker):
 
 
 def test_a_disk_that_is_full_is_said_and_costs_no_process(asker: Asker):
-    """The fault is the kernel's: a limit on the size of files, which the writer got and which nothing but its disk knows of."""
+    """The fault is the kernel's: a limit on the size of files, which the writer got and which nothing but its disk
+    knows of."""
     assert save(asker, 1) > 0
     process = asker.link._process
     usual, most = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)

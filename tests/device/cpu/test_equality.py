@@ -325,7 +325,8 @@ def test_bytes_that_are_no_generator_fail_the_step() -> None:
 
 
 def test_draws_from_streams_are_part_of_a_graph() -> None:
-    """Unless the generator must be moved around the operator: one that takes none, or draws an earlier one's numbers again."""
+    """Unless the generator must be moved around the operator: one that takes none, or draws an earlier one's numbers
+    again."""
     builder = ProgramBuilder()
     batch, stream = builder.input("float32", (4,)), builder.state("uint8", (5056,)).view
     for slot in (0, 1, 1):

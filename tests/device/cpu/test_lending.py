@@ -236,8 +236,8 @@ def test_a_step_that_a_dead_process_was_about_to_begin_after_a_recall_never_bega
 @example(["send", "look", "stop", "take"])
 def test_every_step_is_known_once_in_whatever_order_both_sides_work(moves):
     """The executor's moves and ours, mixed anyhow: each step the client sent was run once and told once, or lies on
-    the lane, or came back; after a stop nothing starts. The executor looks for a recall before it takes a step, and the stop may
-    come in between."""
+    the lane, or came back; after a stop nothing starts. The executor looks for a recall before it takes a step, and the
+    stop may come in between."""
     sent, looked, named = 0, False, None
     told, back, begun, stopped, over = [], [], None, False, False
     with both() as lane:

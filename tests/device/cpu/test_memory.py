@@ -1,4 +1,5 @@
-"""What a step made is free when the step is done: by reference counts alone, since executors collect no cycles between steps."""
+"""What a step made is free when the step is done: by reference counts alone, since executors collect no cycles between
+steps."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def test_the_device_says_what_a_step_took() -> None:
         program = job.load(wide(rows))
         job.step(program)
         measured = device.memory().measured[job.job]
-        # Two of the three temporaries are alive at once, and gone by now; the heap may or may not put the third in the first's place.
+        # Two of the three temporaries are alive at once, and gone by now; the heap may or may not put the third in the
+        # first's place.
         assert 1.9 * (rows << 18) <= measured <= 3.2 * (rows << 18)
         charged = device.memory().by_job[job.job]
         assert charged >= max(2 * (rows << 18), measured - OWN_BYTES)

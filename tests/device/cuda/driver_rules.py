@@ -1,5 +1,5 @@
-"""Rules of the driver calls that the device relies on, as tests of a `card`. The fake driver is held to them, the real one on a
-stand-in for libcuda, and the real one on a GPU: whoever has a `card` imports them. Needs no torch."""
+"""Rules of the driver calls that the device relies on, as tests of a `card`. The fake driver is held to them, the real
+one on a stand-in for libcuda, and the real one on a GPU: whoever has a `card` imports them. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A GPU made of host memory: streams that run what they are given in order, when they are let, and graphs that do
 again what was captured, at the same addresses, with the same numbers.
 
-tests/device/cuda/test_driver.py holds the fake driver to the rules that tests/gpu holds the real one to. What it can't show:
-how long anything takes, kernels that run at once, and memory that a captured graph uses again.
+tests/device/cuda/test_driver.py holds the fake driver to the rules that tests/gpu holds the real one to. What it can't
+show: how long anything takes, kernels that run at once, and memory that a captured graph uses again.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from gpumux.device.cuda.operators import FORMS, Number
 
 
 class Call(NamedTuple):
-    """`fed` and `options` are what the form takes; `plain(value)` is the operator on equal tensors, and what it wrote to."""
+    """`fed` and `options` are what the form takes; `plain(value)` is the operator on equal tensors, and what it wrote
+    to."""
 
     target: str
     form: Callable[..., Any]

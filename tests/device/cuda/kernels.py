@@ -1,5 +1,6 @@
-"""What only a GPU has kernels for, written for the CPU by its definition: so that Programs for a GPU can run on one of host
-memory. What real kernels keep for a backward is kept here too, in other sizes and shapes than a Program could know."""
+"""What only a GPU has kernels for, written for the CPU by its definition: so that Programs for a GPU can run on one of
+host memory. What real kernels keep for a backward is kept here too, in other sizes and shapes than a Program could
+know."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ optim = torch.optim
 def test_training_with_a_schedule_is_what_it_is_on_the_cpu(
     make_optimizer: Any, tolerance: float, endpoint: str
 ) -> None:
-    """Through all cuts: 12 steps, with a learning rate that changes under captured pieces. A fused optimizer computes with float32
-    numbers."""
+    """Through all cuts: 12 steps, with a learning rate that changes under captured pieces. A fused optimizer computes
+    with float32 numbers."""
     make = training(make_optimizer, schedule=True)
     want, want_state = plain(make)
     got, got_state = through(make, endpoint)

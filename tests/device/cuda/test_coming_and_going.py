@@ -1,4 +1,5 @@
-"""Whatever happens around it, each step of a job that is now whole, now in pieces computes the same, and nothing is left."""
+"""Whatever happens around it, each step of a job that is now whole, now in pieces computes the same, and nothing is
+left."""
 
 from __future__ import annotations
 

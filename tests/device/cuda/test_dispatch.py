@@ -342,8 +342,8 @@ def test_first_steps_take_their_memory_where_their_graphs_will(driver: Driver, s
 
 
 def test_operators_are_timed_behind_a_busy_gpu(driver: Driver, shared: CudaDevice) -> None:
-    """Called one by one from Python they would all seem to take as long as that does. The first step waits for other things
-    (kernels that are loaded), and needs no help to be the slower one."""
+    """Called one by one from Python they would all seem to take as long as that does. The first step waits for other
+    things (kernels that are loaded), and needs no help to be the slower one."""
     compute, program = compute_of(shared), chain()
     before = len(compute.occupied)
     job, _ = captured(driver, program)

@@ -1,5 +1,5 @@
-"""Attention and batch norm in CUDA's own kernels: whether what is asked of them fits what they are, and what goes from a
-forward to its backward. That they compute the same is asked of a GPU (tests/gpu/test_fused.py)."""
+"""Attention and batch norm in CUDA's own kernels: whether what is asked of them fits what they are, and what goes from
+a forward to its backward. That they compute the same is asked of a GPU (tests/gpu/test_fused.py)."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_every_way_makes_what_the_program_declares(way: int, dtype: torch.dtype)
 
 
 class Kernels:
-    """Attention on a GPU, as far as it can be told without one: in its mathematical form, with what the real kernels keep
-    beside it, which their backward must get."""
+    """Attention on a GPU, as far as it can be told without one: in its mathematical form, with what the real kernels
+    keep beside it, which their backward must get."""
 
     def __init__(self) -> None:
         self.called: list[str] = []

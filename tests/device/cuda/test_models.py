@@ -1,4 +1,5 @@
-"""Programs of whole models, traced for a GPU: every operator of theirs has a kernel there, or a form that does what it does."""
+"""Programs of whole models, traced for a GPU: every operator of theirs has a kernel there, or a form that does what it
+does."""
 
 from __future__ import annotations
 

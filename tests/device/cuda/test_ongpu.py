@@ -1,4 +1,5 @@
-"""Steps traced as a GPU runs them, carried out by a daemon that has one (of host memory, with a GPU's kernels written out)."""
+"""Steps traced as a GPU runs them, carried out by a daemon that has one (of host memory, with a GPU's kernels written
+out)."""
 
 from __future__ import annotations
 

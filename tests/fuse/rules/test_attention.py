@@ -62,8 +62,8 @@ def test_a_mask_of_the_batch_is_shared():
 
 
 class Heads(nn.Module):
-    """Self-attention whose weights are wanted or not, its keys padded or not. Without a bias of the keys, which has no true
-    gradient."""
+    """Self-attention whose weights are wanted or not, its keys padded or not. Without a bias of the keys, which has no
+    true gradient."""
 
     def __init__(self, padded: bool, weights: bool, **options: Any) -> None:
         super().__init__()

@@ -1,1 +1,2 @@
-"""The whole device on the real driver wrapper and the stand-in for libcuda; what torch does on a GPU is done in host memory."""
+"""The whole device on the real driver wrapper and the stand-in for libcuda; what torch does on a GPU is done in host
+memory."""

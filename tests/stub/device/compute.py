@@ -1,5 +1,6 @@
-"""Torch's part on the stand-in: operators run in host memory, as on the fake GPU (tests/device/cuda/fake.py), while captures, marks, uploads and
-replays are the driver's own, so that their rules hold for every thread and stream that the device uses."""
+"""Torch's part on the stand-in: operators run in host memory, as on the fake GPU (tests/device/cuda/fake.py), while
+captures, marks, uploads and replays are the driver's own, so that their rules hold for every thread and stream that the
+device uses."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ THREAD_LOCAL, NODE_PRIORITY = 1, 8
 
 
 class StubDriver(CudaDriver):
-    """The real wrapper, and what the fake's torch asks of a driver beside it. The stand-in does at once what it is given."""
+    """The real wrapper, and what the fake's torch asks of a driver beside it. The stand-in does at once what it is
+    given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +46,8 @@ class StubDriver(CudaDriver):
 
 
 class StubGraph(FakeGraph):
-    """Its operators in host memory, and the driver's graph with the events it passes. `wrapper`: what launches it where torch has
-    no part in that."""
+    """Its operators in host memory, and the driver's graph with the events it passes. `wrapper`: what launches it where
+    torch has no part in that."""
 
     def __init__(self, made: FakeGraph, library: Any, executable: int, wrapper: CudaDriver | None) -> None:
         self.__dict__.update(made.__dict__)

@@ -31,8 +31,9 @@ def case() -> Iterator[Case]:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> None:
-    """In place of the check of descriptors, which the same tests have on the fake GPU: spare processes that check programs come
-    when they come, in the next test as well, on a machine that is busy. What the driver gave is checked above."""
+    """In place of the check of descriptors, which the same tests have on the fake GPU: spare processes that check
+    programs come when they come, in the next test as well, on a machine that is busy. What the driver gave is checked
+    above."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""The contract of every device, asked of the CUDA one on the stand-in: in the order of calls, threads and contexts that it has on a card."""
+"""The contract of every device, asked of the CUDA one on the stand-in: in the order of calls, threads and contexts that
+it has on a card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pieces on shares of the multiprocessors, on the stand-in: streams and captures of green contexts, events of the primary one."""
+"""Pieces on shares of the multiprocessors, on the stand-in: streams and captures of green contexts, events of the
+primary one."""
 
 from __future__ import annotations
 

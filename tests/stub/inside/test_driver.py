@@ -1,5 +1,5 @@
-"""The driver wrapper on the stand-in: names, arguments and results as cuda-bindings has them; every failed call is noticed; rules that a fake of
-the wrapper can't see."""
+"""The driver wrapper on the stand-in: names, arguments and results as cuda-bindings has them; every failed call is
+noticed; rules that a fake of the wrapper can't see."""
 
 from __future__ import annotations
 
@@ -185,7 +185,8 @@ def test_every_method_is_among_the_actions() -> None:
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_every_call_is_checked(name: str, world: World, stub: Stub) -> None:
-    """Each driver call that the method makes fails once, as after a kernel that went out of its bounds: it must not pass unnoticed."""
+    """Each driver call that the method makes fails once, as after a kernel that went out of its bounds: it must not
+    pass unnoticed."""
     stub.reset()
     ACTIONS[name](world)
     stub.leaks = True  # what a call that failed was to give back
@@ -266,7 +267,8 @@ def test_a_thread_enters_before_it_calls(world: World, stub: Stub) -> None:
 
 
 def test_a_share_takes_work_from_two_threads_at_once(world: World, stub: Stub) -> None:
-    """As the device does: one launches, another runs operators, on streams of one share, with events of the primary context."""
+    """As the device does: one launches, another runs operators, on streams of one share, with events of the primary
+    context."""
     gpu = world.gpu
 
     def work() -> None:
