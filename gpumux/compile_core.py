@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=compiled.COMPILE,
         description="Compile gpumux's scheduler core for this Python. Daemons use it from their next start on.",
-        epilog=f"{compiled.ENVIRONMENT}=interpreted has a daemon leave it alone, {compiled.ENVIRONMENT}=compiled insist on it.",
+        epilog=(
+            f"{compiled.ENVIRONMENT}=interpreted has a daemon leave it alone, {compiled.ENVIRONMENT}=compiled insist"
+            " on it."
+        ),
     )
     parser.add_argument("--force", action="store_true", help="also when what is there is of these very sources")
     parser.add_argument(
@@ -75,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(
-            f"{compiled.COMPILE}: {where}{error.strerror}. It needs 20 MB in {tempfile.gettempdir()} and where gpumux is installed",
+            f"{compiled.COMPILE}: {where}{error.strerror}. It needs 20 MB in {tempfile.gettempdir()} and where gpumux"
+            " is installed",
             file=sys.stderr,
         )
         return 1

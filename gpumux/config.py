@@ -217,7 +217,8 @@ class Config:
     gpu: int = _setting(0, "index of the GPU this daemon owns; naming one means a GPU", low=0, high=1023)
     device: str = _setting(
         "auto",
-        "what runs the work; auto takes the GPU where a driver and a CUDA build of torch are, and is cuda if gpu is set",
+        "what runs the work; auto takes the GPU where a driver and a CUDA build of torch are, and is cuda if gpu"
+        " is set",
         choices=DEVICES,
     )
     endpoint: tuple[str, ...] = _setting((), "where to listen; empty means the default of the GPU on this machine")
@@ -238,7 +239,8 @@ class Config:
     )
     state_dir: str = _setting(
         "",
-        "directory of this daemon alone, for snapshots of jobs and for crash.log; empty: no recovery, crashes to stderr",
+        "directory of this daemon alone, for snapshots of jobs and for crash.log; empty: no recovery, crashes to"
+        " stderr",
     )
     snapshot_s: float = _setting(
         30.0,

@@ -40,7 +40,10 @@ def main(argv: list[str] | None = None) -> int:
         arguments.error("say what to draw: --throughput FILE.png, --memory FILE.png or both")
     try:
         result = fusionfile.read(args.result)
-        of = f"\n{result['size']} models on {result['machine']['cpu']}, {result['threads']} thread{'s' * (result['threads'] > 1)}"
+        of = (
+            f"\n{result['size']} models on {result['machine']['cpu']}, {result['threads']}"
+            f" thread{'s' * (result['threads'] > 1)}"
+        )
         if args.throughput is not None:
             title = f"Training throughput over one model after another{of}"
             _draw(args.throughput, title, throughput(result), "models' steps a second, over serial")

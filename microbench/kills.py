@@ -370,8 +370,8 @@ def main(argv: list[str] | None = None) -> int:
     ]  # fmt: skip
     blows = found["blows"]
     print(
-        f"{blows['kills']} kills of the daemon, {blows['executors']} of executors, {blows['restarts']} orderly restarts in "
-        f"{found['seconds']:.0f} s, seed {args.seed}"
+        f"{blows['kills']} kills of the daemon, {blows['executors']} of executors, {blows['restarts']} orderly restarts"
+        f" in {found['seconds']:.0f} s, seed {args.seed}"
     )
     print(common.table(header, rows))
     for text in found["other_messages"][:10]:

@@ -95,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     exceptions = below(kinds, values)
     print(
-        f"below {SHAPE}: {len(exceptions)} of {len(kinds) ** 2} pairs, {sum(e['high_is_shorter'] for e in exceptions)} of them short next to long"
+        f"below {SHAPE}: {len(exceptions)} of {len(kinds) ** 2} pairs, {sum(e['high_is_shorter'] for e in exceptions)}"
+        " of them short next to long"
     )
     result = {"device": args.device, "policy": args.policy, "waves": args.waves, "kernels": [vars(k) for k in kinds]}
     if compared:

@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(common.table(header, rows))
     print(
-        f"\na chain of {args.layers} layers on 1,024 GPUs: {_ms(chain['optimal_s'])}, published {_ms(chain['deeppool_s'])}\n"
+        f"\na chain of {args.layers} layers on 1,024 GPUs: {_ms(chain['optimal_s'])}, published"
+        f" {_ms(chain['deeppool_s'])}\n"
     )
     print(
         common.table(("8 GPUs as in figure 9", "DP ms", "burst ms", "gain", "idle", "the paper on burst alone"), gains)

@@ -112,7 +112,7 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} can't be read: {error}", "name a file that gpu_suite, pairwise or ablation wrote"
         ) from error
     programs = body.get("programs", {str(body.get("benchmark")): {"result": body}})
-    results = {name: (ran.get("result") or {}) for name, ran in programs.items() if name in ("pairwise", "ablation")}
+    results = {name: ran.get("result") or {} for name, ran in programs.items() if name in ("pairwise", "ablation")}
     return {name: result["compared"] for name, result in results.items() if "compared" in result}
 
 

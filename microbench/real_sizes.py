@@ -314,7 +314,8 @@ def show(model: str, r: dict[str, Any]) -> None:
         spent = said["submit"]
         parts = ", ".join(f"{part} {spent[part]:.1f}" for part in ("capture", "check", "load", "state"))
         print(
-            f"{model}: submit {spent['whole']:.1f} s ({parts}), sync {said['sync_s']:.1f} s; state {megabytes(said['state_bytes'])} MB"
+            f"{model}: submit {spent['whole']:.1f} s ({parts}), sync {said['sync_s']:.1f} s; state"
+            f" {megabytes(said['state_bytes'])} MB"
         )
         for phase, peak in memory["phases"].items():
             print(
@@ -329,15 +330,16 @@ def show(model: str, r: dict[str, Any]) -> None:
     if "first" in r:
         rate = r["rate_over_plain"]
         print(
-            f"{model}: first three {r['first']['job']:.1f} s, plain {r['first']['plain']:.1f} s ({r['first_over_plain']:.2f}); steady rate "
-            f"{rate.median:.3f} of plain ({rate.low:.3f} to {rate.high:.3f}); bits "
+            f"{model}: first three {r['first']['job']:.1f} s, plain {r['first']['plain']:.1f} s"
+            f" ({r['first_over_plain']:.2f}); steady rate {rate.median:.3f} of plain ({rate.low:.3f} to"
+            f" {rate.high:.3f}); bits "
             + (f"equal in all {r['tensors']} tensors" if r["equal"] else f"UNEQUAL in {r['unequal']} of {r['tensors']}")
         )
     if "lengths" in r:
         found = r["lengths"]
         print(
-            f"{model}: five lengths: peak {megabytes(found['job']['peak'])} MB, plain {megabytes(found['plain']['peak'])} "
-            f"({found['over_plain']:.2f})"
+            f"{model}: five lengths: peak {megabytes(found['job']['peak'])} MB, plain"
+            f" {megabytes(found['plain']['peak'])} ({found['over_plain']:.2f})"
         )
     sys.stdout.flush()
 

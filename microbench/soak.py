@@ -43,8 +43,8 @@ LOW_NICE = 5  # at the usual 19 whatever else the machine does would stop low jo
 NOBODY = 65534
 MEMORY_SLACK = 24 << 20
 WHY_SLACK = (
-    "allocators keep what they were given: the peaks of two tides differ by the jobs, Programs and vandals that met; a leak of "
-    "200 bytes a step would be more"
+    "allocators keep what they were given: the peaks of two tides differ by the jobs, Programs and vandals that met; a"
+    " leak of 200 bytes a step would be more"
 )
 LEAST_CHECKS = 20
 
@@ -154,8 +154,9 @@ def soak(tides: list[plan.Tide], directory: Path, clients: int, say: Callable[[s
                 ):
                     peak[name] = max(peak[name], value)
                 return (
-                    f"tide {tide.number + 1}, {at:3.0f} of {tide.seconds:.0f} s: {ledger.total('lives')} lives, {ledger.total('right')} steps "
-                    f"right, {ledger.total('wrong')} wrong, {stage.done['kill']} kills; {_words(now)}"
+                    f"tide {tide.number + 1}, {at:3.0f} of {tide.seconds:.0f} s: {ledger.total('lives')} lives,"
+                    f" {ledger.total('right')} steps right, {ledger.total('wrong')} wrong, {stage.done['kill']} kills;"
+                    f" {_words(now)}"
                 )
 
             running.run(tell)
@@ -255,8 +256,9 @@ def main(argv: list[str] | None = None) -> int:
 def _show(found: dict[str, Any], args: Any) -> None:
     counted, trained = found["counted"], found["trained"]
     print(
-        f"{args.clients} clients for {found['seconds']:.0f} s, seed {args.seed}: {counted['lives']} lives, {counted['right']} light and "
-        f"{trained['results']} training steps acknowledged, {counted['states_right'] + trained['states']} states compared"
+        f"{args.clients} clients for {found['seconds']:.0f} s, seed {args.seed}: {counted['lives']} lives,"
+        f" {counted['right']} light and {trained['results']} training steps acknowledged,"
+        f" {counted['states_right'] + trained['states']} states compared"
     )
     for name in ("happened", "vandalism", "operator_refused", "invariants"):
         print(f"{name.replace('_', ' ')}: " + ", ".join(f"{value} {key}" for key, value in sorted(found[name].items())))

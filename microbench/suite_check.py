@@ -86,7 +86,10 @@ def text(findings: Sequence[Finding]) -> str:
 
 def _package(module: str, package: str, needed_for: str) -> Finding:
     ok, said = _run(["-c", PROGRAM, module, package])
-    remedy = f"pip install {package}; without a network, from a folder of wheels: pip install --no-index --no-deps --target DIR WHEEL"
+    remedy = (
+        f"pip install {package}; without a network, from a folder of wheels: pip install --no-index --no-deps --target"
+        " DIR WHEEL"
+    )
     return Finding(module, needed_for, said, not ok, f"{remedy}, with DIR on PYTHONPATH")
 
 

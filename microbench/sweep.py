@@ -308,19 +308,24 @@ def summary(found: Sequence[dict[str, Any]], max_slowdown: float) -> str:
     p99_limit = 1 + 2 * (max_slowdown - 1)
     shares = [pair["harvest_share"] for pair in found if pair["feasible"]]
     lines = [
-        f"mean slowdown: worst {max(p['mean_slowdown'] for p in found):.3f} (target {max_slowdown:.2f}), over it in "
-        f"{_pairs(p['pair'] for p in found if p['mean_slowdown'] > max_slowdown)}",
-        f"p99 slowdown: worst {max(p['p99_slowdown'] for p in found):.3f} (target {p99_limit:.2f}), over it in "
-        f"{_pairs(p['pair'] for p in found if p['p99_slowdown'] > p99_limit)}",
+        (
+            f"mean slowdown: worst {max(p['mean_slowdown'] for p in found):.3f} (target {max_slowdown:.2f}), over it in"
+            f" {_pairs(p['pair'] for p in found if p['mean_slowdown'] > max_slowdown)}"
+        ),
+        (
+            f"p99 slowdown: worst {max(p['p99_slowdown'] for p in found):.3f} (target {p99_limit:.2f}), over it in "
+            f"{_pairs(p['pair'] for p in found if p['p99_slowdown'] > p99_limit)}"
+        ),
     ]
     if shares:
         harvested = sum(p["harvest"] for p in found if p["feasible"]) / sum(
             p["oracle_harvest"] for p in found if p["feasible"]
         )
         lines.append(
-            f"harvest over the oracle's: mean of pairs {sum(shares) / len(shares):.3f}, median {common.percentile(shares, 0.5):.3f}, "
-            f"lowest {min(shares):.3f}, of all work {harvested:.3f} (target {SHARE:.2f}); below it in "
-            f"{_pairs(p['pair'] for p in found if p['feasible'] and p['harvest_share'] < SHARE)}"
+            f"harvest over the oracle's: mean of pairs {sum(shares) / len(shares):.3f}, median"
+            f" {common.percentile(shares, 0.5):.3f}, lowest {min(shares):.3f}, of all work {harvested:.3f} (target"
+            f" {SHARE:.2f}); below it in"
+            f" {_pairs(p['pair'] for p in found if p['feasible'] and p['harvest_share'] < SHARE)}"
         )
     lines.append(f"even the oracle finds nothing in {_pairs(p['pair'] for p in found if not p['feasible'])}")
     worst = max(p["learning_mean_slowdown"] for p in found)

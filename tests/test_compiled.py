@@ -112,7 +112,10 @@ def test_modules_come_from_there_first_and_the_others_from_the_sources(package: 
     made = make(package)
     (made / "explain.py").write_text("compiled = True\n")  # stands for an extension module
     (made / "together__mypyc.py").touch()  # and this for the library
-    code = "from gpumux.scheduler import explain, jobs, RUNS; print(RUNS.kind, hasattr(explain, 'compiled'), jobs.__file__)"
+    code = (
+        "from gpumux.scheduler import explain, jobs, RUNS; print(RUNS.kind, hasattr(explain, 'compiled'),"
+        " jobs.__file__)"
+    )
     assert run(package, code).stdout.split() == ["compiled", "True", str(package / "scheduler" / "jobs.py")]
     assert run(package, code, **INTERPRETED).stdout.split()[:2] == ["interpreted", "False"]
 

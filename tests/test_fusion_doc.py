@@ -42,9 +42,10 @@ def test_eight_small_models_over_the_plain_loops():
     (row,) = [line for line in README.splitlines() if "as one array" in line and line.endswith("microbench.fusion` |")]
     cnn, transformer = over_serial("cnn"), over_serial("transformer")
     assert (
-        f"{cnn['fused']['median']:.2f} (fused by hand {cnn['hand']['median']:.2f}, vmap {cnn['vmap']['median']:.2f}); "
-        f"{transformer['fused']['median']:.2f} (by hand {transformer['hand']['median']:.2f}, vmap {transformer['vmap']['median']:.2f})"
-    ) in row
+        f"{cnn['fused']['median']:.2f} (fused by hand {cnn['hand']['median']:.2f}, vmap {cnn['vmap']['median']:.2f});"
+        f" {transformer['fused']['median']:.2f} (by hand {transformer['hand']['median']:.2f}, vmap"
+        f" {transformer['vmap']['median']:.2f})" in row
+    )
 
 
 def test_the_memory_of_eight():

@@ -31,13 +31,15 @@ def test_the_sweep():
     below = [str(pair["pair"]) for pair in feasible if pair["harvest_share"] < 0.8]
     assert len(pairs) == 100
     assert {pair["seed"] for pair in pairs} == {0}
-    assert cell(MULTIPLEXING, "worst mean, worst 99th percentile") == (
-        f"{worst['mean_slowdown']:.3f}, {worst['p99_slowdown']:.4f}: kept in every one of them"
+    assert (
+        cell(MULTIPLEXING, "worst mean, worst 99th percentile")
+        == f"{worst['mean_slowdown']:.3f}, {worst['p99_slowdown']:.4f}: kept in every one of them"
     )
     assert worst["mean_slowdown"] <= 1.05
     assert worst["p99_slowdown"] <= 1.10
-    assert cell(MULTIPLEXING, f"share of the oracle's harvest, mean of the {len(feasible)} feasible pairs") == (
-        f"{sum(shares) / len(shares):.2f}"
+    assert (
+        cell(MULTIPLEXING, f"share of the oracle's harvest, mean of the {len(feasible)} feasible pairs")
+        == f"{sum(shares) / len(shares):.2f}"
     )
     harvested, possible = (sum(pair[key] for pair in feasible) for key in ("harvest", "oracle_harvest"))
     assert cell(MULTIPLEXING, "of all work") == f"{harvested / possible:.2f}"
@@ -53,8 +55,9 @@ def test_the_sweep_of_another_seed():
     assert mean <= 1.05
     assert tail <= 1.10
     told = (
-        f"worst mean {mean:.3f}, worst 99th percentile {tail:.4f}; of the {len(shares)} feasible pairs "
-        f"{sum(shares) / len(shares):.2f} of the oracle's harvest on average and {sum(s < 0.8 for s in shares)} below 0.80"
+        f"worst mean {mean:.3f}, worst 99th percentile {tail:.4f}; of the {len(shares)} feasible pairs"
+        f" {sum(shares) / len(shares):.2f} of the oracle's harvest on average and {sum(s < 0.8 for s in shares)} below"
+        " 0.80"
     )
     assert told in " ".join(MULTIPLEXING.split())
 
@@ -88,8 +91,9 @@ def test_steps_that_come_at_random():
     assert len(rows) == 18
     wanted = (2e-3, 100.0, True, "guarded")
     (told,) = [row for row in rows if (row["step_s"], row["rate"], row["random"], row["policy"]) == wanted]
-    assert cell(README, "simulated A100: high steps of 2 ms at random") == (
-        f"{told['mean_slowdown']:.3f} and {told['p99_slowdown']:.3f}; {told['low']:.2f}"
+    assert (
+        cell(README, "simulated A100: high steps of 2 ms at random")
+        == f"{told['mean_slowdown']:.3f} and {told['p99_slowdown']:.3f}; {told['low']:.2f}"
     )
 
 
@@ -113,8 +117,8 @@ def test_the_guards_cost():
     assert cell(README, "core events a second of processor time under `paced`") == "; ".join(rates)
     assert cell(README, "an event under `guarded` over one under `paced`") == "; ".join(cost)
     told = (
-        f"{cost[0]} times with 10, 100 and 1,000 jobs where the core is compiled {micros[0]}, {cost[1]} where it is not {micros[1]}, "
-        + f"and for a launch {launch[0]} compiled"
+        f"{cost[0]} times with 10, 100 and 1,000 jobs where the core is compiled {micros[0]}, {cost[1]} where it is not"
+        f" {micros[1]}, " + f"and for a launch {launch[0]} compiled"
     )
     assert told in " ".join(ARCHITECTURE.split())
 

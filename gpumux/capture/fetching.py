@@ -169,8 +169,8 @@ def _outdated_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kw
 
 def _refuse_outdated() -> Any:
     raise StaleState(
-        "this tensor has no values here: it was replaced by a step of the job, and not read between the step that gave it its values "
-        "and that one",
+        "this tensor has no values here: it was replaced by a step of the job, and not read between the step that gave"
+        " it its values and that one",
         "keep a copy when it is there (model.buffer.clone()), or return it from the step",
     )
 
@@ -183,8 +183,10 @@ def is_lost(tensor: torch.Tensor | None) -> bool:
 
 def _refuse() -> Any:
     raise StaleGradient(
-        "this gradient has no values here: it lived only inside the step that made it, or a later step has made another",
-        "return it from the step, or its norm (return loss, model.weight.grad); where it is not wanted, optimizer.zero_grad() first",
+        "this gradient has no values here: it lived only inside the step that made it, or a later step has made"
+        " another",
+        "return it from the step, or its norm (return loss, model.weight.grad); where it is not wanted,"
+        " optimizer.zero_grad() first",
     )
 
 

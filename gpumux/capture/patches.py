@@ -89,8 +89,8 @@ def _scaler_guard(name: str, gpu: bool) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         raise CaptureError(
             f"{user_line()} calls GradScaler.{name}(), which decides in Python by what the gradients hold",
-            "torch.autocast with bfloat16 needs no scaling: GradScaler(enabled=False); for float16 keep the scale in a buffer of "
-            "the model (docs/fusion.md, Loss scaling)",
+            "torch.autocast with bfloat16 needs no scaling: GradScaler(enabled=False); for float16 keep the scale in a"
+            " buffer of the model (docs/fusion.md, Loss scaling)",
         )
 
     return method

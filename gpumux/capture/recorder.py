@@ -249,7 +249,8 @@ class Ledger:
                 f"{user_line()} uses the operator {schema.target}, which is not on the allow-list",
                 instead_of(
                     schema.target,
-                    "write the step without it, or ask the daemon's operator to add it (allow_ops in its configuration)",
+                    "write the step without it, or ask the daemon's operator to add it (allow_ops in its"
+                    " configuration)",
                 ),
             )
         reads: set[int] = set()
@@ -613,7 +614,8 @@ class Recorder(TorchDispatchMode):
     def _state_view(self, real: torch.Tensor, place: tuple[int, int, int]) -> torch.Tensor:
         if real.is_conj() or real.is_neg():
             raise CaptureError(
-                f"{user_line()} uses part of the model through a view that conjugates or negates it, made outside the step",
+                f"{user_line()} uses part of the model through a view that conjugates or negates it, made outside the"
+                " step",
                 "make the view inside the step",
             )
         key = (id(real), place, real.dtype, real.storage_offset(), real.size(), real.stride())

@@ -308,8 +308,8 @@ def value_read() -> DataDependent:
     )
     if type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
         remedy = (
-            f"{name} decides so at every step, and gpumux runs a step's Python only when it captures it: use another of "
-            "torch.optim (Adam, AdamW, SGD, ...), or train this model without gpumux"
+            f"{name} decides so at every step, and gpumux runs a step's Python only when it captures it: use another of"
+            " torch.optim (Adam, AdamW, SGD, ...), or train this model without gpumux"
         )
     return DataDependent(
         f"{user_line()}{where} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)", remedy

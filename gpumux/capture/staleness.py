@@ -392,7 +392,8 @@ def of_job(name: str) -> Words:
         f"job {name!r}",
         " in the daemon",
         "call job.sync() first; to evaluate in the daemon use job.add(...)",
-        "call job.load_state() to take the change into the job, or job.sync() to drop it and bring the daemon's state back",
+        "call job.load_state() to take the change into the job, or job.sync() to drop it and bring the daemon's state"
+        " back",
     )
 
 

@@ -102,8 +102,8 @@ def _unreturned(given: Any) -> StaleState:
     place = next((one._place for one in _found(given)), "this tensor")
     return StaleState(
         f"{place} was set by a step that ran in the daemon, and its values are not here",
-        f"return it from the step (return loss, {place}) and take it from the result; a value that steps go on from belongs in a "
-        "buffer of the model (register_buffer)",
+        f"return it from the step (return loss, {place}) and take it from the result; a value that steps go on from"
+        " belongs in a buffer of the model (register_buffer)",
     )
 
 
@@ -359,8 +359,8 @@ class StateTable:
             self.twins = Twins()
         if tensor.device.type == "cpu" and _between_processes(tensor.untyped_storage()):
             raise CaptureError(
-                f"{name} lies in memory that processes share (share_memory_(), or sent by torch.multiprocessing), and a job's state "
-                "is its own: what the others write would be lost",
+                f"{name} lies in memory that processes share (share_memory_(), or sent by torch.multiprocessing), and a"
+                " job's state is its own: what the others write would be lost",
                 "submit a copy of the model that is not shared: copy.deepcopy(model)",
             )
         if tensor.is_conj() or tensor.is_neg():

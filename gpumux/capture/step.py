@@ -41,7 +41,10 @@ def first_difference(a: RawTrace, b: RawTrace) -> str | None:
     if len(a.record.ops) != len(b.record.ops):
         longer = a if len(a.record.ops) > len(b.record.ops) else b
         op = longer.record.ops[min(len(a.record.ops), len(b.record.ops))]
-        return f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where} is extra"
+        return (
+            f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where}"
+            " is extra"
+        )
     for s, t in zip(a.record.storages, b.record.storages, strict=False):
         if (s.kind, s.nbytes, s.key) != (t.kind, t.nbytes, t.key):
             return "a constant made inside the step has another value each time"
@@ -304,8 +307,8 @@ class StepFunction:
                 return case
         if len(self._cases) >= self._max_variants:
             raise TooManyVariants(
-                f"{self.name} was captured for {len(self._cases)} combinations of batch shapes and Python values already, "
-                f"and this call differs again: {self._cases[0].difference(key)}",
+                f"{self.name} was captured for {len(self._cases)} combinations of batch shapes and Python values"
+                f" already, and this call differs again: {self._cases[0].difference(key)}",
                 "keep batches of equal shape (drop the last one or pad it) and changing numbers out of closures; "
                 "raise max_variants= if the variety is meant",
             )
@@ -336,8 +339,8 @@ class StepFunction:
         if len(phases) >= MAX_PHASES:
             guards = {g.where for p in phases for g in p.raw.guards}
             raise TooManyVariants(
-                f"{self.name} takes another path at almost every step (Python decides by a hyperparameter or step count at "
-                f"{', '.join(sorted(guards)[:3])})",
+                f"{self.name} takes another path at almost every step (Python decides by a hyperparameter or step count"
+                f" at {', '.join(sorted(guards)[:3])})",
                 "let the number reach an operator instead of a Python decision, or update it less often",
             )
         try:
@@ -371,7 +374,8 @@ class StepFunction:
         if difference is not None:
             raise NotRepeatable(
                 f"{self.name} does not do the same thing twice: {difference}",
-                "a Python counter, random or numpy number must not decide what the step computes: pass it in as an argument tensor",
+                "a Python counter, random or numpy number must not decide what the step computes: pass it in as an"
+                " argument tensor",
             )
         if part is None:
             return first
@@ -385,7 +389,8 @@ class StepFunction:
             )
         except CaptureError as error:
             raise NotSplittable(
-                f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it: {error.message}",
+                f"{self.name} works on the whole batch and not on one of {self.microbatches} parts of it:"
+                f" {error.message}",
                 "let its sizes follow the batch's (x.shape[0]), or submit it without microbatches",
             ) from error
 
@@ -412,7 +417,8 @@ class StepFunction:
                 names = ", ".join(self._table.param_names[i] for i in sorted(lowered.reads_dropped)[:3])
                 raise CaptureError(
                     f"{self.name} reads gradients ({names}, ...) that the steps run so far did not keep",
-                    "job.add(...) every step that uses another one's gradients before the first step, or run that step again first",
+                    "job.add(...) every step that uses another one's gradients before the first step, or run that step"
+                    " again first",
                 )
             raise KeepMore(state.keep | lowered.reads_dropped)
         program = replace(lowered.program, kind="compiled") if self.compiled else lowered.program

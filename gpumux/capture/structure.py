@@ -163,7 +163,8 @@ class Counters:
         other = self._paths.setdefault(value.untyped_storage()._cdata, path)
         if other != path:
             raise CaptureError(
-                f"{path_name(other, self._table)} and {path_name(path, self._table)} are one tensor, which each of them counts up",
+                f"{path_name(other, self._table)} and {path_name(path, self._table)} are one tensor, which each of them"
+                " counts up",
                 "give each parameter a number of its own: value.clone()",
             )
 

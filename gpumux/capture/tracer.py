@@ -144,8 +144,8 @@ def told_once() -> Iterator[None]:
 _DATA: Any = torch._C.TensorBase.data
 _OF_STORAGE = ("resize_", "fill_", "copy_", "__setitem__")
 _REMEDY = (
-    "write into the one it has, under torch.no_grad(): p.copy_(new), p.sub_(lr * p.grad); in place of vector_to_parameters(), "
-    "copy_ each part of the vector"
+    "write into the one it has, under torch.no_grad(): p.copy_(new), p.sub_(lr * p.grad); in place of"
+    " vector_to_parameters(), copy_ each part of the vector"
 )
 
 
@@ -303,8 +303,10 @@ class Tracer:
 
         def unknown(tensor: torch.Tensor) -> Exception:
             return UnknownTensor(
-                f"{source.user_line()} uses {source.name_of(tensor, fn)}, which is neither in the batch nor in the model",
-                "pass it as an argument of the step, or make it a buffer of a module and give that module in model= too",
+                f"{source.user_line()} uses {source.name_of(tensor, fn)}, which is neither in the batch nor in the"
+                " model",
+                "pass it as an argument of the step, or make it a buffer of a module and give that module in"
+                " model= too",
             )
 
         observer = Observer()
@@ -356,8 +358,10 @@ class Tracer:
                     raise
                 refuse_call(fn, args, kwargs, error)
                 raise CaptureError(
-                    f"the step raised {type(error).__name__} while it was captured, at {source.traceback_line(error)}: {error}",
-                    "run the step once without gpumux to see whether it works; a step may not read tensor values in Python",
+                    f"the step raised {type(error).__name__} while it was captured, at {source.traceback_line(error)}:"
+                    f" {error}",
+                    "run the step once without gpumux to see whether it works; a step may not read tensor values in"
+                    " Python",
                 ) from error
             finally:
                 torch.clear_autocast_cache()
@@ -370,7 +374,8 @@ class Tracer:
             names = ", ".join(f"{c.name} ({c.old!r} -> {c.new!r})" for c in stuck[:3])
             raise NotRepeatable(
                 f"the step changes Python variables while it runs: {names}",
-                "gpumux runs a step's Python only when it captures it: count outside the step, or keep the value in a tensor buffer",
+                "gpumux runs a step's Python only when it captures it: count outside the step, or keep the value in a"
+                " tensor buffer",
             )
         raw.flags = changes
         raw.left = left.left(self.table.home)

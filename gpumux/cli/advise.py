@@ -162,8 +162,8 @@ def _gpus(args: argparse.Namespace) -> int:
         told["measured"] = {"total_s": measured.total, "compute_s": measured.compute, "loading_s": measured.loading,
                             "device": measured.device}  # fmt: skip
         lines.append(
-            f"R_O is {measured.ratio:.1%}: {measured.compute:.3f} s of computation ({measured.device}) in {measured.total:.3f} s; "
-            f"data loading took {measured.loading:.3f} s"
+            f"R_O is {measured.ratio:.1%}: {measured.compute:.3f} s of computation ({measured.device}) in"
+            f" {measured.total:.3f} s; data loading took {measured.loading:.3f} s"
         )
     if given is not None:
         told |= {"overhead": given, "most_speedup": guidelines.most_speedup(given)}
@@ -172,12 +172,13 @@ def _gpus(args: argparse.Namespace) -> int:
         told |= {"speedup": args.speedup, "gpus": gpus}
         if gpus is None:
             lines.append(
-                f"no number of GPUs is {args.speedup:g} times as fast: at R_O {given:.1%} the most is {guidelines.most_speedup(given):.2f}"
+                f"no number of GPUs is {args.speedup:g} times as fast: at R_O {given:.1%} the most is"
+                f" {guidelines.most_speedup(given):.2f}"
             )
         else:
             lines.append(
-                f"{args.speedup:g} times as fast with R_O {given:.1%}: {gpus} GPUs (they give {guidelines.speedup(gpus, given):.2f}, "
-                f"efficiency {guidelines.efficiency(gpus, given):.0%})"
+                f"{args.speedup:g} times as fast with R_O {given:.1%}: {gpus} GPUs (they give"
+                f" {guidelines.speedup(gpus, given):.2f}, efficiency {guidelines.efficiency(gpus, given):.0%})"
             )
             if args.efficiency is not None:
                 kept = guidelines.efficiency(gpus, given) >= args.efficiency
@@ -189,8 +190,8 @@ def _gpus(args: argparse.Namespace) -> int:
             "speedup_of_gpus": guidelines.speedup(args.gpus, given),
         }
         lines.append(
-            f"{args.gpus} GPUs with R_O {given:.1%}: {guidelines.speedup(args.gpus, given):.2f} times as fast, efficiency "
-            f"{guidelines.efficiency(args.gpus, given):.0%}"
+            f"{args.gpus} GPUs with R_O {given:.1%}: {guidelines.speedup(args.gpus, given):.2f} times as fast,"
+            f" efficiency {guidelines.efficiency(args.gpus, given):.0%}"
         )
     if args.speedup is not None and args.efficiency is not None and given is None:
         fewest = guidelines.gpus_at(args.speedup, args.efficiency)
@@ -264,7 +265,8 @@ def _servers(args: argparse.Namespace) -> int:
         )  # fmt: skip
         return 0
     emit(
-        f"{args.workers} workers that compute {args.compute:g} s an iteration and exchange {nbytes / 1e6:.0f} MB of parameters"
+        f"{args.workers} workers that compute {args.compute:g} s an iteration and exchange {nbytes / 1e6:.0f} MB of"
+        " parameters"
     )
     rows = []
     for bandwidth, servers, ways in found:

@@ -102,9 +102,10 @@ def describe(plan: Plan) -> str:
             )
         )
     head = (
-        f"{plan.graph.name} on {plan.gpus} GPUs, global batch {plan.batch}, amplification limit {_limit(plan.limit)}, {plan.algorithm}\n"
-        f"iteration {milliseconds(plan.seconds)}, {plan.speedup:.2f} times as fast as one GPU; {plan.busy * 1e3:.3f} GPU-ms used, "
-        f"{plan.idle * 1e3:.3f} GPU-ms idle for other jobs ({_idle(plan):.0%} of {plan.gpus} GPUs)"
+        f"{plan.graph.name} on {plan.gpus} GPUs, global batch {plan.batch}, amplification limit {_limit(plan.limit)},"
+        f" {plan.algorithm}\niteration {milliseconds(plan.seconds)}, {plan.speedup:.2f} times as fast as one GPU;"
+        f" {plan.busy * 1e3:.3f} GPU-ms used, {plan.idle * 1e3:.3f} GPU-ms idle for other jobs ({_idle(plan):.0%} of"
+        f" {plan.gpus} GPUs)"
     )
     away = len(plan.placement.away)
     if away:
@@ -133,14 +134,16 @@ def compare(plans: Sequence[Plan]) -> str:
 
 def _curve(question: Question, curve: Curve) -> str:
     rows = [
-        (_limit(limit), "no plan", "-", "-", "-")
-        if plan is None
-        else (
-            _limit(limit) + (" (exceeded)" if plan.over_limit() else ""),
-            milliseconds(plan.seconds),
-            f"{plan.speedup:.2f}",
-            milliseconds(plan.busy),
-            f"{_idle(plan):.0%}",
+        (
+            (_limit(limit), "no plan", "-", "-", "-")
+            if plan is None
+            else (
+                _limit(limit) + (" (exceeded)" if plan.over_limit() else ""),
+                milliseconds(plan.seconds),
+                f"{plan.speedup:.2f}",
+                milliseconds(plan.busy),
+                f"{_idle(plan):.0%}",
+            )
         )
         for limit, plan in curve
     ]
@@ -185,7 +188,8 @@ def _notes(args: argparse.Namespace, question: Question, profile: ModelProfile, 
     share = question.batch // question.gpus
     if args.figures and curves.background_batch(question) > share:
         notes.append(
-            f"background jobs of the trade-off run batches of {curves.background_batch(question)}: no layer was timed at {share}"
+            f"background jobs of the trade-off run batches of {curves.background_batch(question)}: no layer was timed"
+            f" at {share}"
         )
     notes += [profile.note] if args.profile else []
     notes += graph.notes

@@ -171,7 +171,10 @@ def _fish(commands: list[Command]) -> str:
         "# gpumux completion for fish; made by `gpumux completion fish`",
         "complete -c gpumux -f",
         "function __gpumux_jobs",
-        '    gpumux jobs --json --timeout 1 2>/dev/null | string match -rg \'^ *"(?:short|name)": "([A-Za-z0-9._-]+)",?$\'',
+        (
+            '    gpumux jobs --json --timeout 1 2>/dev/null | string match -rg \'^ *"(?:short|name)":'
+            ' "([A-Za-z0-9._-]+)",?$\''
+        ),
         "end",
     ]
     for command in commands:

@@ -64,8 +64,8 @@ class StepFuture:
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name == "backward":
             message += (
-                ": the graph of a step's loss is in the step — call loss.backward() inside the step; .result() is the value, "
-                "without a graph"
+                ": the graph of a step's loss is in the step — call loss.backward() inside the step; .result() is the"
+                " value, without a graph"
             )
         elif hasattr(torch.Tensor, name) and not name.startswith("__"):
             message += f", which a tensor has — wait for the step's own result: .result().{name}"

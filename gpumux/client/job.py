@@ -145,8 +145,8 @@ def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool
     more: dict[str, Any] = {}
     if table.runs_on == "cuda":
         because.append(
-            "the step was traced on the CPU, as torch would run it on a GPU, and is carried out on the daemon's GPU, with "
-            "optimizers and the numbers that change from step to step in forms of their own"
+            "the step was traced on the CPU, as torch would run it on a GPU, and is carried out on the daemon's GPU,"
+            " with optimizers and the numbers that change from step to step in forms of their own"
         )
     elif table.gpu:
         because.append(f"the local model lies on {table.home}, and the daemon computes on the {table.runs_on}")
@@ -156,8 +156,8 @@ def exactness(table: StateTable, microbatches: Mapping[str, int], compiled: bool
         more = {"microbatches": counts}
     if compiled:
         because.append(
-            "the daemon compiles the step, which fuses operators: results are bit-equal to those of any other compiled run of "
-            "it with the same torch build on the same kind of machine"
+            "the daemon compiles the step, which fuses operators: results are bit-equal to those of any other compiled"
+            " run of it with the same torch build on the same kind of machine"
         )
     if not because:
         return {"exactness": BIT_EQUAL}

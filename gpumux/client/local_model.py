@@ -256,7 +256,8 @@ class Cached:
     def _shared(self, index: int, owner: str) -> LocalWrite:
         name = self._table.param_names[index]
         return LocalWrite(
-            f"the gradient that {name} was given shares memory with {owner}, and a plain loop's steps would add to both at once",
+            f"the gradient that {name} was given shares memory with {owner}, and a plain loop's steps would add to both"
+            " at once",
             f"give it a copy: {name}.grad = value.clone()",
         )
 

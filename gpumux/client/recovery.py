@@ -192,7 +192,8 @@ class Recovery:
                     now = time.monotonic()
                     if now - started > self._reconnect_s:
                         raise DaemonGone(
-                            f"{gone.message}, and could not be had back within {self._reconnect_s:g} s: {error.message}",
+                            f"{gone.message}, and could not be had back within {self._reconnect_s:g} s:"
+                            f" {error.message}",
                             error.remedy,
                         ) from gone
                     if until is not None and now >= until:

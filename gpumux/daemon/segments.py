@@ -122,7 +122,8 @@ class Segments:
         mine = self.used_by.get(uid, 0)
         if self.user_limit is not None and mine + nbytes > self.user_limit:
             raise AdmissionRefused(
-                f"{nbytes} bytes of shared memory on top of your {mine} would pass the {self.user_limit} one user may have",
+                f"{nbytes} bytes of shared memory on top of your {mine} would pass the {self.user_limit} one user may"
+                " have",
                 "use smaller batches or fewer in flight, or raise max_shared_bytes_per_user",
             )
         if self.used_bytes + nbytes > self.limit:

@@ -75,7 +75,8 @@ def check_own(model: Any, optimizer: Any, before: Sequence[StateTable], config: 
         for name, held in (*part.named_modules(), *part.named_parameters()):
             if id(held) in taken:
                 raise ConfigError(
-                    f"factory({config!r}) returned a model whose {name or type(held).__name__} is that of model {taken[id(held)]} too",
+                    f"factory({config!r}) returned a model whose {name or type(held).__name__} is that of model"
+                    f" {taken[id(held)]} too",
                     "make each model's layers at each call of factory; copy.deepcopy() what they are to begin with",
                 )
 

@@ -59,7 +59,8 @@ def restore(array: Models, path: str | Path, model: int | None) -> None:
         if here != there:
             name = next(iter(dict(here.items() ^ there.items())))
             raise ConfigError(
-                f"{path} does not fit model {b}: {name} is {there.get(name, 'not there')}, and here {here.get(name, 'there is none')}",
+                f"{path} does not fit model {b}: {name} is {there.get(name, 'not there')}, and here"
+                f" {here.get(name, 'there is none')}",
                 "restore into an array whose factory makes the models that were saved",
             )
     for b, state in zip(targets, states, strict=True):

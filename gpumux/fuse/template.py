@@ -80,8 +80,9 @@ def _different(first: Program, other: Program, model: int, index: int, found: Se
     return NotFusible(
         f"models 0 and {model} are not of one kind: operator {index}, {layer_name(label)}, is `{text(first)}` in one "
         f"and `{text(other)}` in the other",
-        "put models of one architecture and batch shape into an array; learning rates, seeds and other numbers may differ if they "
-        "are written with a point (2.0, not 2), but 0 where others aren't leaves operators out (weight decay, momentum, dropout)",
+        "put models of one architecture and batch shape into an array; learning rates, seeds and other numbers may"
+        " differ if they are written with a point (2.0, not 2), but 0 where others aren't leaves operators out (weight"
+        " decay, momentum, dropout)",
     )
 
 

@@ -290,7 +290,8 @@ class GivenCosts:
             raise ConfigError("costs of the wrong shape, or below 0", "give one for each layer and number of GPUs")
         if (self.between.diagonal(axis1=1, axis2=2) != 0).any() or (self.apart < self.between).any():
             raise ConfigError(
-                "a transfer to the same GPUs that takes time, or one to other GPUs that takes less than to some of the same",
+                "a transfer to the same GPUs that takes time, or one to other GPUs that takes less than to some of the"
+                " same",
                 "comm(i, g, g) is 0, and moved is at least comm",
             )
         if self.counts[0] == 1 and ((self.gradients[:, 0] != 0).any() or (self.compute[:, 0] != self.single).any()):

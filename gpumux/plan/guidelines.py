@@ -270,7 +270,8 @@ def read(traced: TracedModel) -> Cnn:
             elif called.startswith("conv"):
                 raise ConfigError(
                     f"{traced.name} calls {called} as a function, which doesn't say whose weights these are",
-                    "make it a module: torch.nn.Conv2d itself (a class made of it is looked into; --whole CLASS keeps it one)",
+                    "make it a module: torch.nn.Conv2d itself (a class made of it is looked into; --whole CLASS keeps"
+                    " it one)",
                 )
         if node.op != "call_module":
             continue

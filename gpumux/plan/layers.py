@@ -144,8 +144,8 @@ class ModelProfile:
             if times[i] > UNSTEADY * min(times[i:]):
                 shortest = times[i:].index(min(times[i:])) + i
                 return (
-                    f"batches of {batch} took {times[i] / times[shortest]:.1f} times as long as batches of {batches[shortest]}: "
-                    "something else ran there; record it again before you rely on a plan"
+                    f"batches of {batch} took {times[i] / times[shortest]:.1f} times as long as batches of"
+                    f" {batches[shortest]}: something else ran there; record it again before you rely on a plan"
                 )
         return ""
 

@@ -52,9 +52,11 @@ def profile(
                 times[layer.name].append(Timing(batch, *runner.layer(layer)))
             except Exception as error:  # whatever the model's own code raises
                 raise CaptureError(
-                    f"{layer.name} fails at a batch of {batch}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                    "choose other --batches (too little memory: smaller ones; a batch norm that has but one value: larger ones); "
-                    "a batch's size that is written into the model, as in x.view(8, -1), has to come from its input",
+                    f"{layer.name} fails at a batch of {batch}: {type(error).__name__}:"
+                    f" {(str(error).splitlines() or [''])[0]}",
+                    "choose other --batches (too little memory: smaller ones; a batch norm that has but one value:"
+                    " larger ones); a batch's size that is written into the model, as in x.view(8, -1), has to come"
+                    " from its input",
                 ) from error
     return ModelProfile(
         loaded.name,
@@ -246,8 +248,8 @@ def node_seconds(traced: TracedModel, node: fx.Node, spec: GpuSpec, batch: int) 
         wide = module.out_features if isinstance(module, nn.Linear) else module.out_channels
         if out[0] < wide:
             raise CaptureError(
-                f"layer {node.target!r} makes less than one row for each sample of a batch of {traced.batch}: it mixes samples, "
-                "or the batch's size is written into the model",
+                f"layer {node.target!r} makes less than one row for each sample of a batch of {traced.batch}: it mixes"
+                " samples, or the batch's size is written into the model",
                 "plan a model that keeps samples apart, with the batch in dimension 0 of all that its layers take",
             )
     peak = spec.flops["tf32" if item == 4 else "float16" if item == 2 else "float32"]
@@ -331,7 +333,10 @@ def steps_profile(traced: TracedModel, steps: Sequence[StepProfile]) -> ModelPro
                      layer.flops, "measured" if measured else "model")
         for layer, timings in zip(traced.layers, times, strict=True)
     ]  # fmt: skip
-    note = f"from steps of {', '.join(sorted({step.name or 'a job' for step in steps}))}; {nowhere / len(steps):.0%} of them is of no layer"
+    note = (
+        f"from steps of {', '.join(sorted({step.name or 'a job' for step in steps}))}; {nowhere / len(steps):.0%} of"
+        " them is of no layer"
+    )
     parted = [f"{each.samples} of {each.step.batch}" for each in found if each.samples != each.step.batch]
     if parted:
         note += f"; microbatches of {', '.join(parted)} samples"
@@ -412,7 +417,8 @@ class _Shares:
         if strange:
             raise ConfigError(
                 f"{what} has layers that {self.traced.name} has not: {_some(strange)}",
-                f"name the model that the job trains; {self.traced.name} has {_some([layer.name for layer in self.traced.layers])}",
+                f"name the model that the job trains; {self.traced.name} has"
+                f" {_some([layer.name for layer in self.traced.layers])}",
             )
         found = [[0.0, 0.0] for _ in self.traced.layers]
         seen: set[int] = set()
@@ -510,8 +516,8 @@ class _Shares:
             given = recorded.get(id(module), set()) & ACTIVATIONS
             if wanted != given:
                 raise ConfigError(
-                    f"{what} has {' and '.join(sorted(given)) or 'no activation'} in {path!r}, and {self.traced.name} has "
-                    f"{' and '.join(sorted(wanted)) or 'none'}",
+                    f"{what} has {' and '.join(sorted(given)) or 'no activation'} in {path!r}, and {self.traced.name}"
+                    f" has {' and '.join(sorted(wanted)) or 'none'}",
                     "name the model that the job trains",
                 )
 

@@ -49,10 +49,10 @@ class Question:
             return
         fitting = ",".join(str(count) for count in divisors(self.batch, most) if self.batch // count >= smallest)
         raise ConfigError(
-            f"a global batch of {self.batch} on {most} GPUs is {self.batch // most} samples each, and layer {name!r} was timed at "
-            f"{smallest} and more",
-            f"time batches of {self.batch // most}, too (--batches of `plan profile`, one more --profile of a job), give a batch of "
-            f"{smallest * most}" + (f", or --counts {fitting}" if fitting else ""),
+            f"a global batch of {self.batch} on {most} GPUs is {self.batch // most} samples each, and layer {name!r}"
+            f" was timed at {smallest} and more",
+            f"time batches of {self.batch // most}, too (--batches of `plan profile`, one more --profile of a job),"
+            f" give a batch of {smallest * most}" + (f", or --counts {fitting}" if fitting else ""),
         )
 
     @cached_property

@@ -374,7 +374,8 @@ def _propagate(module: fx.GraphModule, loaded: Loaded, batch: int) -> None:
                 except Exception as error:  # whatever the model's own code raises
                     sizes = " and ".join(str(list(each.shape)) for each in given)
                     raise CaptureError(
-                        f"{loaded.name} fails on a batch of {batch} (input {sizes}) in {module_path(node) or node.name}: {_said(error)}",
+                        f"{loaded.name} fails on a batch of {batch} (input {sizes}) in"
+                        f" {module_path(node) or node.name}: {_said(error)}",
                         _remedy(loaded.name),
                     ) from error
         finally:
@@ -385,8 +386,8 @@ def _remedy(name: str) -> str:
     if name in BUILT_IN:
         return f"leave --input out: {name} takes samples of {','.join(map(str, BUILT_IN[name][1]))}"
     return (
-        "check the shape of one sample (--input, or what the factory returns); a batch's size that is written into the model, "
-        "as in x.view(8, -1), has to come from its input"
+        "check the shape of one sample (--input, or what the factory returns); a batch's size that is written into the"
+        " model, as in x.view(8, -1), has to come from its input"
     )
 
 

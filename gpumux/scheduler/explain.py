@@ -38,18 +38,23 @@ def by_itself(track: Track, others: Sequence[str]) -> list[str]:
     drifts = sum([baseline.drifts for baseline in model.steps]) if model is not None else 0
     if drifts:
         lines.append(
-            f"What its steps take alone was found to have changed {often(drifts)}: that is its own work, and no job is blamed for it."
+            f"What its steps take alone was found to have changed {often(drifts)}: that is its own work, and no job is"
+            " blamed for it."
         )
     if (noise := track.account.noise.over) >= NOTEWORTHY:
-        said = f"Without low work its steps differ, too: about {100 * noise:.0f} in 100 lose what low work might be blamed for. "
+        said = (
+            f"Without low work its steps differ, too: about {100 * noise:.0f} in 100 lose what low work might be blamed"
+            " for. "
+        )
         lines.append(
             said
-            + "That many are charged to nobody, and what seems to cost much is believed to after several times in a row."
+            + "That many are charged to nobody, and what seems to cost much is believed to after several times in a"
+            " row."
         )
     if track.company and others:
         lines.append(
-            f"{track.company} of its {track.steps} steps ran beside {' and '.join(others)}, of high priority, too: high jobs share the "
-            "device by weight, and what that costs is no part of the promise."
+            f"{track.company} of its {track.steps} steps ran beside {' and '.join(others)}, of high priority, too: high"
+            " jobs share the device by weight, and what that costs is no part of the promise."
         )
     return lines
 
@@ -64,8 +69,8 @@ def outlier(track: Track) -> list[str]:
         return []
     ago = len(track.ratios) - 1 - list(track.ratios).index(slowest)
     return [
-        f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to cost more "
-        f"than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
+        f"The slowest of them, {ago} steps ago, took {slowest:.2f} times as long; no low work beside it is known to"
+        f" cost more than {known * 1e3:.3f} ms: the cause lay elsewhere, and nobody is held for it."
     ]
 
 
@@ -75,8 +80,8 @@ def stood_still(job: Job) -> list[str]:
     if stood <= STOOD * out:
         return []
     return [
-        f"Of {out:.3f} s that its pieces were on the device they stood still for {stood:.3f} s: they gave the device away to high jobs' "
-        "or other programs' work, and then went on."
+        f"Of {out:.3f} s that its pieces were on the device they stood still for {stood:.3f} s: they gave the device"
+        " away to high jobs' or other programs' work, and then went on."
     ]
 
 
@@ -155,8 +160,9 @@ def _longest(core: CoreState, job: Job) -> list[str]:
     )
     seconds, piece = max((each, index) for index, each in enumerate(known))
     return [
-        f"A step of it is cut into {len(program.pieces)}; the longest, piece {piece} "
-        f"({_operators(core, job.id, program.bounds[piece : piece + 2], program.key)}), takes {seconds * 1e3:.3f} ms alone."
+        f"A step of it is cut into {len(program.pieces)}; the longest, piece {piece}"
+        f" ({_operators(core, job.id, program.bounds[piece : piece + 2], program.key)}), takes {seconds * 1e3:.3f} ms"
+        " alone."
     ]
 
 
@@ -174,15 +180,15 @@ def _high(core: CoreState, guard: Guard, job: Job) -> list[str]:
     else:
         kept, slack = "kept" if found["kept"] else "broken", track.account.slack
         lines.append(
-            f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone "
-            f"({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are "
-            f"{1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {track.over} of all its {track.steps} steps took more than what "
-            "is promised on average."
+            f"Its last {found['steps']} steps took {found['slowdown']:.3f} times what they take alone"
+            f" ({track.solo_step() * 1e3:.3f} ms), 99 in 100 at most {found['slowdown_p99']:.3f} times; promised are"
+            f" {1.0 + slack:.4g}, and {1.0 + 2 * slack:.4g} for 99 in 100: {kept}. {track.over} of all its"
+            f" {track.steps} steps took more than what is promised on average."
         )
     if not track.surprise.trusted:
         lines.append(
-            "Its steps came when none was expected, and lost too much to low work that was out: the pauses there were between them are "
-            "not relied on."
+            "Its steps came when none was expected, and lost too much to low work that was out: the pauses there were"
+            " between them are not relied on."
         )
     others = [_name(core, other) for other in guard.tracks if other != job.id and other in core.jobs]
     lines += by_itself(track, others) + outlier(track) + _neighbours(core, guard, track)
@@ -208,7 +214,8 @@ def _neighbours(core: CoreState, guard: Guard, track: Track) -> list[str]:
         where = _range(core, track.job.id, model, piece)
         most = f"most in {where}, which {_takes(_ratio(worst))}" if worst > 0.0 else "in no range more than in others"
         lines.append(
-            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses {pair.typical.mean:.3f} s a second; {most}."
+            f"Beside {' and '.join(names) or 'a job that is gone'}{share} it loses {pair.typical.mean:.3f} s a second;"
+            f" {most}."
         )
     return lines[:MOST_BANS]
 
@@ -248,16 +255,17 @@ def _low(core: CoreState, guard: Guard, job: Job) -> list[str]:
     asked = [program.asked_s for program in job.programs.values() if program.asked_s is not None]
     if asked and guard.cutting.high in core.jobs:
         lines.append(
-            f"The device is asked to cut its steps into pieces of about {asked[0] * 1e3:.3f} ms, not {guard.cutting.usual_s * 1e3:.3f}: "
-            f"a step of job {_name(core, guard.cutting.high)} could hardly bear longer ones."
+            f"The device is asked to cut its steps into pieces of about {asked[0] * 1e3:.3f} ms, not"
+            f" {guard.cutting.usual_s * 1e3:.3f}: a step of job {_name(core, guard.cutting.high)} could hardly bear"
+            " longer ones."
         )
     long = too_long(guard, job)
     if long is not None:
         piece, fits = long
         lines.append(
-            f"Its pieces are too long: the next takes {piece * 1e3:.3f} ms alone and could not run for "
-            f"{starved_steps(guard, job)} steps; about {fits * 1e3:.3f} ms would fit. Shorter operators (a smaller batch, or "
-            "more microbatches) may let it run."
+            f"Its pieces are too long: the next takes {piece * 1e3:.3f} ms alone and could not run for"
+            f" {starved_steps(guard, job)} steps; about {fits * 1e3:.3f} ms would fit. Shorter operators (a smaller"
+            " batch, or more microbatches) may let it run."
         )
     return lines
 
@@ -290,8 +298,8 @@ def _ban(core: CoreState, hold: Hold) -> str:
     ban = hold.ban
     assert ban is not None
     return (
-        f"it would run into {_operators(core, ban.high, ban.operators, ban.program)} of job {_name(core, ban.high)}: that range "
-        f"{_takes(ban.ratio)} ({ban.samples} samples); banned {_while(core, ban)}"
+        f"it would run into {_operators(core, ban.high, ban.operators, ban.program)} of job {_name(core, ban.high)}:"
+        f" that range {_takes(ban.ratio)} ({ban.samples} samples); banned {_while(core, ban)}"
     )
 
 
@@ -314,15 +322,15 @@ def _gap(core: CoreState, hold: Hold) -> str:
 
 def _tail(core: CoreState, hold: Hold) -> str:
     return (
-        f"beside {_where(core, hold)} it would cost the step that runs more than one step may lose{_limit(core, hold)}, "
-        "until that step ends"
+        f"beside {_where(core, hold)} it would cost the step that runs more than one step may lose{_limit(core, hold)},"
+        " until that step ends"
     )
 
 
 def _next(core: CoreState, hold: Hold) -> str:
     return (
-        f"it would outlast the step of {_for(core, hold)} that runs, and cost the next one, which may have come by then, more than one "
-        f"step may lose{_limit(core, hold)}"
+        f"it would outlast the step of {_for(core, hold)} that runs, and cost the next one, which may have come by"
+        f" then, more than one step may lose{_limit(core, hold)}"
     )
 
 
@@ -365,9 +373,9 @@ def _told(core: CoreState, ban: Ban) -> str:
     again = f", renewed {often(ban.failures)}" if ban.failures else ""
     why = "one launch costs more than a step may lose" if ban.why == "tail" else "elsewhere it costs far less"
     return (
-        f"Banned: job {_name(core, ban.low)}{share} while {_operators(core, ban.high, ban.operators, ban.program)} of job "
-        f"{_name(core, ban.high)} run: that range {_takes(ban.ratio)} ({ban.samples} samples), and "
-        f"{why}; {_while(core, ban)}{again}."
+        f"Banned: job {_name(core, ban.low)}{share} while {_operators(core, ban.high, ban.operators, ban.program)} of"
+        f" job {_name(core, ban.high)} run: that range {_takes(ban.ratio)} ({ban.samples} samples), and {why};"
+        f" {_while(core, ban)}{again}."
     )
 
 

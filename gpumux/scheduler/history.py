@@ -26,8 +26,10 @@ TEMPLATES: dict[str, str] = {
     "waits:changing": "waits: the job is about to change its priority",
     "waits:program": "waits: program {0} is not ready",
     "waits:transfer": "waits: a transfer of state comes first",
-    "waits:window": "waits: the {0} window is full ({1} of {2} launches, {3:.3f} of {4:.3f} ms); its oldest launch is "
-    "{5}, piece {6} of step {7} of job {8}",
+    "waits:window": (
+        "waits: the {0} window is full ({1} of {2} launches, {3:.3f} of {4:.3f} ms); its oldest launch is "
+        "{5}, piece {6} of step {7} of job {8}"
+    ),
     "waits:turn": "waits: job {0} comes first in the {1} class",
     **{f"waits:held:{reason}": f"held ({reason}): {{0}}" for reason in REASONS},
     "launched": "piece {0} of {1} launched as {2} on stream {3}, cut {4}",
@@ -35,7 +37,10 @@ TEMPLATES: dict[str, str] = {
     "finished": "finished: {0:.3f} ms queued, {1:.3f} ms on the device, {2:.3f} ms in all",
     "failed": "failed ({0}): {1}",
     "program": "program {0} ready, cut {1} of {2} pieces",
-    "cut": "the device is asked to cut program {0} into pieces of about {1:.3f} ms: a step of a high job could hardly bear longer ones",
+    "cut": (
+        "the device is asked to cut program {0} into pieces of about {1:.3f} ms: a step of a high job could hardly bear"
+        " longer ones"
+    ),
     "uncut": "the device is asked to cut program {0} as it does by itself",
     "transfer": "transfer {0} started",
     "transferred": "transfer {0} ended: {1}",

@@ -85,14 +85,16 @@ def job_figures(guard: Guard, job: Job, now: float) -> dict[str, Any] | None:
     if job.priority is Priority.LOW:
         hold, long = guard.holds.newest.get(job.id), too_long(guard, job)
         return {
-            "held": None
-            if hold is None
-            else {
-                "reason": hold.reason,
-                "high": hold.high,
-                "since": hold.since,
-                "until": hold.until if hold.until < float("inf") else None,
-            },
+            "held": (
+                None
+                if hold is None
+                else {
+                    "reason": hold.reason,
+                    "high": hold.high,
+                    "since": hold.since,
+                    "until": hold.until if hold.until < float("inf") else None,
+                }
+            ),
             "held_seconds": guard.holds.of(job, now),
             "too_long": None if long is None else {"piece_seconds": long[0], "fits_seconds": long[1]},
         }

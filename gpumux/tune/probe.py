@@ -108,8 +108,8 @@ def check(task: Task, space: Space, works: Sequence[Work], captured: Captured, b
         name = named[0]
         also = "".join(f"; {more} does, too" for more in named[1:])
         raise ConfigError(
-            f"parameter {name!r} is marked fusible, but changes the step: {work.config[name]!r} and {mixed[name]!r} give "
-            f"other operators or shapes{also} ({error.message})",
+            f"parameter {name!r} is marked fusible, but changes the step: {work.config[name]!r} and {mixed[name]!r}"
+            f" give other operators or shapes{also} ({error.message})",
             f"take `fusible = true` from {name}, so that its values part trials into arrays of their own",
         ) from error
 

@@ -63,16 +63,18 @@ def answer(rows: Sequence[Row]) -> str:
     queued, marked = gaps["no", max(DEPTHS)], gaps["yes", max(DEPTHS)]
     late, two = gaps["yes", 1], gaps["yes", 2]
     return (
-        f"a boundary costs {queued:.1f} us when all is queued, {marked:.1f} us with a counter behind each piece, {two:.1f} us with two "
-        f"outstanding and {late:.1f} us when the host launches the next only when it sees the end of the last"
+        f"a boundary costs {queued:.1f} us when all is queued, {marked:.1f} us with a counter behind each piece,"
+        f" {two:.1f} us with two outstanding and {late:.1f} us when the host launches the next only when it sees the"
+        " end of the last"
     )
 
 
 EXPERIMENT = Experiment(
     "boundary_gaps",
     "How long does the device idle between two pieces, with the next one queued and with the next one launched late?",
-    f"{KERNELS} kernels of {KERNEL_S * 1e6:.0f} us that each fill the device, as 1 to 64 graphs; device time from event to event, over "
-    "that of one graph, by boundaries. Depth: launches outstanding at most, counted by a pinned counter that each piece raises.",
+    f"{KERNELS} kernels of {KERNEL_S * 1e6:.0f} us that each fill the device, as 1 to 64 graphs; device time from event"
+    " to event, over that of one graph, by boundaries. Depth: launches outstanding at most, counted by a pinned"
+    " counter that each piece raises.",
     measure,
     answer,
 )

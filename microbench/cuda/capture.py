@@ -144,8 +144,8 @@ def answer(rows: Sequence[Row]) -> str:
 EXPERIMENT = Experiment(
     "capture",
     "Does capturing, instantiating or loading one job disturb another that runs?",
-    "Pieces of 200 us launched and seen one at a time by one thread, while another thread of the process captures a step of 48 layers in each "
-    "capture mode, runs it, loads 256 MiB of state, or allocates; a second of each.",
+    "Pieces of 200 us launched and seen one at a time by one thread, while another thread of the process captures a"
+    " step of 48 layers in each capture mode, runs it, loads 256 MiB of state, or allocates; a second of each.",
     measure,
     answer,
     repeats=1,

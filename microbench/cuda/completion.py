@@ -88,16 +88,17 @@ def answer(rows: Sequence[Row]) -> str:
     best = min(rows, key=lambda row: float(row["seen_us"]))
     counter = rows[0]
     return (
-        f"soonest: {best['way']} ({best['seen_us']:.1f} us for a piece of {1e6 * PIECE_S:.0f}); the pinned counter takes "
-        f"{counter['seen_us']:.1f} us, {1e3 * counter['poll_us']:.0f} ns a look, and costs the device {counter['mark_costs_device_us']:.2f} us a piece"
+        f"soonest: {best['way']} ({best['seen_us']:.1f} us for a piece of {1e6 * PIECE_S:.0f}); the pinned counter"
+        f" takes {counter['seen_us']:.1f} us, {1e3 * counter['poll_us']:.0f} ns a look, and costs the device"
+        f" {counter['mark_costs_device_us']:.2f} us a piece"
     )
 
 
 EXPERIMENT = Experiment(
     "completion",
     "How soon does the host know that a piece has ended, and what does finding out cost: a pinned counter or events?",
-    "A piece of 100 us, then the mark: seconds from the launch until the host has seen it, what one look costs, and what the mark adds to "
-    "each of 32 queued pieces on the device. Looks are made from Python, as the daemon's are.",
+    "A piece of 100 us, then the mark: seconds from the launch until the host has seen it, what one look costs, and"
+    " what the mark adds to each of 32 queued pieces on the device. Looks are made from Python, as the daemon's are.",
     measure,
     answer,
     repeats=200,

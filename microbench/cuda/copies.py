@@ -78,17 +78,19 @@ def measure(gpu: Gpu, repeats: int) -> list[Row]:
 def answer(rows: Sequence[Row]) -> str:
     last = rows[-1]
     return (
-        f"copies slow compute-bound kernels to {max(r['compute_slowdown'] for r in rows):.3f} and memory-bound ones to "
-        f"{max(r['memory_slowdown'] for r in rows):.3f}; a {SMALL >> 10} KiB copy waits {last['small_copy_waits_us']:.0f} us behind one of "
-        f"{last['copy_mib']} MiB, {last['with_chunks_us']:.0f} us if that is sent in chunks of 1 MiB"
+        f"copies slow compute-bound kernels to {max(r['compute_slowdown'] for r in rows):.3f} and memory-bound ones to"
+        f" {max(r['memory_slowdown'] for r in rows):.3f}; a {SMALL >> 10} KiB copy waits"
+        f" {last['small_copy_waits_us']:.0f} us behind one of {last['copy_mib']} MiB, {last['with_chunks_us']:.0f} us"
+        " if that is sent in chunks of 1 MiB"
     )
 
 
 EXPERIMENT = Experiment(
     "copies",
-    "What do copies from the host cost kernels that run beside them, and does a large copy delay a small, more urgent one?",
-    "Kernels bound by computing and by bandwidth, alone and beside a stream of copies from pinned memory; a copy of 64 KiB on a high stream "
-    "behind a large one on a low stream, whole and in chunks of 1 MiB.",
+    "What do copies from the host cost kernels that run beside them, and does a large copy delay a small, more urgent"
+    " one?",
+    "Kernels bound by computing and by bandwidth, alone and beside a stream of copies from pinned memory; a copy of 64"
+    " KiB on a high stream behind a large one on a low stream, whole and in chunks of 1 MiB.",
     measure,
     answer,
     repeats=10,

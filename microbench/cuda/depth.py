@@ -76,16 +76,17 @@ def answer(rows: Sequence[Row]) -> str:
 
     few, many = min(CONNECTIONS), max(CONNECTIONS)
     return (
-        f"with {many} queues low work one deep delays a high piece by {worst(many, False):.0f} us at most and queued deeper by "
-        f"{worst(many, True):.0f}; with {few} queue by {worst(few, False):.0f} and {worst(few, True):.0f} (a block lasts {1e6 * PIECE_S / WAVES:.0f} us)"
+        f"with {many} queues low work one deep delays a high piece by {worst(many, False):.0f} us at most and queued"
+        f" deeper by {worst(many, True):.0f}; with {few} queue by {worst(few, False):.0f} and {worst(few, True):.0f} (a"
+        f" block lasts {1e6 * PIECE_S / WAVES:.0f} us)"
     )
 
 
 EXPERIMENT = Experiment(
     "depth",
     "Does low work that is queued deep block the way of a high launch, and do more hardware queues help?",
-    "1 to 64 low pieces of 300 us (6 waves) queued on each of 1, 8 and 40 low streams, then one high piece: the median delay of its end. "
-    "CUDA_DEVICE_MAX_CONNECTIONS is 1, 8 and 32, each in a process of its own.",
+    "1 to 64 low pieces of 300 us (6 waves) queued on each of 1, 8 and 40 low streams, then one high piece: the median"
+    " delay of its end. CUDA_DEVICE_MAX_CONNECTIONS is 1, 8 and 32, each in a process of its own.",
     measure,
     answer,
     repeats=12,

@@ -56,7 +56,8 @@ def bindings(module: str = "driver") -> Any:
         return import_module(f"cuda.bindings.{module}")
     except ImportError as error:
         raise NoDevice(
-            f"cuda-bindings can't be imported ({error}); it comes with torch's CUDA builds, or `pip install cuda-bindings`"
+            f"cuda-bindings can't be imported ({error}); it comes with torch's CUDA builds, or `pip install"
+            " cuda-bindings`"
         ) from error
 
 

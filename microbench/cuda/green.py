@@ -165,7 +165,8 @@ def _together(gpu: Gpu, where: Part, low: Graph, high: Any, piece: Graph, repeat
 def answer(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["note"] is None]
     told = [
-        f"{row['low_share']} ({row['queues']} queues): high {row['high_slowdown']:.2f}, p99 {row['high_p99_slowdown']:.2f}, low keeps {row['low_beside']:.2f}"
+        f"{row['low_share']} ({row['queues']} queues): high {row['high_slowdown']:.2f}, p99"
+        f" {row['high_p99_slowdown']:.2f}, low keeps {row['low_beside']:.2f}"
         for row in found
     ]
     binds = [row for row in found if row["low_share"] < 1.0]
@@ -179,8 +180,9 @@ def answer(rows: Sequence[Row]) -> str:
 EXPERIMENT = Experiment(
     "green",
     "What does confining low work to a share of the multiprocessors buy, and do work queues of its own add to that?",
-    "High pieces of 100 us that fill the device, 50 us apart, beside low pieces of 1 ms in one wave, on green contexts of 1, 1/2 and 1/4 of the "
-    "multiprocessors with shared and with separate work queues. Low work is counted in blocks, over what it does alone on all of them.",
+    "High pieces of 100 us that fill the device, 50 us apart, beside low pieces of 1 ms in one wave, on green contexts"
+    " of 1, 1/2 and 1/4 of the multiprocessors with shared and with separate work queues. Low work is counted in"
+    " blocks, over what it does alone on all of them.",
     measure,
     answer,
 )

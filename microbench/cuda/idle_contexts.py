@@ -96,8 +96,8 @@ def answer(rows: Sequence[Row]) -> str:
     alone = rows[0]
     many = [row for row in rows if row["contexts"] == max(CONTEXTS)]
     told = [
-        f"{row['contexts']} contexts, {row['doing']}: {row['piece_us'] / alone['piece_us']:.3f} of a piece's time alone, p99 "
-        f"{row['piece_p99_us'] / alone['piece_p99_us']:.2f}, {row['mib_each']:.0f} MiB each"
+        f"{row['contexts']} contexts, {row['doing']}: {row['piece_us'] / alone['piece_us']:.3f} of a piece's time"
+        f" alone, p99 {row['piece_p99_us'] / alone['piece_p99_us']:.2f}, {row['mib_each']:.0f} MiB each"
         for row in many
     ]
     return "; ".join(told)
@@ -106,8 +106,8 @@ def answer(rows: Sequence[Row]) -> str:
 EXPERIMENT = Experiment(
     "idle_contexts",
     "What do clients that hold a CUDA context of their own cost the daemon, idle or now and then busy?",
-    "Pieces of 100 us, one at a time and in chains, beside 0 to 4 other processes with a context: idle, or running a tiny kernel every "
-    "10 ms. Device memory that each context takes is what less of it is free.",
+    "Pieces of 100 us, one at a time and in chains, beside 0 to 4 other processes with a context: idle, or running a"
+    " tiny kernel every 10 ms. Device memory that each context takes is what less of it is free.",
     measure,
     answer,
 )

@@ -102,8 +102,8 @@ def answer(rows: Sequence[Row]) -> str:
 EXPERIMENT = Experiment(
     "launch_cost",
     "What does launching cost the host, by how many kernels a graph has and into how many pieces it is cut?",
-    "Empty kernels in a chain, captured as one graph and cut into pieces, launched into an idle stream; medians. Beside them the "
-    "same kernels launched one by one, and what Python and the binding alone cost for as many calls.",
+    "Empty kernels in a chain, captured as one graph and cut into pieces, launched into an idle stream; medians. Beside"
+    " them the same kernels launched one by one, and what Python and the binding alone cost for as many calls.",
     measure,
     answer,
 )

@@ -56,16 +56,16 @@ def answer(rows: Sequence[Row]) -> str:
     worst = max(row["delay_max_us"] / row["low_us"] for row in single)
     short = max(row["max_over_block"] for row in many)
     return (
-        f"a low piece of one wave delays a high one by up to {worst:.2f} of its length; one of {max(WAVES)} waves by up to {short:.2f} of a "
-        "block's: what matters is how long its blocks hold their places"
+        f"a low piece of one wave delays a high one by up to {worst:.2f} of its length; one of {max(WAVES)} waves by up"
+        f" to {short:.2f} of a block's: what matters is how long its blocks hold their places"
     )
 
 
 EXPERIMENT = Experiment(
     "piece_delay",
     "How long does a low piece delay a high one, by how long it is and by how long its blocks are?",
-    "A low piece that fills the device, as 1, 4 or 16 waves of blocks; a high piece of 100 us launched when a tenth, half and nine tenths "
-    "of it have passed. Seconds until the host sees the high piece's end, less those alone.",
+    "A low piece that fills the device, as 1, 4 or 16 waves of blocks; a high piece of 100 us launched when a tenth,"
+    " half and nine tenths of it have passed. Seconds until the host sees the high piece's end, less those alone.",
     measure,
     answer,
 )

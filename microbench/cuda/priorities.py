@@ -72,9 +72,11 @@ def answer(rows: Sequence[Row]) -> str:
 
 EXPERIMENT = Experiment(
     "priorities",
-    "Which priorities are there, and does a graph run with the priority of its nodes or of the stream it is launched on?",
-    "A filler of many short waves at a priority in between; a graph captured on a low or a high stream, instantiated with and without "
-    "the node priority flag, launched on either. It acts as high if it is done long before the filler. The range is in the file.",
+    "Which priorities are there, and does a graph run with the priority of its nodes or of the stream it is"
+    " launched on?",
+    "A filler of many short waves at a priority in between; a graph captured on a low or a high stream, instantiated"
+    " with and without the node priority flag, launched on either. It acts as high if it is done long before the"
+    " filler. The range is in the file.",
     measure,
     answer,
     repeats=10,

@@ -191,9 +191,11 @@ def answer(rows: Sequence[Row]) -> str:
 
 EXPERIMENT = Experiment(
     "rebuild",
-    "Can a captured graph be built again, node by node, from the parameters the driver tells, and does it compute the same?",
-    "Two training steps captured by torch; every kernel's function, sizes, argument bytes (by the driver's layout of them) and attributes, every "
-    "copy and memset, and the edges are read and put into a new graph, in the same process. Both are run 5 steps from the same state.",
+    "Can a captured graph be built again, node by node, from the parameters the driver tells, and does it compute the"
+    " same?",
+    "Two training steps captured by torch; every kernel's function, sizes, argument bytes (by the driver's layout of"
+    " them) and attributes, every copy and memset, and the edges are read and put into a new graph, in the same"
+    " process. Both are run 5 steps from the same state.",
     measure,
     answer,
 )

@@ -149,14 +149,18 @@ def answer(rows: Sequence[Row]) -> str:
     ]
     if not good:
         return "no: at none of the hints did all of it work"
-    return f"yes, at {len(good)} of {len(HINTS)} hints ({', '.join(good)}): same address, both ways, and it outlives a killed client"
+    return (
+        f"yes, at {len(good)} of {len(HINTS)} hints ({', '.join(good)}): same address, both ways, and it outlives a"
+        " killed client"
+    )
 
 
 EXPERIMENT = Experiment(
     "same_address",
     "Can two processes map the same device memory at the same address, and does it outlive the one that dies?",
-    "Memory made with the driver's virtual memory calls, reserved at a fixed hint, exported as a file descriptor, sent over a socket, mapped "
-    "at the same hint in a second process, which writes to it and is killed; and the same with the memory made by the process that dies.",
+    "Memory made with the driver's virtual memory calls, reserved at a fixed hint, exported as a file descriptor, sent"
+    " over a socket, mapped at the same hint in a second process, which writes to it and is killed; and the same with"
+    " the memory made by the process that dies.",
     measure,
     answer,
     repeats=1,

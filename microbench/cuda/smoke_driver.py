@@ -62,8 +62,8 @@ class Card:
     def describe(self) -> str:
         facts = self.facts
         return (
-            f"{facts['name']}, driver {facts['driver']}, {facts['multiprocessors']} multiprocessors, priorities {facts['priorities']}, "
-            f"cuda-bindings {facts['bindings']}, Python {facts['python']}"
+            f"{facts['name']}, driver {facts['driver']}, {facts['multiprocessors']} multiprocessors, priorities"
+            f" {facts['priorities']}, cuda-bindings {facts['bindings']}, Python {facts['python']}"
         )
 
     @cached_property
@@ -405,7 +405,10 @@ def gap(card: Card) -> str:
     gpu.call("cuGraphExecDestroy", graph.exec)
     card.gpu.destroy_stream(stream)
     number.close()
-    return f"{1e6 * inside / CYCLES:.1f} us a piece of 200, {1e6 * (whole - inside) / (CYCLES - 1):.1f} us from one to the next"
+    return (
+        f"{1e6 * inside / CYCLES:.1f} us a piece of 200, {1e6 * (whole - inside) / (CYCLES - 1):.1f} us from one to the"
+        " next"
+    )
 
 
 # ---- shares

@@ -89,7 +89,7 @@ class Running:
         self._ebb()
 
     def _start(self, process: int) -> None:
-        (kind, *_) = [seat.kind for seat in self.tide.of(process)]
+        kind, *_ = [seat.kind for seat in self.tide.of(process)]
         module = "trainers" if kind.startswith("torch") else "light"
         command = [sys.executable, "-m", f"microbench.soaking.{module}", str(self._spec), str(process)]
         log = (self.stage.directory / "clients.log").open("ab")

@@ -168,8 +168,8 @@ def test_figures_of_a_profile_of_one_batch(tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert "8 on 4 GPUs is 2 samples each" in said
     assert (
-        "time batches of 2, too (--batches of `plan profile`, one more --profile of a job), give a batch of 32, or --counts 1"
-        in said
+        "time batches of 2, too (--batches of `plan profile`, one more --profile of a job), give a batch of 32, or"
+        " --counts 1" in said
     )
 
 

@@ -197,9 +197,8 @@ def test_wrong_flags_are_wrong_usage(flag: list[str], capsys: pytest.CaptureFixt
 
 def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from gpumux.cli.main import main\n"
-        f"sys.exit(main(['simulate', '--high', 'transformer-b2', '--steps', '2', '--plot', {str(tmp_path / 'x.png')!r}]))"
+        "import sys; sys.modules['matplotlib'] = None\nfrom gpumux.cli.main import main\nsys.exit(main(['simulate',"
+        f" '--high', 'transformer-b2', '--steps', '2', '--plot', {str(tmp_path / 'x.png')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == EX_CONFIG

@@ -563,9 +563,9 @@ def test_operators_are_shorter_and_the_step_needs_less_memory(endpoint: str) -> 
     model, opt, step, (x, y) = training()
     options: dict[str, Any] = {"example": (x, y), "model": model, "optimizer": opt, "endpoint": endpoint}
     with client.submit(step, **options) as job:
-        (whole, *_) = programs(job)
+        whole, *_ = programs(job)
     with client.submit(step, microbatches=4, **options) as job:
-        (split, *_) = programs(job)
+        split, *_ = programs(job)
     assert max(work(split)) * 4 == max(work(whole))
     assert sum(work(split)) == sum(work(whole))
     assert plan(split).peak_bytes < 0.6 * plan(whole).peak_bytes

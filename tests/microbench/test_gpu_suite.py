@@ -22,7 +22,10 @@ from microbench.cuda import probe
 from microbench.suite_parts import LIMIT, RESULT, TEST, Job
 
 CARD = probe.Found("Fake GPU", "2.11.0", "9.9", 132, 1 << 37)
-WRITE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figure': 7})); print('a table'); print('on its way', file=sys.stderr)"
+WRITE = (
+    "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figure': 7})); print('a table'); print('on its way',"
+    " file=sys.stderr)"
+)
 # Counts its runs in its own file and is done with the second one.
 TWICE = """
 import json, os, sys
@@ -231,7 +234,10 @@ def test_what_has_no_time_left_is_left_for_the_next_run(tmp_path: Path):
 
 
 def test_a_program_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path):
-    script = "import subprocess, sys; print('began', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    script = (
+        "import subprocess, sys; print('began', flush=True); subprocess.run([sys.executable, '-c', 'import time;"
+        " time.sleep(600)'])"
+    )
     assert suite([job("hangs", script, most_s=2.0)], tmp_path).run(100.0) == gpu_suite.BROKEN
     ran = written(tmp_path)["programs"]["hangs"]
     assert ran["exit"] is None

@@ -51,9 +51,10 @@ def test_a_listing_says_everything():
     b.result(parts[0])
     program = b.build()
     text = describe(program)
-    assert describe_op(program, 0) == (
-        "    0  [%1:bf16[1], %2:bf16[1]], _, %i0:f32[3,2]/1,3@0 = aten.x.default(%i0:f32[2,3], [1, None], scalar0, 's', "
-        "device=device, dtype=dtype:int8, z=(1.0-2.0j))"
+    assert (
+        describe_op(program, 0)
+        == "    0  [%1:bf16[1], %2:bf16[1]], _, %i0:f32[3,2]/1,3@0 = aten.x.default(%i0:f32[2,3], [1, None], scalar0,"
+        " 's', device=device, dtype=dtype:int8, z=(1.0-2.0j))"
     )
     assert "() = aten.y.default() random 3" in text
     assert "wait peer" in text

@@ -95,7 +95,10 @@ def test_without_a_driver_it_is_a_matter_of_configuration(tmp_path: Path):
 
 def test_host_time_is_measured(libraries: Path, tmp_path: Path):
     out = tmp_path / "host.json"
-    script = "from microbench.cuda import host_time; import sys; host_time.PIECES = host_time.CALLS = 20; sys.exit(host_time.main())"
+    script = (
+        "from microbench.cuda import host_time; import sys; host_time.PIECES = host_time.CALLS = 20;"
+        " sys.exit(host_time.main())"
+    )
     done = run(["-c", script, "--repeats", "1", "--out", str(out)], build.environment(libraries, bindings(NEWEST)))
     assert done.returncode == 0, done.stderr
     told = json.loads(out.read_text())

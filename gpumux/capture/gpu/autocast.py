@@ -271,8 +271,8 @@ def _swaps(on_gpu: bool) -> list[tuple[Any, str, Callable[..., Any]]]:
     def on_entry(self: Any) -> Any:
         if self.device == "cuda" and not self._enabled and self not in made and not enabled() and _missing():
             warnings.warn(
-                f"{user_line()} enters an autocast that was made outside the step, where torch saw no GPU and turned it off: "
-                "nothing is cast. Make it inside the step",
+                f"{user_line()} enters an autocast that was made outside the step, where torch saw no GPU and turned it"
+                " off: nothing is cast. Make it inside the step",
                 stacklevel=3,
             )
         with _as_cuda(self):
@@ -336,8 +336,8 @@ def refuse_lost_scaling(method: str) -> None:
     CaptureError."""
     if torch.float16 in current.lowered and _missing():
         raise CaptureError(
-            f"{user_line()} calls {method} of a scaler that is off, as torch has it where it sees no GPU, and the step casts to "
-            "float16: its gradients would not be scaled",
-            "torch.autocast with bfloat16 needs no scaling; for float16 keep the scale in a buffer of the model (docs/fusion.md, "
-            "Loss scaling); or leave the scaler out of the step",
+            f"{user_line()} calls {method} of a scaler that is off, as torch has it where it sees no GPU, and the step"
+            " casts to float16: its gradients would not be scaled",
+            "torch.autocast with bfloat16 needs no scaling; for float16 keep the scale in a buffer of the model"
+            " (docs/fusion.md, Loss scaling); or leave the scaler out of the step",
         )

@@ -371,8 +371,8 @@ class _Run:
         match = total(whole, parts, self.tolerance, _NOISE * largest)
         if match is None or (match.ratio is None and pair.name in NOT_SUMS):
             raise NotSplittable(
-                f"{pair.full.where}: what {pair.name} gives for the batch is neither the sum nor the mean of what it gives "
-                "for parts of it",
+                f"{pair.full.where}: what {pair.name} gives for the batch is neither the sum nor the mean of what it"
+                " gives for parts of it",
                 REMEDY,
             )
         self._matches[storage] = match

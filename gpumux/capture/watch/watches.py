@@ -94,7 +94,8 @@ def _of_convolutions(backend: str) -> str:
         if found not in _ON_THE_CPU:
             name = f"torch.backends.{backend}.{kind}.fp32_precision"
             raise CaptureError(
-                f"{name} is {found!r}, itself or by way of torch.backends.fp32_precision, and jobs can't take that along",
+                f"{name} is {found!r}, itself or by way of torch.backends.fp32_precision, and jobs can't take that"
+                " along",
                 f"set {name} = {_ON_THE_CPU[-1]!r} before you submit (and in runs you compare with)",
             )
     return Numerics().conv_precision
@@ -485,7 +486,8 @@ def _pickled(label: str, value: Any) -> Watch:
         size = len(pickle.dumps(value))
     except Exception as error:
         raise CaptureError(
-            f"the step reaches {label}, a {type(value).__module__}.{type(value).__name__}, and changes of it can't be noticed",
+            f"the step reaches {label}, a {type(value).__module__}.{type(value).__name__}, and changes of it can't be"
+            " noticed",
             "read it outside the step and pass what it gave as an argument",
         ) from error
     if size > MOST_BYTES:

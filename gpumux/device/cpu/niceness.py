@@ -36,7 +36,8 @@ class Niceness:
         return Fault(
             "refused",
             f"low jobs' processes run at niceness {self._low_nice}, and this daemon may not make one less nice",
-            "submit the job anew with high priority, or give the daemon LimitNICE=+0 (or CAP_SYS_NICE), or low_nice = 0",
+            "submit the job anew with high priority, or give the daemon LimitNICE=+0 (or CAP_SYS_NICE), or"
+            " low_nice = 0",
         )
 
     def regrade(self, job: JobId, priority: Priority) -> None:

@@ -256,9 +256,11 @@ class LoadedProgram:
             versions={"torch": str(torch.__version__), "gpumux": __version__},
             recorded_at=strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()),
             batch=batch_size(program),
-            note=f"run operator by operator with {torch.get_num_threads()} threads, Python's own time taken off"
-            if self._compiled is None
-            else "compiled: the time of operators that were fused is put down to the first of them",
+            note=(
+                f"run operator by operator with {torch.get_num_threads()} threads, Python's own time taken off"
+                if self._compiled is None
+                else "compiled: the time of operators that were fused is put down to the first of them"
+            ),
         )
 
     @property

@@ -540,7 +540,8 @@ def form(index: int, op: Op) -> Callable[..., Any]:
     if known is None:
         schema(op.target)  # an operator this torch lacks is another error
         raise ProgramError(
-            f"operator {index} ({op.target}) takes a number that changes from step to step, which a captured piece can't",
+            f"operator {index} ({op.target}) takes a number that changes from step to step, which a captured piece"
+            " can't",
             "pass the number as a tensor argument of the step, or use --device cpu",
         )
     return known
@@ -580,8 +581,8 @@ def call(index: int, op: Op, supports: Callable[[str], bool], *, compiled: bool 
     if not supports(op.target):
         raise ProgramError(
             f"operator {index} ({op.target}) exists on the CPU alone",
-            "write the step without it (for recurrent layers: torch.backends.mkldnn.flags(enabled=False) while tracing), "
-            "or use --device cpu",
+            "write the step without it (for recurrent layers: torch.backends.mkldnn.flags(enabled=False) while"
+            " tracing), or use --device cpu",
         )
     return schema(op.target).overload  # type: ignore[no-any-return]
 
@@ -601,7 +602,8 @@ def kept_draws(program: Program) -> frozenset[int]:
             continue
         if op.stream is not None:
             raise ProgramError(
-                f"operator {index} ({op.target}) draws from a random stream of its own, which captured graphs can't yet",
+                f"operator {index} ({op.target}) draws from a random stream of its own, which captured graphs"
+                " can't yet",
                 "train models that draw (dropout) as jobs of their own, or use --device cpu",
             )
         before = first.setdefault(op.random, index)

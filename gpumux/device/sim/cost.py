@@ -80,18 +80,27 @@ class GpuSpec:
 
 _LAUNCH = {
     "call_s": "4 to 5 us a kernel launched by itself, asynchronously (forums.developer.nvidia.com/t/68937)",
-    "graph_s": "2.5 us a straight-line graph since CUDA 12.6 (NVIDIA's blog, 'Constant Time Launch for Straight-Line "
-    "CUDA Graphs')",
+    "graph_s": (
+        "2.5 us a straight-line graph since CUDA 12.6 (NVIDIA's blog, 'Constant Time Launch for Straight-Line "
+        "CUDA Graphs')"
+    ),
     "graph_node_s": "1 ns a node since CUDA 12.6 (the same blog)",
     "transmit_s": "guess: about half of the 5 us an empty kernel takes from launch to end",
     "launch_gap_s": "guess: back-to-back launches of one stream are about a microsecond apart",
-    "node_gap_s": "guess, next to NVIDIA's blog 'Getting Started with CUDA Graphs': 3.4 us a kernel in a graph where the "
-    "kernel itself takes 2.9",
+    "node_gap_s": (
+        "guess, next to NVIDIA's blog 'Getting Started with CUDA Graphs': 3.4 us a kernel in a graph where the "
+        "kernel itself takes 2.9"
+    ),
     "completion_s": "guess: a write to pinned host memory and one turn of a polling loop",
-    "queue_length": "guess: a host that launches without waiting is blocked after about 1,000 launches of one stream "
-    "(forums.developer.nvidia.com/t/68937); that the queue is shared by all streams is DeepPool's speculation (section 5)",
-    "stream_depth": "guess: DeepPool found queues that ignore priorities beyond few outstanding launches, and paces to "
-    "2 and 1 (section 5); how deep the device itself queues a stream is published nowhere",
+    "queue_length": (
+        "guess: a host that launches without waiting is blocked after about 1,000 launches of one stream"
+        " (forums.developer.nvidia.com/t/68937); that the queue is shared by all streams is DeepPool's speculation"
+        " (section 5)"
+    ),
+    "stream_depth": (
+        "guess: DeepPool found queues that ignore priorities beyond few outstanding launches, and paces to "
+        "2 and 1 (section 5); how deep the device itself queues a stream is published nowhere"
+    ),
 }
 _SHARE = "CUDA driver API, Green Contexts (docs.nvidia.com/cuda/cuda-driver-api, 6.35): compute capability "
 

@@ -228,9 +228,11 @@ def _with_value(target: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tu
 @rule("_foreach_norm.Scalar")
 def norms(call: Call) -> Any:
     return [
-        torch.linalg.vector_norm(o.all(), call.number("ord"), list(range(1, o.dim + 1)), dtype=call["dtype"])
-        if o.dim
-        else o.all().abs()
+        (
+            torch.linalg.vector_norm(o.all(), call.number("ord"), list(range(1, o.dim + 1)), dtype=call["dtype"])
+            if o.dim
+            else o.all().abs()
+        )
         for o in call["self"]
     ]
 

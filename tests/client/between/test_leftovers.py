@@ -219,7 +219,11 @@ def test_m19_the_model_is_copied_pickled_and_saved_all_the_same(endpoint: str) -
         file = io.BytesIO()
         torch.save(s.model, file)
         file.seek(0)
-        copies = [copy.deepcopy(s.model), pickle.loads(pickle.dumps(s.model)), torch.load(file, weights_only=False)]  # noqa: S301
+        copies = [
+            copy.deepcopy(s.model),
+            pickle.loads(pickle.dumps(s.model)),
+            torch.load(file, weights_only=False),
+        ]
         for other in copies:
             assert torch.equal(other.lin.weight, weight)
             assert type(other.aux) is Unreturned
