@@ -20,7 +20,7 @@ from gpumux.tune.checkpoints import read
 from gpumux.tune.task import find
 from tests.tune import toy
 
-ROOT = Path(toy.__file__).parents[3]
+ROOT = Path(toy.__file__).parents[2]
 TASK = "tests.tune.toy:factory"
 
 
