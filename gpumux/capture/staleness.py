@@ -194,6 +194,10 @@ class Gradients:
             gone = self._table.renew(buffers - changed, keep=others)
             elsewhere = self._table.renew(buffers & changed, keep=others)
             _lose_all(gone | elsewhere if others else elsewhere)
+            if self._fetched:  # others of the same memory have other tensors now, with the same values
+                now = {i: self.of(i) for i in self._fetched if i not in indices}
+                self._fetched = {i: tensor for i, tensor in now.items() if tensor is not None}
+                self._fetched_noted = Noted(self._fetched.values())
 
     def gone(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of these in whose memory no gradient of the job lies, or none that was ever brought here."""

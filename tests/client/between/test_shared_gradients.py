@@ -537,3 +537,29 @@ def test_g3_a_second_job_on_the_model_sets_no_gradients(endpoint: str) -> None:
         return out
 
     same(script, endpoint, make=linear, step=whole, optimize=momentum)
+
+
+@pytest.mark.parametrize("make", [Flat, flat_by_data])
+def test_g3_others_of_a_flat_buffer_are_written_after_one_was_replaced(make: Any, endpoint: str) -> None:
+    """With a step between that changes nothing, so that what was fetched is still what the daemon holds."""
+
+    def backward(model: Any, optimizer: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return step
+
+    def script(s: Script) -> Any:
+        def norms() -> Tensor:
+            return sum((p.grad.norm() for p in s.model.parameters()), torch.zeros(()))
+
+        look = norms if s.job is None else s.job.add(norms, example=())
+        out: list[Any] = s.train(1)
+        s.model.weight.grad = s.model.weight.grad * 0.5
+        out.append(look())
+        torch._foreach_mul_([p.grad for p in s.model.parameters()], 0.5)
+        return [*out, look(), *s.train(1, 1), look()]
+
+    same(script, endpoint, make=make, step=backward, optimize=momentum)
