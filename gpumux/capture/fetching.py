@@ -24,7 +24,7 @@ import torch
 from torch.jit import _builtins, _freeze, _script
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gpumux.capture.state import Part
+from gpumux.capture.state import DESCRIBES, Part
 from gpumux.errors import StaleGradient, StaleState
 
 plainly = torch._C.DisableTorchFunctionSubclass  # with plainly(): nothing is fetched
@@ -116,48 +116,40 @@ def fetching(plain: type) -> type:
     return found
 
 
+def _without_values(plain: Any, function: Callable[..., Any], refuse: Callable[[], Any], what: str) -> type:
+    """A subclass of a tensor's class whose values are nowhere: `function` decides what may be asked, copying is refused."""
+    found: type = type(plain)(
+        plain.__name__,
+        (plain,),
+        {
+            "__module__": plain.__module__,
+            "__torch_function__": classmethod(function),
+            "__deepcopy__": lambda self, memo: refuse(),
+            "__reduce_ex__": lambda self, protocol: refuse(),
+            "__repr__": lambda self, **kwargs: f"<a {what.format(tuple(self.shape))}>",
+        },
+    )
+    _plain[found] = plain
+    return found
+
+
 def lost(plain: type) -> type:
     """The subclass of a tensor's class for gradients that were not kept: they may be looked at from outside, zeroed,
     and put away; reading them raises StaleGradient."""
-    found = _lost.get(plain)
-    if found is None:
-        found = type(plain)(
-            plain.__name__,
-            (plain,),
-            {
-                "__module__": plain.__module__,
-                "__torch_function__": classmethod(_lost_torch_function),
-                "__deepcopy__": lambda self, memo: _refuse(),
-                "__reduce_ex__": lambda self, protocol: _refuse(),
-                "__repr__": lambda self, **kwargs: f"<a gradient of size {tuple(self.shape)} that was not kept>",
-            },
-        )
-        _lost[plain] = found
-        _plain[found] = plain
-    return found
+    if plain not in _lost:
+        _lost[plain] = _without_values(plain, _lost_torch_function, _refuse, "gradient of size {} that was not kept")
+    return _lost[plain]
 
 
 def outdate(tensor: torch.Tensor) -> None:
     """The tensor was a buffer or optimizer state that a step replaced while it was behind: its values are nowhere any
     more."""
     let_go(tensor)
-    plain: Any = type(tensor)
-    found = _outdated.get(plain)
-    if found is None:
-        found = type(plain)(
-            plain.__name__,
-            (plain,),
-            {
-                "__module__": plain.__module__,
-                "__torch_function__": classmethod(_outdated_torch_function),
-                "__deepcopy__": lambda self, memo: _refuse_outdated(),
-                "__reduce_ex__": lambda self, protocol: _refuse_outdated(),
-                "__repr__": lambda self, **kwargs: f"<a tensor of size {tuple(self.shape)} that a step replaced>",
-            },
-        )
-        _outdated[plain] = found
-        _plain[found] = plain
-    object.__setattr__(tensor, "__class__", found)
+    plain: type = type(tensor)
+    if plain not in _outdated:
+        what = "tensor of size {} that a step replaced"
+        _outdated[plain] = _without_values(plain, _outdated_torch_function, _refuse_outdated, what)
+    object.__setattr__(tensor, "__class__", _outdated[plain])
 
 
 def _outdated_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,24 +210,19 @@ def _getters(*names: str) -> Iterator[Any]:
 _TENSOR: Any = torch.Tensor  # whose attributes are descriptors, when asked of the class
 
 # What only describes a tensor, or is about autograd's hooks.
-_DESCRIBES = frozenset(
+_DESCRIBES = DESCRIBES | frozenset(
     (
         *_getters(
-            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad_fn", "is_cpu", "is_cuda",
-            "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized", "is_sparse",
-            "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize", "layout", "name", "names", "nbytes", "ndim",
-            "output_nr", "requires_grad", "retains_grad", "shape", "volatile",
+            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "grad_fn", "is_ipu", "is_leaf", "is_maia", "is_mkldnn",
+            "is_mtia", "is_sparse_csr", "is_vulkan", "is_xla", "name", "names", "output_nr", "retains_grad", "volatile",
         ),
         *_methods(
-            "__hash__", "__len__", "dim", "element_size", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous",
-            "is_floating_point", "is_inference", "is_neg", "is_shared", "is_signed", "ndimension", "nelement", "numel",
-            "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
-            "storage_offset", "stride",
+            "has_names", "is_shared", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+            "storage_offset",
         ),
         _TENSOR.requires_grad.__set__,
         _TENSOR._backward_hooks.__set__,
-        torch.is_complex, torch.is_floating_point, torch.numel, torch.is_inference, torch.is_signed,
-        torch._has_compatible_shallow_copy_type,
+        torch.is_inference, torch._has_compatible_shallow_copy_type,
     )
 )  # fmt: skip
 _GET_GRAD, _SET_GRAD, _DELETE_GRAD = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__

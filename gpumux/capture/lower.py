@@ -79,7 +79,7 @@ Span = tuple[int, int]  # first byte, and the one behind the last
 
 
 class _Taken:
-    """Which parts of which buffers are somebody's."""
+    """Which parts of which buffers are in use."""
 
     def __init__(self) -> None:
         self._spans: defaultdict[int, list[Span]] = defaultdict(list)
@@ -99,7 +99,7 @@ class Homes:
         self._record = raw.record
         self._table = table
         self._leaves = {leaf.path: leaf for leaf in self._found(raw)}
-        self._copied: list[tuple[_Leaf, list[_Leaf]]] = []  # what is copied, and who needs it
+        self._copied: list[tuple[_Leaf, list[_Leaf]]] = []  # what is copied, and for which leaves
         for leaf in self._leaves.values():
             leaf.place = place_of(self._record, leaf.view)
         self._refuse_shared_buffers(raw)
@@ -206,7 +206,7 @@ class Homes:
             assert place is not None
             if not taken.overlaps(place):
                 return place
-        raise AssertionError("a new buffer is nobody's")
+        raise AssertionError("a new buffer is in no use")
 
     def _kept(self, keep: frozenset[int]) -> frozenset[int]:
         """The gradients whose values the job has: also those in memory that it keeps for another's sake."""

@@ -28,11 +28,12 @@ from gpumux.errors import CaptureError, StaleState
 # and were not returned.
 #
 # It says what the tensor is like. Whatever asks for more gets StaleState, which names the place and the remedy; what
-# stood there before the step would be an old value, and nobody would notice.
+# stood there before the step would be an old value, without a word.
 
 
 _TENSOR: Any = torch.Tensor
-_DESCRIBES = frozenset(
+# Functions that only describe a tensor: none needs its values.
+DESCRIBES = frozenset(
     (
         *(
             getattr(_TENSOR, name).__get__
@@ -70,7 +71,7 @@ class Unreturned(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DESCRIBES:
+        if func in DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise _unreturned((args, kwargs))
@@ -444,12 +445,7 @@ class StateTable:
         key = (path, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
         if self.lookup(tensor) is None:
             old = self._at_path.get(key)
-            if (
-                old is not None
-                and self.lookup(old) is not None
-                and tensor.storage_offset() == old.storage_offset()
-                and self._rehome(old, tensor)
-            ):
+            if old is not None and tensor.storage_offset() == old.storage_offset() and self._rehome(old, tensor):
                 pass
             else:
                 self._merge([tensor], [name])

@@ -139,7 +139,6 @@ class Made:
     lowered: Lowered
     number: int | None = None
     remade: frozenset[int] = frozenset()  # parameters whose gradients it does not write to, but makes anew
-    changed: frozenset[int] = frozenset()  # buffers of the job that its own operators write to, in place
     left: Sequence[Callable[[], None]] = ()  # mark the places where the step leaves tensors that it does not return
     replaces: Replaces = NOTHING
     writes: bool = field(init=False)  # whether it changes state
@@ -424,10 +423,8 @@ class StepFunction:
         program = replace(lowered.program, kind="compiled") if self.compiled else lowered.program
         raw = phase.raw
         remade = frozenset(i for i, view in raw.gradients.items() if place_of(raw.record, view) is None)
-        written = [raw.record.storages[s] for s in frozenset().union(*(op.writes for op in raw.record.ops))]
-        changed = frozenset(storage.key for storage in written if storage.kind == "state")
         made = Made(
-            replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade, changed=changed,
+            replace(lowered, program=program, exit=self._intern(lowered.exit)), remade=remade,
             left=raw.left,
         )  # fmt: skip
         made.replaces = replaces(raw.record, lowered.anew, lowered.exit, self._table)

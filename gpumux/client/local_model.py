@@ -83,6 +83,8 @@ class Cached:
             self._persist(nothing)
             behind = self._guard.stale
             with self._replaced_states(behind):
+                if Part.MODEL in behind:
+                    self._guard.gradients.accumulated()
                 self._bring(behind)
             self._guard.gradient_changes()
             lost = self._guard.gradients.lost()
@@ -118,7 +120,7 @@ class Cached:
 
     def _newer(self, made: Made, before: Structure) -> None:
         """A step has changed the state in the daemon, from `before` on."""
-        self._guard.gradients.stepped(before, made.remade, made.changed)
+        self._guard.gradients.stepped(before, made.remade, made.replaces.written)
         self._guard.newer()
         self._unsynced += 1
         self._values.clear()
@@ -146,8 +148,6 @@ class Cached:
         if not parts:
             return
         with alone():
-            if Part.MODEL in parts:
-                self._guard.gradients.accumulated()
             self._persist(lambda: self._install(parts))
             self._guard.fetched(parts)
         if not self._guard.stale:

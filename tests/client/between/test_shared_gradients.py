@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from gpumux import client, errors
-from tests.client.between.support import Script, X, batches, made, momentum, same, whole, without_zeroing
+from tests.client.between.support import (
+    Script,
+    X,
+    batches,
+    made,
+    momentum,
+    same,
+    whole,
+    without_update,
+    without_zeroing,
+)
 
 STEPS = 5
 
@@ -304,14 +314,6 @@ def test_g3_what_shares_memory_with_a_gradient_given_before_is_refused(endpoint:
 
 
 def test_g3_memory_given_and_written_between_two_steps_that_only_read_it(endpoint: str) -> None:
-    def backward(model: Any, optimizer: Any) -> Any:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        return step
-
     def script(s: Script) -> Any:
         def apply() -> None:
             s.optimizer.step()
@@ -327,7 +329,7 @@ def test_g3_memory_given_and_written_between_two_steps_that_only_read_it(endpoin
         update()
         return [*out, vector.clone(), *(p.grad.clone() for p in s.model.parameters())]
 
-    same(script, endpoint, make=linear, step=backward, optimize=momentum)
+    same(script, endpoint, make=linear, step=without_update, optimize=momentum)
 
 
 def test_g3_data_of_every_gradient_after_every_step(endpoint: str) -> None:
@@ -543,14 +545,6 @@ def test_g3_a_second_job_on_the_model_sets_no_gradients(endpoint: str) -> None:
 def test_g3_others_of_a_flat_buffer_are_written_after_one_was_replaced(make: Any, endpoint: str) -> None:
     """With a step between that changes nothing, so that what was fetched is still what the daemon holds."""
 
-    def backward(model: Any, optimizer: Any) -> Any:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        return step
-
     def script(s: Script) -> Any:
         def norms() -> Tensor:
             return sum((p.grad.norm() for p in s.model.parameters()), torch.zeros(()))
@@ -562,4 +556,4 @@ def test_g3_others_of_a_flat_buffer_are_written_after_one_was_replaced(make: Any
         torch._foreach_mul_([p.grad for p in s.model.parameters()], 0.5)
         return [*out, look(), *s.train(1, 1), look()]
 
-    same(script, endpoint, make=make, step=backward, optimize=momentum)
+    same(script, endpoint, make=make, step=without_update, optimize=momentum)
